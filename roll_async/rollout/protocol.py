@@ -1,0 +1,65 @@
+"""What the scheduler needs from the world: replicas that generate, scorers that score. All plain asyncio.
+
+Traffic to a replica is batched both ways (`submit`, `collect`): one remote call carries many requests, so the cost of a
+request does not contain the cost of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
+from roll_async.schema import Completion, GenerateRequest, Prompt, Reward, Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport:
+    """What happened on a replica since the last report."""
+
+    completions: tuple[Completion, ...]
+    failures: tuple[tuple[str, str], ...]
+    """(request_id, reason): the replica lives, this request did not work."""
+    load: EngineLoad
+
+
+class EngineClient(Protocol):
+    """One replica, seen from the scheduler. A dead replica raises ConnectionError from any call."""
+
+    name: str
+    capabilities: EngineCapabilities
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Hand over requests; returns as soon as the replica has them."""
+
+    async def collect(self) -> EngineReport:
+        """Wait for at least one completion or failure. At most one `collect` is outstanding per replica."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """When this returns none of them runs any more; what they generated comes with `collect` (FinishReason.ABORT). Unknown ids are ignored."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """When this returns the replica samples no token until `resume`."""
+
+    async def resume(self) -> None: ...
+
+    async def load(self) -> EngineLoad: ...
+
+
+class Scorer(Protocol):
+    """Scores one finished sample. Raises ConnectionError for an outage (retried with backoff), never returns one as a score."""
+
+    async def score(self, prompt: Prompt, sample: Sample) -> Reward: ...
+
+
+class PromptSource(Protocol):
+    """Endless or finite stream of prompts with a cursor that can be saved."""
+
+    def next(self) -> Prompt | None:
+        """The next prompt in order; None at the end of the data."""
+
+    def state(self) -> dict[str, int]:
+        """Cursor, JSON-serialisable."""
+
+    def restore(self, state: dict[str, int]) -> None: ...

@@ -1,0 +1,196 @@
+"""The nouns of the system: what travels between folders.
+
+Token ids are `array('i')` (int32), log-probs `array('f')` (float32): compact, picklable, and readable by torch without a
+copy (`torch.frombuffer`). They are never changed after construction.
+
+Worked example. Prompt `[5, 6]`, the model answers `[7, 8]` under version 3, is interrupted, and goes on with `[9]` under
+version 4: one `Completion` with `token_ids=[7, 8, 9]`, three log-probs and `version_runs=((3, 2), (4, 1))`. Trained at step 5
+its staleness is 5 - 3 = 2: a sample is as old as its oldest trained token.
+
+Shape letters: B rows (one row = one sample), T token positions of the padded batch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WeightVersion = int
+"""The training step whose weights they are; 0 is the initial model."""
+
+VersionRuns = tuple[tuple[WeightVersion, int], ...]
+"""Run-length coded weight version per token: ((version, num_tokens), ...), in token order."""
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"  # end-of-sequence token or stop string
+    LENGTH = "length"  # max_new_tokens or the context is used up
+    ABORT = "abort"  # interrupted on request; the tokens so far are valid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request samples. Defaults are the plain categorical distribution."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 = off."""
+    repetition_penalty: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end-of-sequence ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One question, tokenised."""
+
+    row_id: str
+    """Id of the data row; the same row in another epoch has the same row_id."""
+    token_ids: array  # [P] int32
+    domain: str
+    """Key of `rewards` in the config that scores it."""
+    ground_truth: str
+    text: str = ""
+    """Last user message, for judges and logs."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One generation on one replica. Token in, token out."""
+
+    request_id: str
+    prompt_token_ids: array  # [P], for a resumed request: the prompt and the tokens generated so far
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What one request generated."""
+
+    request_id: str
+    token_ids: array  # [R] int32, without the prompt, with the end-of-sequence token
+    logprobs: array  # [R] float32, natural log of the probability it was sampled with
+    version_runs: VersionRuns
+    finish_reason: FinishReason
+    generation_s: float
+    """Seconds from submission to the end, on the engine's clock."""
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.logprobs) == sum(n for _, n in self.version_runs), "one log-prob and version per token"
+
+
+class RewardStatus(str, Enum):
+    """A score exists only with OK. An outage is not a wrong answer."""
+
+    OK = "ok"
+    TIMEOUT = "timeout"  # the sample's own computation took too long; scored by the scorer's own rule, never as an outage
+    OUTAGE = "outage"  # the scorer could not work; the sample has no score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """Verdict of one scorer on one sample."""
+
+    score: float
+    status: RewardStatus = RewardStatus.OK
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers usable by `filter_groups.metric`, e.g. acc, format."""
+    reason: str = ""
+    scoring_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One trajectory: a prompt and everything after it. Tool and environment tokens carry mask 0, log-prob 0."""
+
+    sample_id: str
+    prompt_token_ids: array  # [P] int32
+    response_token_ids: array  # [R] int32, all turns
+    loss_mask: bytes  # [R] 1 = sampled by the policy and trained, 0 = tool or environment token
+    behaviour_logprobs: array  # [R] float32
+    version_runs: VersionRuns  # over the R tokens; masked tokens carry the version current when they were added
+    finish_reason: FinishReason
+    generation_s: float
+    reward: Reward | None = None
+    num_turns: int = 1
+
+    def __post_init__(self) -> None:
+        size = len(self.response_token_ids)
+        assert size == len(self.loss_mask) == len(self.behaviour_logprobs) == sum(n for _, n in self.version_runs)
+
+    @property
+    def oldest_version(self) -> WeightVersion | None:
+        """Version of the oldest trained token; None when no token is trained."""
+        position, oldest = 0, None
+        for version, count in self.version_runs:
+            if any(self.loss_mask[position : position + count]) and (oldest is None or version < oldest):
+                oldest = version
+            position += count
+        return oldest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """All samples of one prompt: the unit of filtering, queueing and exactly-once accounting. Always whole."""
+
+    group_id: int
+    """Admission number, unique in a run, increasing: the order in which slots were given out."""
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    admitted_version: WeightVersion
+    """Newest version the engines held when the slot was given out."""
+    admitted_s: float
+    """Loop time at admission."""
+    finished_s: float
+    """Loop time when the last reward arrived."""
+
+    @property
+    def oldest_version(self) -> WeightVersion | None:
+        """Version of the oldest trained token of the group; None when no token is trained."""
+        versions = [v for s in self.samples if (v := s.oldest_version) is not None]
+        return min(versions) if versions else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of all samples."""
+        return sum(len(s.response_token_ids) for s in self.samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """Whole groups as right-padded tensors; position t of every per-token field belongs to token t of the row.
+
+    The log-prob of token t comes from the logits at t - 1, so position 0 is never trained.
+    """
+
+    step: int
+    """Training step that consumes it, from 1."""
+    tokens: Tensor  # [B,T] int64, prompt then response, padded with 0
+    lengths: Tensor  # [B] int64, prompt + response
+    prompt_lengths: Tensor  # [B] int64
+    mask: Tensor  # [B,T] bool, True = sampled by the policy (before staleness and sample masks)
+    behaviour_logprobs: Tensor  # [B,T] float32, 0 where not sampled
+    versions: Tensor  # [B,T] int64 weight version that sampled the token, -1 where not sampled
+    scores: Tensor  # [B] float32, raw outcome score
+    group_index: Tensor  # [B] int64, rows of one prompt share a value
+    domain_index: Tensor  # [B] int64, into `domains`
+    domains: tuple[str, ...]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[B] int64 generated tokens, tool and observation tokens excluded."""
+        return self.mask.sum(-1)

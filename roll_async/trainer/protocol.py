@@ -1,0 +1,85 @@
+"""What the pipeline needs from a group of training ranks, and what travels to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRows:
+    """Rows to score. Shape letters: B rows, T positions."""
+
+    tokens: Tensor  # [B,T] int64, right-padded
+    lengths: Tensor  # [B] int64
+    mask: Tensor  # [B,T] bool, where a log-prob is wanted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRows:
+    """One training step for the actor: rows with everything the loss reads. Split into mini-batches in row order."""
+
+    tokens: Tensor  # [B,T] int64, right-padded
+    lengths: Tensor  # [B] int64
+    mask: Tensor  # [B,T] bool, trained tokens, after staleness and sample masks
+    advantages: Tensor  # [B,T] float32
+    behaviour_logprobs: Tensor  # [B,T] float32
+    proximal_logprobs: Tensor | None  # [B,T] float32; None = the loss interpolates inside each micro-batch (algorithm.proximal_logprobs)
+    correction_weights: Tensor | None  # [B,T] float32 of algorithms.correction.correct; None = 1
+    scores: Tensor  # [B] float32, raw outcome scores (topr)
+    version_lag: Tensor  # [B,T] int64, staleness of each token in steps, 0 where masked
+    ref_logprobs: Tensor | None = None  # [B,T]
+    segment_ids: Tensor | None = None  # [B,T] int64
+    selection: Tensor | None = None  # [B,T] bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueRows:
+    """One training step for the critic."""
+
+    tokens: Tensor  # [B,T] int64
+    lengths: Tensor  # [B] int64
+    mask: Tensor  # [B,T] bool
+    old_values: Tensor  # [B,T] float32
+    returns: Tensor  # [B,T] float32
+
+
+class ScoringGroup(Protocol):
+    """Ranks that score given tokens: reference, teacher, and the actor itself."""
+
+    async def compute_logprobs(self, rows: TokenRows) -> Tensor:
+        """[B,T] float32 log-prob of token t given the tokens before it; 0 where not in the mask."""
+
+
+class TrainerGroup(ScoringGroup, Protocol):
+    """The ranks of `actor_train`. Data-parallel splitting is its own business: callers hand in whole batches."""
+
+    async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
+        """All optimizer steps of one training step. Metrics: loss, grad_norm, learning_rate, policy/..., num_optimizer_steps."""
+
+    def export_weights(self, plan_transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket]:
+        """First the plan, then its buckets, in order. A bucket's memory may be reused when the iterator is advanced."""
+
+    async def save(self, folder: str, step: int, state: bytes) -> None:
+        """Write a checkpoint with the caller's own `state`; atomic: `folder` exists only when it is complete."""
+
+    async def load(self, folder: str) -> bytes:
+        """Restore model, optimizer, schedule and RNG; returns the caller's `state`. Raises ValueError naming a bad file."""
+
+    async def export_hf(self, folder: str) -> None:
+        """Write a transformers-loadable folder (safetensors with index, config, tokenizer)."""
+
+
+class CriticGroup(Protocol):
+    """The ranks of `critic`."""
+
+    async def compute_values(self, rows: TokenRows) -> Tensor:
+        """[B,T] float32, the value of the state before token t."""
+
+    async def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]: ...
