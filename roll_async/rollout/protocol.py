@@ -54,12 +54,7 @@ class Scorer(Protocol):
 
 
 class PromptSource(Protocol):
-    """Endless or finite stream of prompts with a cursor that can be saved."""
+    """A deterministic stream of prompts, addressed by position: the ledger accounts by position, so a restart needs no cursor file."""
 
-    def next(self) -> Prompt | None:
-        """The next prompt in order; None at the end of the data."""
-
-    def state(self) -> dict[str, int]:
-        """Cursor, JSON-serialisable."""
-
-    def restore(self, state: dict[str, int]) -> None: ...
+    def at(self, index: int) -> Prompt | None:
+        """The prompt at this position of the shuffled, domain-mixed stream; None from the end of the data on."""
