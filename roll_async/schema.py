@@ -157,6 +157,8 @@ class Group:
     """Loop time at admission."""
     finished_s: float
     """Loop time when the last reward arrived."""
+    baseline_score: float | None = None
+    """Score of a greedy answer to the prompt, for the remax estimator."""
 
     @property
     def oldest_version(self) -> WeightVersion | None:
@@ -189,6 +191,7 @@ class TrainBatch:
     group_index: Tensor  # [B] int64, rows of one prompt share a value
     domain_index: Tensor  # [B] int64, into `domains`
     domains: tuple[str, ...]
+    baseline_scores: Tensor | None = None  # [B] float32, greedy score of the row's prompt (remax)
 
     @property
     def response_lengths(self) -> Tensor:

@@ -1,0 +1,71 @@
+"""Whole groups to one padded TrainBatch. Shape letters: B rows, T positions."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from roll_async.schema import Group, Sample, TrainBatch, VersionRuns
+
+
+def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> TrainBatch:
+    """One row per sample, in group order; padded to the longest row.
+
+    Worked example: prompt `[5, 6]`, response `[7, 8]` sampled by version 3 gives tokens `[5, 6, 7, 8]`, mask `[0, 0, 1, 1]`,
+    versions `[-1, -1, 3, 3]`. Raises ValueError for a sample without a score: an outage must not reach the trainer.
+    """
+    samples = [(g, s) for g in groups for s in g.samples]
+    num_rows = len(samples)
+    lengths = torch.tensor([len(s.prompt_token_ids) + len(s.response_token_ids) for _, s in samples])
+    width = int(lengths.max())
+    tokens = torch.zeros(num_rows, width, dtype=torch.int64)
+    mask = torch.zeros(num_rows, width, dtype=torch.bool)
+    logprobs = torch.zeros(num_rows, width, dtype=torch.float32)
+    versions = torch.full((num_rows, width), -1, dtype=torch.int64)
+    for row, (_, sample) in enumerate(samples):
+        start, end = len(sample.prompt_token_ids), int(lengths[row])
+        tokens[row, :start] = _int_tensor(sample.prompt_token_ids)
+        if end == start:
+            continue
+        tokens[row, start:end] = _int_tensor(sample.response_token_ids)
+        sampled = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
+        mask[row, start:end] = sampled
+        logprobs[row, start:end] = torch.where(sampled, torch.frombuffer(sample.behaviour_logprobs, dtype=torch.float32), 0.0)
+        versions[row, start:end] = torch.where(sampled, _expand_runs(sample.version_runs), -1)
+    return TrainBatch(
+        step=step,
+        tokens=tokens,
+        lengths=lengths,
+        prompt_lengths=torch.tensor([len(s.prompt_token_ids) for _, s in samples]),
+        mask=mask,
+        behaviour_logprobs=logprobs,
+        versions=versions,
+        scores=torch.tensor([_score(s) for _, s in samples], dtype=torch.float32),
+        group_index=torch.tensor([g.group_id for g, _ in samples]),
+        domain_index=torch.tensor([domains.index(g.prompt.domain) for g, _ in samples]),
+        domains=tuple(domains),
+        baseline_scores=_baselines(groups),
+    )
+
+
+def _int_tensor(ids: array) -> Tensor:
+    return torch.frombuffer(ids, dtype=torch.int32).long() if len(ids) else torch.zeros(0, dtype=torch.int64)
+
+
+def _expand_runs(runs: VersionRuns) -> Tensor:
+    return torch.repeat_interleave(torch.tensor([v for v, _ in runs]), torch.tensor([n for _, n in runs]))
+
+
+def _baselines(groups: Sequence[Group]) -> Tensor | None:
+    if any(g.baseline_score is None for g in groups):
+        return None
+    return torch.tensor([g.baseline_score for g in groups for _ in g.samples], dtype=torch.float32)
+
+
+def _score(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ValueError(f"sample {sample.sample_id} has no reward; a group without scores must fail, not be trained")
+    return sample.reward.score

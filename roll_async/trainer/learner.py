@@ -1,0 +1,338 @@
+"""One training step: whole groups in, optimizer steps and metrics out.
+
+    groups -> TrainBatch -> proximal / reference / teacher log-probs, values -> rewards -> advantages -> masks and
+    correction -> critic and policy update
+
+Batch-wide statistics (whitening, normalisation, token selections) are computed here, once, on the whole batch; what is
+row-wise happens in the ranks, micro-batch by micro-batch. Shape letters: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from roll_async.algorithms import rewards as reward_math
+from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs, clip_advantages
+from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics
+from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
+from roll_async.algorithms.masked import masked_mean, segment_ids_from_mask, whiten
+from roll_async.algorithms.rewards import RunningMoments
+from roll_async.schema import Group, TrainBatch
+from roll_async.trainer.collate import collate
+from roll_async.trainer.protocol import CriticGroup, PolicyRows, ScoringGroup, TokenRows, TrainerGroup, ValueRows
+from roll_async.trainer.selection import select_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerOptions:
+    """The part of the config that shapes the training signal; see `config/` for each key."""
+
+    domains: tuple[str, ...]
+    response_length: int
+    adv_estimator: str
+    adv_options: Mapping[str, object]
+    pg_variant: str
+    pg_options: object
+    correction: CorrectionOptions
+    proximal_logprobs: str = "recompute"
+    norm_mean_type: str = "none"
+    norm_std_type: str = "none"
+    reward_shift: float = 0.0
+    reward_scale: float = 1.0
+    reward_clip: float | None = None
+    advantage_clip: float | None = None
+    whiten_advantages: bool = False
+    token_kl_coef: float = 0.0
+    kl_loss_coef: float = 0.0
+    kl_estimator: str = "k3"
+    target_kl: float | None = None
+    kl_horizon: int = 10000
+    distill_coef: float = 0.0
+    max_len_mask: bool = False
+    difficulty_low: float | None = None
+    difficulty_high: float | None = None
+    overlong_len: int = 0
+    """0 = no overlong shaping."""
+    overlong_penalty_factor: float = 1.0
+    mask_older_than: int | None = None
+    """Versions; tokens over it leave the loss (staleness policy token_mask). None = off."""
+    critic_warmup: int = 0
+    seed: int = 42
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerParts:
+    """The groups of ranks a step uses."""
+
+    actor: TrainerGroup
+    reference: ScoringGroup | None = None
+    teacher: ScoringGroup | None = None
+    critic: CriticGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one training step did. Times in seconds of the event loop."""
+
+    metrics: Mapping[str, float]
+    logprobs_s: float
+    train_s: float
+    num_samples: int
+    num_tokens: int
+    """Prompt and response tokens of the batch, padding excluded."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerState:
+    """What must survive a restart besides the ranks' own checkpoint."""
+
+    moments: dict[str, RunningMoments] = field(default_factory=dict)
+    token_kl_coef: float = 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values."""
+        moments = {name: [m.count, m.mean, m.m2] for name, m in self.moments.items()}
+        return {"moments": moments, "token_kl_coef": self.token_kl_coef}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, object]) -> LearnerState:
+        """Inverse of `to_json`."""
+        stored = state["moments"]
+        assert isinstance(stored, Mapping)
+        moments = {str(name): RunningMoments(count=c, mean=mean, m2=m2) for name, (c, mean, m2) in stored.items()}
+        return cls(moments=moments, token_kl_coef=float(state["token_kl_coef"]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Signal:
+    """Everything computed batch-wide before the update."""
+
+    advantages: Tensor  # [B,T]
+    returns: Tensor  # [B,T]
+    mask: Tensor  # [B,T] trained tokens
+    metrics: dict[str, float]
+
+
+class Learner:
+    """Runs training steps on groups of ranks. One step at a time."""
+
+    def __init__(self, parts: LearnerParts, options: LearnerOptions) -> None:
+        self._parts = parts
+        self._options = options
+        self.state = LearnerState(token_kl_coef=options.token_kl_coef)
+
+    async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
+        """Train on whole groups. `step` counts from 1; the batch's tokens have staleness step - 1 - version + 1 = step - version."""
+        loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
+        batch = await asyncio.to_thread(collate, groups, step=step, domains=options.domains)
+        rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
+        started = loop.time()
+        proximal = await self._proximal(batch, rows)
+        reference = await parts.reference.compute_logprobs(rows) if parts.reference else None
+        teacher = await parts.teacher.compute_logprobs(rows) if parts.teacher else None
+        values = await parts.critic.compute_values(rows) if parts.critic else None
+        scored = loop.time()
+        known = proximal if proximal is not None else batch.behaviour_logprobs
+        signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, values)
+        policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
+        metrics = {**signal.metrics, **correction}
+        if parts.critic is not None:
+            assert values is not None
+            value_rows = ValueRows(
+                tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask, old_values=values, returns=signal.returns
+            )
+            metrics |= await parts.critic.update_values(value_rows, step)
+        if parts.critic is None or step > options.critic_warmup:
+            metrics |= await parts.actor.update_policy(policy_rows, step)
+        self._adapt_kl(metrics, batch)
+        return StepReport(
+            metrics=metrics,
+            logprobs_s=scored - started,
+            train_s=loop.time() - scored,
+            num_samples=len(batch.lengths),
+            num_tokens=int(batch.lengths.sum()),
+        )
+
+    async def _proximal(self, batch: TrainBatch, rows: TokenRows) -> Tensor | None:
+        """[B,T] log-probs of the weights at the start of the step; None when each micro-batch interpolates its own."""
+        match self._options.proximal_logprobs:
+            case "recompute":
+                return await self._parts.actor.compute_logprobs(rows)
+            case "behaviour":
+                return batch.behaviour_logprobs
+            case "interpolate":
+                return None
+            case other:
+                raise ValueError(f"proximal_logprobs {other!r}: expected recompute, interpolate or behaviour")
+
+    def _signal(
+        self, batch: TrainBatch, known: Tensor, reference: Tensor | None, teacher: Tensor | None, values: Tensor | None
+    ) -> _Signal:
+        """Scores to advantages, and the mask of trained tokens. `known` [B,T]: best known log-probs of the current weights."""
+        options = self._options
+        scores, metrics = self._shaped_scores(batch)
+        token_rewards = None
+        if options.token_kl_coef > 0:
+            assert reference is not None, "config refuses token_kl_coef without a reference"
+            token_rewards = kl_in_reward(
+                token_rewards_BT=_on_last_token(scores, batch.mask),
+                logprobs_BT=known,
+                ref_logprobs_BT=reference,
+                mask_BT=batch.mask,
+                coefficient=self.state.token_kl_coef,
+                estimator=options.kl_estimator,
+            )
+            observed = kl_estimate(logprobs_BT=known, ref_logprobs_BT=reference, mask_BT=batch.mask, estimator="k1")
+            metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=batch.mask))
+        inputs = AdvantageInputs(
+            scores=scores,
+            mask=batch.mask,
+            group_index=batch.group_index,
+            token_rewards=token_rewards,
+            values=values,
+            baseline_scores=batch.baseline_scores,
+        )
+        advantages, returns = ADVANTAGES[options.adv_estimator](inputs, **options.adv_options)
+        if options.whiten_advantages:
+            advantages = whiten(values_BT=advantages, mask_BT=batch.mask)
+        if options.advantage_clip is not None:
+            advantages = clip_advantages(advantages_BT=advantages, limit=options.advantage_clip)
+        if teacher is not None:
+            distance = kl_estimate(logprobs_BT=known, ref_logprobs_BT=teacher, mask_BT=batch.mask, estimator="k1")
+            advantages = advantages - options.distill_coef * distance.detach()
+        mask = self._loss_mask(batch)
+        metrics["staleness/masked_fraction"] = 1.0 - float(mask.sum()) / max(1, int(batch.mask.sum()))
+        metrics["advantages/std"] = float(advantages[batch.mask].std()) if int(batch.mask.sum()) > 1 else 0.0
+        return _Signal(advantages=advantages.float(), returns=returns.float(), mask=mask, metrics=metrics)
+
+    def _shaped_scores(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
+        """[B] scores after overlong shaping, shift and scale, normalisation, clipping (algorithms.md section 8)."""
+        options = self._options
+        scores, metrics = batch.scores, {}
+        if options.overlong_len:
+            penalty = reward_math.overlong_penalty(
+                lengths_B=batch.response_lengths,
+                max_length=options.response_length,
+                buffer_length=options.overlong_len,
+                factor=options.overlong_penalty_factor,
+            )
+            scores = scores + penalty
+            metrics["reward/overlong_penalty"] = float(penalty.mean())
+            metrics["reward/overlong_share"] = float((penalty < 0).float().mean())
+        scores = reward_math.shift_scale_rewards(scores_B=scores, shift=options.reward_shift, scale=options.reward_scale)
+        if options.norm_mean_type != "none" or options.norm_std_type != "none":
+            scores = self._normalised(batch, scores)
+        if options.reward_clip is not None:
+            scores = reward_math.clip_rewards(scores_B=scores, limit=options.reward_clip)
+        return scores, metrics
+
+    def _normalised(self, batch: TrainBatch, scores: Tensor) -> Tensor:
+        """[B] normalised per domain: domains have their own scale of difficulty."""
+        options, result = self._options, torch.zeros_like(scores)
+        for index, domain in enumerate(batch.domains):
+            rows = batch.domain_index == index
+            if not bool(rows.any()):
+                continue
+            merged = self.state.moments.get(domain, RunningMoments()).merged(scores_B=scores, row_mask_B=rows)
+            self.state.moments[domain] = merged
+            result += reward_math.normalise_rewards(
+                scores_B=scores,
+                group_index_B=batch.group_index,
+                mean=options.norm_mean_type,
+                std=options.norm_std_type,
+                running=merged,
+                row_mask_B=rows,
+            )
+        return result
+
+    def _loss_mask(self, batch: TrainBatch) -> Tensor:
+        """[B,T] tokens that are trained: sampled ones minus what the sample masks and the staleness bound take out."""
+        options, mask = self._options, batch.mask
+        if options.max_len_mask:
+            keep = reward_math.max_length_keep(lengths_B=batch.response_lengths, max_length=options.response_length)
+            mask = mask & keep[:, None]
+        if options.difficulty_low is not None or options.difficulty_high is not None:
+            keep = reward_math.difficulty_keep(
+                scores_B=batch.scores,
+                group_index_B=batch.group_index,
+                low=-torch.inf if options.difficulty_low is None else options.difficulty_low,
+                high=torch.inf if options.difficulty_high is None else options.difficulty_high,
+            )
+            mask = mask & keep[:, None]
+        if options.mask_older_than is not None:
+            mask = reward_math.staleness_keep(
+                version_lag_BT=_version_lag(batch), mask_BT=mask, max_lag=options.mask_older_than, level="token"
+            )
+        return mask
+
+    def _policy_rows(
+        self, batch: TrainBatch, proximal: Tensor | None, reference: Tensor | None, signal: _Signal
+    ) -> tuple[PolicyRows, dict[str, float]]:
+        """The rows the ranks train on, and the metrics of the train-engine mismatch."""
+        options, weights, metrics = self._options, None, {}
+        segments = segment_ids_from_mask(mask_BT=batch.mask)
+        lag = torch.where(signal.mask, _version_lag(batch), 0)
+        if proximal is not None:
+            correction = correct(
+                train_logprobs_BT=proximal,
+                rollout_logprobs_BT=batch.behaviour_logprobs,
+                mask_BT=signal.mask,
+                options=options.correction,
+                segment_ids_BT=segments,
+                version_lag_BT=lag,
+            )
+            metrics = correction_metrics(sums=correction.sums)
+            weights = correction.weights.float()
+        selection = select_tokens(
+            options.pg_variant,
+            options.pg_options,
+            batch=batch,
+            proximal=batch.behaviour_logprobs if proximal is None else proximal,
+            advantages=signal.advantages,
+            mask=signal.mask,
+            seed=options.seed,
+        )
+        rows = PolicyRows(
+            tokens=batch.tokens,
+            lengths=batch.lengths,
+            mask=signal.mask,
+            advantages=signal.advantages,
+            behaviour_logprobs=batch.behaviour_logprobs,
+            proximal_logprobs=proximal,
+            correction_weights=weights,
+            scores=batch.scores,
+            version_lag=lag,
+            ref_logprobs=reference if options.kl_loss_coef > 0 else None,
+            segment_ids=segments,
+            selection=selection,
+        )
+        return rows, metrics
+
+    def _adapt_kl(self, metrics: Mapping[str, float], batch: TrainBatch) -> None:
+        if self._options.target_kl is not None and "kl/reference" in metrics:
+            self.state.token_kl_coef = update_kl_coefficient(
+                coefficient=self.state.token_kl_coef,
+                observed_kl=metrics["kl/reference"],
+                num_samples=len(batch.lengths),
+                target=self._options.target_kl,
+                horizon=self._options.kl_horizon,
+            )
+
+
+def _version_lag(batch: TrainBatch) -> Tensor:
+    """[B,T] staleness of each sampled token in steps: the batch trains at `step`, version v holds the weights after step v.
+
+    Step t starts from version t - 1, which is the freshest possible: its staleness is counted as 0.
+    """
+    return torch.where(batch.mask, batch.step - 1 - batch.versions, 0)
+
+
+def _on_last_token(scores: Tensor, mask: Tensor) -> Tensor:
+    """[B,T] the row's score on its last valid token, 0 elsewhere."""
+    last = mask & (mask.long().flip(-1).cumsum(-1).flip(-1) == 1)
+    return torch.where(last, scores[:, None], 0.0)
