@@ -1,0 +1,135 @@
+"""Engine replicas as Ray actors, and the client the scheduler and the synchronizer talk to.
+
+    AsyncLLMServerManager -- RayEngineClient.submit / collect --> EngineReplica (EngineHost over one Engine)
+    ParameterSynchronizer -- RayEngineClient.begin_update ... commit -->      "
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import ray
+from ray.actor import ActorHandle
+
+from roll_async.cluster.errors import call
+from roll_async.cluster.placement import NodePool, ProcessPlacement
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
+from roll_async.inference.settings import EngineSettings
+from roll_async.rollout.protocol import EngineReport
+from roll_async.schema import GenerateRequest, WeightVersion
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+_CONCURRENT_CALLS = 64
+"""Calls open at once on one replica: one collect, a few submits and aborts, never one per request."""
+
+
+@ray.remote(max_restarts=0, max_concurrency=_CONCURRENT_CALLS)
+class EngineReplica:
+    """One replica in its own process, plain asyncio inside."""
+
+    def __init__(self, strategy: str, settings: EngineSettings) -> None:
+        self._strategy, self._settings = strategy, settings
+
+    async def start(self) -> EngineCapabilities:
+        """Load the model."""
+        from roll_async.inference.backends import create_engine
+        from roll_async.inference.engine_host import EngineHost
+
+        engine = create_engine(self._strategy, self._settings)
+        await engine.start()
+        self._engine, self._host = engine, EngineHost(engine)
+        return engine.capabilities
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        await self._host.submit(requests)
+
+    async def collect(self) -> EngineReport:
+        return await self._host.collect()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._host.abort(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._host.pause(mode)
+
+    async def resume(self) -> None:
+        await self._host.resume()
+
+    async def load(self) -> EngineLoad:
+        return await self._host.load()
+
+    async def begin_update(self, plan: UpdatePlan) -> None:
+        await self._engine.begin_update(plan)
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        await self._engine.load_bucket(bucket)
+
+    async def finish_update(self) -> str:
+        return await self._engine.finish_update()
+
+    async def commit(self, version: WeightVersion) -> None:
+        await self._engine.commit(version)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class RayEngineClient:
+    """One replica seen from the driver. Implements `rollout/protocol.py: EngineClient` and the synchronizer's replica."""
+
+    def __init__(self, name: str, actor: ActorHandle, capabilities: EngineCapabilities) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self._actor = actor
+
+    @classmethod
+    async def start(
+        cls,
+        strategy: str,
+        settings: EngineSettings,
+        placement: ProcessPlacement,
+        pool: NodePool,
+        env: Mapping[str, str],
+    ) -> RayEngineClient:
+        """Start the process and load the model. Raises ValueError for what the user can fix."""
+        name = f"actor_infer-{placement.index}"
+        actor = EngineReplica.options(**pool.options(placement, dict(env)), name=name).remote(strategy, settings)
+        capabilities = await call(name, actor.start.remote())
+        return cls(name, actor, capabilities)
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        await call(self.name, self._actor.submit.remote(list(requests)))
+
+    async def collect(self) -> EngineReport:
+        return await call(self.name, self._actor.collect.remote())
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await call(self.name, self._actor.abort.remote(list(request_ids)))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await call(self.name, self._actor.pause.remote(mode))
+
+    async def resume(self) -> None:
+        await call(self.name, self._actor.resume.remote())
+
+    async def load(self) -> EngineLoad:
+        return await call(self.name, self._actor.load.remote())
+
+    async def begin_update(self, plan: UpdatePlan) -> None:
+        await call(self.name, self._actor.begin_update.remote(plan))
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        await call(self.name, self._actor.load_bucket.remote(bucket))
+
+    async def finish_update(self) -> str:
+        return await call(self.name, self._actor.finish_update.remote())
+
+    async def commit(self, version: WeightVersion) -> None:
+        await call(self.name, self._actor.commit.remote(version))
+
+    async def close(self) -> None:
+        """End the engine's own child processes, then the actor."""
+        closing = asyncio.wrap_future(self._actor.close.remote().future())
+        await asyncio.wait([closing], timeout=10)
+        ray.kill(self._actor)

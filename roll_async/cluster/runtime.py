@@ -1,0 +1,71 @@
+"""Ray itself: embedded on this machine, or joined at RAY_ADDRESS. Nothing outside `cluster/` imports Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeInfo:
+    """Where the roles run."""
+
+    embedded: bool
+    """True: this process started Ray; everything binds to loopback and dies with this process."""
+    num_cpus: int
+
+
+@contextmanager
+def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeInfo]:
+    """Start or join Ray for the length of the block; afterwards no process of ours is left.
+
+    `num_processes`: role processes that must fit on the embedded node. `env`: environment of every role process.
+    Raises ConnectionError when RAY_ADDRESS names no reachable cluster.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **env}}
+    if address:
+        info = ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
+        logger.info("joined the Ray cluster at %s", info.address_info["address"])
+    else:
+        ray.init(
+            address="local",
+            num_cpus=max(num_processes, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=_EMBEDDED_OBJECT_STORE_BYTES,
+            _node_ip_address=LOOPBACK,
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+        logger.info("started Ray on this machine (%s)", ray.get_runtime_context().get_node_id()[:8])
+    try:
+        yield RuntimeInfo(embedded=not address, num_cpus=os.cpu_count() or 1)
+    finally:
+        ray.shutdown()
+
+
+def log_folder() -> Path:
+    """Where Ray keeps the output of the role processes on this machine."""
+    return Path(tempfile.gettempdir()) / "ray" / "session_latest" / "logs"
+
+
+def _python_path() -> str:
+    """The package must be importable in role processes also when it runs from a checkout."""
+    root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([root, inherited]) if inherited else root

@@ -1,0 +1,218 @@
+"""Megatron ranks as Ray actors, and the groups that speak for them.
+
+    driver -- TrainerGroup --> MegatronRank 0..n-1 (one process each, torch.distributed among them)
+
+A batch is put into the object store once and read by every rank; each rank takes its own part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from roll_async.cluster.errors import call
+from roll_async.cluster.placement import NodePool, ProcessPlacement
+from roll_async.cluster.runtime import LOOPBACK
+from roll_async.config.schema import WorkerConfig
+from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRole:
+    """What a rank process builds its worker from."""
+
+    name: str
+    """actor_train, critic, reference or teacher."""
+    worker: WorkerConfig
+    options: object
+    """PolicyUpdateOptions of `trainer/megatron/settings.py`."""
+
+
+@ray.remote(max_restarts=0)
+class MegatronRank:
+    """One rank: a synchronous `MegatronWorker` in its own process."""
+
+    def __init__(self, role: TrainingRole, placement: ProcessPlacement) -> None:
+        self._role, self._placement = role, placement
+        self._export = None
+
+    def free_port(self, host: str) -> int:
+        """A port that was free a moment ago, for the rendezvous of the group."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return probe.getsockname()[1]
+
+    def node_ip(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    def start(self, world_size: int, master_addr: str, master_port: int) -> None:
+        """Join the group and load the model; blocks until every rank is there."""
+        from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
+
+        spec = RankSpec(
+            rank=self._placement.index,
+            world_size=world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            device=self._placement.device,
+        )
+        self._worker = MegatronWorker(spec, self._role.worker, self._role.options)
+        self._worker.start()
+
+    def compute_logprobs(self, rows: TokenRows) -> Tensor | None:
+        return self._worker.compute_logprobs(rows)
+
+    def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
+        return self._worker.update_policy(rows, step)
+
+    def compute_values(self, rows: TokenRows) -> Tensor | None:
+        return self._worker.compute_values(rows)
+
+    def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
+        return self._worker.update_values(rows, step)
+
+    def export_begin(self, transport: str, verify: str, version: int, bucket_bytes: int) -> UpdatePlan | None:
+        """Open an export; rank 0 answers with the plan."""
+        from roll_async.weight_sync.transports import open_sender
+
+        if self._export is not None:
+            self._export.close()
+        self._export = open_sender(
+            transport,
+            tensors=self._worker.export_named_tensors,
+            version=version,
+            verify=verify,
+            bucket_bytes=bucket_bytes,
+            is_sender=self._placement.index == 0,
+        )
+        return self._export.plan
+
+    def export_next(self) -> Bucket | None:
+        """Gather the next bucket (collective); the one before it may be overwritten. None at the end."""
+        assert self._export is not None, "export_next without export_begin"
+        return self._export.next_bucket()
+
+    def export_digest(self) -> str:
+        """Digest of everything exported, to compare with the replicas'."""
+        assert self._export is not None
+        return self._export.digest
+
+    def save(self, folder: str, step: int, state: bytes) -> None:
+        self._worker.save(folder, step, state)
+
+    def load(self, folder: str) -> bytes:
+        return self._worker.load(folder)
+
+    def export_hf(self, folder: str) -> None:
+        self._worker.export_hf(folder)
+
+    def close(self) -> None:
+        """Unlink shared memory of an export that was under way."""
+        if self._export is not None:
+            self._export.close()
+
+
+class RayTrainerGroup:
+    """All ranks of one Megatron role. Implements TrainerGroup, ScoringGroup and CriticGroup of `trainer/protocol.py`."""
+
+    def __init__(self, name: str, ranks: Sequence[ActorHandle], bucket_bytes: int) -> None:
+        self.name = name
+        self._ranks = ranks
+        self._bucket_bytes = bucket_bytes
+
+    @classmethod
+    async def start(
+        cls,
+        role: TrainingRole,
+        placements: Sequence[ProcessPlacement],
+        pool: NodePool,
+        env: Mapping[str, str],
+        *,
+        embedded: bool,
+        bucket_bytes: int,
+    ) -> RayTrainerGroup:
+        """Start one process per placement and let them find each other. Raises ValueError for what the user can fix."""
+        if embedded:
+            env = {**env, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        ranks = [
+            MegatronRank.options(**pool.options(p, dict(env)), name=f"{role.name}-{p.index}", max_concurrency=1).remote(role, p)
+            for p in placements
+        ]
+        group = cls(role.name, ranks, bucket_bytes)
+        host = LOOPBACK if embedded else await call(role.name, ranks[0].node_ip.remote())
+        port = await call(role.name, ranks[0].free_port.remote(host))
+        await group._all(lambda r: r.start.remote(len(ranks), host, port))
+        return group
+
+    async def compute_logprobs(self, rows: TokenRows) -> Tensor:
+        """[B,T] float32, see ScoringGroup."""
+        ref = ray.put(rows)
+        return _answer(await self._all(lambda r: r.compute_logprobs.remote(ref)))
+
+    async def compute_values(self, rows: TokenRows) -> Tensor:
+        """[B,T] float32, see CriticGroup."""
+        ref = ray.put(rows)
+        return _answer(await self._all(lambda r: r.compute_values.remote(ref)))
+
+    async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
+        """All optimizer steps of one training step."""
+        ref = ray.put(rows)
+        return (await self._all(lambda r: r.update_policy.remote(ref, step)))[0]
+
+    async def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
+        """All optimizer steps of the critic."""
+        ref = ray.put(rows)
+        return (await self._all(lambda r: r.update_values.remote(ref, step)))[0]
+
+    async def export_weights(self, version: int, transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """The plan, then every bucket, then the digest. The next bucket is gathered while the caller uses the present one."""
+        plans = await self._all(lambda r: r.export_begin.remote(transport, verify, version, self._bucket_bytes))
+        yield next(p for p in plans if p is not None)
+        pending = asyncio.ensure_future(self._all(lambda r: r.export_next.remote()))
+        try:
+            while (bucket := (await pending)[0]) is not None:
+                pending = asyncio.ensure_future(self._all(lambda r: r.export_next.remote()))
+                yield bucket
+        finally:
+            if not pending.done():
+                await asyncio.wait([pending])
+        yield await call(self.name, self._ranks[0].export_digest.remote())
+
+    async def save(self, folder: str, step: int, state: bytes) -> None:
+        """Atomic checkpoint of all ranks with the caller's own state."""
+        await self._all(lambda r: r.save.remote(folder, step, state))
+
+    async def load(self, folder: str) -> bytes:
+        """Restore all ranks; returns the caller's state."""
+        return (await self._all(lambda r: r.load.remote(folder)))[0]
+
+    async def export_hf(self, folder: str) -> None:
+        """Write a transformers-loadable folder."""
+        await self._all(lambda r: r.export_hf.remote(folder))
+
+    async def close(self) -> None:
+        """Let ranks clean up, then end them."""
+        closing = [r.close.remote() for r in self._ranks]
+        await asyncio.wait([asyncio.wrap_future(ref.future()) for ref in closing], timeout=5)
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    async def _all(self, remote_call) -> list:
+        """One call on every rank; the first failure is raised, naming the rank."""
+        calls = [call(f"{self.name} rank {i}", _awaitable(remote_call(r))) for i, r in enumerate(self._ranks)]
+        return list(await asyncio.gather(*calls))
+
+
+async def _awaitable(ref: ray.ObjectRef):
+    return await ref
+
+
+def _answer(results: Sequence[Tensor | None]) -> Tensor:
+    return next(r for r in results if r is not None)
