@@ -24,7 +24,15 @@ from roll_async.algorithms.masked import masked_mean, segment_ids_from_mask, whi
 from roll_async.algorithms.rewards import RunningMoments
 from roll_async.schema import Group, TrainBatch
 from roll_async.trainer.collate import collate
-from roll_async.trainer.protocol import CriticGroup, PolicyRows, ScoringGroup, TokenRows, TrainerGroup, ValueRows
+from roll_async.trainer.protocol import (
+    CriticGroup,
+    PolicyRows,
+    ScoringGroup,
+    StepReport,
+    TokenRows,
+    TrainerGroup,
+    ValueRows,
+)
 from roll_async.trainer.selection import select_tokens
 
 
@@ -73,18 +81,6 @@ class LearnerParts:
     reference: ScoringGroup | None = None
     teacher: ScoringGroup | None = None
     critic: CriticGroup | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """What one training step did. Times in seconds of the event loop."""
-
-    metrics: Mapping[str, float]
-    logprobs_s: float
-    train_s: float
-    num_samples: int
-    num_tokens: int
-    """Prompt and response tokens of the batch, padding excluded."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -50,6 +50,18 @@ class ValueRows:
     returns: Tensor  # [B,T] float32
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one training step did. Times in seconds of the event loop."""
+
+    metrics: Mapping[str, float]
+    logprobs_s: float
+    train_s: float
+    num_samples: int
+    num_tokens: int
+    """Prompt and response tokens of the batch, padding excluded."""
+
+
 class ScoringGroup(Protocol):
     """Ranks that score given tokens: reference, teacher, and the actor itself."""
 
@@ -63,8 +75,8 @@ class TrainerGroup(ScoringGroup, Protocol):
     async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of one training step. Metrics: loss, grad_norm, learning_rate, policy/..., num_optimizer_steps."""
 
-    def export_weights(self, plan_transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket]:
-        """First the plan, then its buckets, in order. A bucket's memory may be reused when the iterator is advanced."""
+    def export_weights(self, version: int, transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """First the plan, then its buckets in order, then the digest. A bucket's memory may be reused when the iterator is advanced."""
 
     async def save(self, folder: str, step: int, state: bytes) -> None:
         """Write a checkpoint with the caller's own `state`; atomic: `folder` exists only when it is complete."""
