@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray._private import ray_constants
+
+from roll_async.cluster.reaper import reaper
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
+_SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0 Ray believes it can only ever be one machine and binds every port to loopback, on Linux too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,30 +42,38 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **env}}
+    with reaper() as add_folder:
+        _connect(address, runtime_env, num_processes)
+        if not address:
+            add_folder(str(session_folder()))
+        try:
+            yield RuntimeInfo(embedded=not address, num_cpus=os.cpu_count() or 1)
+        finally:
+            ray.shutdown()
+
+
+def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_processes: int) -> None:
     if address:
         info = ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
         logger.info("joined the Ray cluster at %s", info.address_info["address"])
     else:
+        os.environ[_SINGLE_HOST_VARIABLE] = "0"  # for Ray's own processes
+        ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, where it was read at import
         ray.init(
             address="local",
             num_cpus=max(num_processes, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=_EMBEDDED_OBJECT_STORE_BYTES,
-            _node_ip_address=LOOPBACK,
             runtime_env=runtime_env,
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
         logger.info("started Ray on this machine (%s)", ray.get_runtime_context().get_node_id()[:8])
-    try:
-        yield RuntimeInfo(embedded=not address, num_cpus=os.cpu_count() or 1)
-    finally:
-        ray.shutdown()
 
 
-def log_folder() -> Path:
-    """Where Ray keeps the output of the role processes on this machine."""
-    return Path(tempfile.gettempdir()) / "ray" / "session_latest" / "logs"
+def session_folder() -> Path:
+    """Folder of the Ray session this process is connected to, logs of all role processes included."""
+    return Path(ray._private.worker.global_worker.node.get_session_dir_path())
 
 
 def _python_path() -> str:

@@ -1,0 +1,80 @@
+"""Ends every process of a run when its driver is gone, however the driver went.
+
+Ray's agents outlive a killed driver by a minute or more, engines start children of their own. They are known by two marks: one variable
+inherited from the driver (Ray overwrites it in processes it renames), and open files in the folder of the embedded Ray session.
+This process waits for the end of its standard input, which the kernel closes when the driver dies, also by SIGKILL, and
+then ends whatever still carries a mark. Run as `python -m roll_async.cluster.reaper MARKER`; each input line is a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+
+MARKER_VARIABLE = "ROLL_ASYNC_RUN"
+_GRACE_S = 2.0
+_SPARED = (os.getpid(), os.getppid())
+"""This process and the driver, which is alive when a run ends in order."""
+
+
+@contextmanager
+def reaper() -> Iterator[Callable[[str], None]]:
+    """Mark this process's future children and guard them for the length of the block.
+
+    Yields a function that adds a folder: processes that hold files open in it belong to the run, too.
+    """
+    marker = uuid.uuid4().hex
+    command = [sys.executable, "-m", "roll_async.cluster.reaper", marker]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, text=True)
+    assert guard.stdin is not None
+    pipe = guard.stdin
+    os.environ[MARKER_VARIABLE] = marker
+
+    def add_folder(folder: str) -> None:
+        pipe.write(folder + "\n")
+        pipe.flush()
+
+    try:
+        yield add_folder
+    finally:
+        os.environ.pop(MARKER_VARIABLE, None)
+        pipe.close()
+        guard.wait(timeout=10 * _GRACE_S)
+
+
+def marked_processes(marker: str, folders: Sequence[str]) -> list[psutil.Process]:
+    """Processes of the run besides its driver; ones we may not look into are not ours."""
+    return [p for p in psutil.process_iter() if p.pid not in _SPARED and _is_marked(p, marker, folders)]
+
+
+def _is_marked(process: psutil.Process, marker: str, folders: Sequence[str]) -> bool:
+    try:
+        if process.environ().get(MARKER_VARIABLE) == marker:
+            return True
+        return any(f.path.startswith(folder) for f in process.open_files() for folder in folders)
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
+
+
+def main() -> None:
+    """Wait for the driver's end, then sweep until nothing marked is left."""
+    marker = sys.argv[1]
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    folders = [line.strip() for line in sys.stdin if line.strip()]
+    psutil.wait_procs(marked_processes(marker, folders), timeout=_GRACE_S)
+    while left := marked_processes(marker, folders):
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=_GRACE_S)
+
+
+if __name__ == "__main__":
+    main()
