@@ -1,0 +1,70 @@
+"""Embedded Ray: loopback only, and nothing is left behind however the driver ends. Each driver is a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+psutil = pytest.importorskip("psutil")
+pytest.importorskip("ray")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DRIVER = """
+import os, sys, time
+import psutil, ray
+from roll_async.cluster.reaper import MARKER_VARIABLE, marked_processes
+from roll_async.cluster.runtime import ray_runtime, session_folder
+
+@ray.remote
+class Role:
+    def where(self):
+        import subprocess
+        self.child = subprocess.Popen(["sleep", "600"])  # an engine's own child process
+        return os.environ["ROLE"], os.getpid(), self.child.pid
+
+with ray_runtime(num_processes=2, env={"ROLE": "a"}):
+    role = Role.options(runtime_env={"env_vars": {"ROLE": "b"}}).remote()
+    name, pid, child = ray.get(role.where.remote())
+    folder = str(session_folder())
+    ours = {p.pid for p in marked_processes(os.environ[MARKER_VARIABLE], [folder])} | {pid, child}
+    open_ports = [c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours | {os.getpid()}]
+    print(name, *sorted(ours - {os.getpid()}), "|", *sorted(set(open_ports)), flush=True)
+    if sys.argv[1] == "hang":
+        time.sleep(600)
+"""
+
+
+def start(mode: str) -> subprocess.Popen:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("RAY_ADDRESS", None)
+    return subprocess.Popen([sys.executable, "-c", DRIVER, mode], stdout=subprocess.PIPE, text=True, env=env)
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_gone(pids: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := alive(pids)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+@pytest.mark.parametrize("mode", ["end", "hang"])
+def test_a_driver_that_ends_or_is_killed_leaves_no_process_and_opens_no_port_to_the_network(mode):
+    driver = start(mode)
+    line = driver.stdout.readline()
+    role, *rest = line.split("|")[0].split()
+    pids = [int(p) for p in rest]
+    assert role == "b" and len(pids) >= 5
+    assert set(line.split("|")[1].split()) <= {"127.0.0.1", "::1"}
+    if mode == "hang":
+        os.kill(driver.pid, signal.SIGKILL)
+    assert driver.wait(60) == (0 if mode == "end" else -signal.SIGKILL)
+    assert wait_gone(pids, 20) == []
