@@ -16,7 +16,7 @@ LAYER = {
     "rollout": 4,
     "pipelines": 5, "cluster": 5,
     "simulator": 6,
-    "launch": 7, "cli": 7,
+    "launch": 7, "bench": 7, "cli": 8,
 }  # fmt: skip
 
 ALLOWED = {
