@@ -56,15 +56,22 @@ def wait_gone(pids: list[int], seconds: float) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("mode", ["end", "hang"])
-def test_a_driver_that_ends_or_is_killed_leaves_no_process_and_opens_no_port_to_the_network(mode):
-    driver = start(mode)
+@pytest.fixture(params=["end", "hang"])
+def driver(request):
+    process = start(request.param)
+    process.mode = request.param
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_driver_that_ends_or_is_killed_leaves_no_process_and_opens_no_port_to_the_network(driver):
     line = driver.stdout.readline()
     role, *rest = line.split("|")[0].split()
     pids = [int(p) for p in rest]
     assert role == "b" and len(pids) >= 5
     assert set(line.split("|")[1].split()) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    if mode == "hang":
+    if driver.mode == "hang":
         os.kill(driver.pid, signal.SIGKILL)
-    assert driver.wait(60) == (0 if mode == "end" else -signal.SIGKILL)
+    assert driver.wait(60) == (0 if driver.mode == "end" else -signal.SIGKILL)
     assert wait_gone(pids, 20) == []
