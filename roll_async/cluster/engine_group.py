@@ -14,9 +14,8 @@ from ray.actor import ActorHandle
 
 from roll_async.cluster.errors import call
 from roll_async.cluster.placement import NodePool, ProcessPlacement
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
 from roll_async.inference.settings import EngineSettings
-from roll_async.rollout.protocol import EngineReport
 from roll_async.schema import GenerateRequest, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 

@@ -49,6 +49,16 @@ class EngineLoad:
     """Share of the KV cache not in use, 0..1."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport:
+    """What happened on a replica since the last report."""
+
+    completions: tuple[Completion, ...]
+    failures: tuple[tuple[str, str], ...]
+    """(request_id, reason): the replica lives, this request did not work."""
+    load: EngineLoad
+
+
 class Engine(Protocol):
     """One replica."""
 

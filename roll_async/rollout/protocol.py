@@ -7,21 +7,10 @@ request does not contain the cost of a call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
-from roll_async.schema import Completion, GenerateRequest, Prompt, Reward, Sample
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineReport:
-    """What happened on a replica since the last report."""
-
-    completions: tuple[Completion, ...]
-    failures: tuple[tuple[str, str], ...]
-    """(request_id, reason): the replica lives, this request did not work."""
-    load: EngineLoad
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
+from roll_async.schema import GenerateRequest, Prompt, Reward, Sample
 
 
 class EngineClient(Protocol):

@@ -44,5 +44,3 @@ class UpdatePlan:
     transport: str
     verify: str
     """full, sample or none: how much of each tensor the digest reads."""
-    num_tensors: int
-    num_bytes: int

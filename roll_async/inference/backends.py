@@ -1,0 +1,19 @@
+"""Engines by strategy name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from roll_async.inference.protocol import Engine
+from roll_async.inference.settings import EngineSettings
+
+ENGINES = {
+    "vllm": "roll_async.inference.vllm_engine.VllmEngine",
+    "hf_infer": "roll_async.inference.hf_engine.HfEngine",
+}
+
+
+def create_engine(strategy: str, settings: EngineSettings) -> Engine:
+    """Build (not start) the engine of a strategy. Raises ValueError when its library is not installed."""
+    module, name = ENGINES[strategy].rsplit(".", 1)
+    return getattr(import_module(module), name)(settings)

@@ -1,0 +1,66 @@
+"""The server side of `rollout/protocol.py: EngineClient`: many requests per call over one Engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from roll_async.inference.protocol import Engine, EngineLoad, EngineReport, PauseMode
+from roll_async.schema import Completion, GenerateRequest
+
+_COALESCE_S = 0.002
+"""After the first result, how long `collect` waits for company: one decoding step of a small model."""
+
+
+class EngineHost:
+    """Runs submitted requests as tasks and hands finished ones over in batches."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._completions: list[Completion] = []
+        self._failures: list[tuple[str, str]] = []
+        self._news = asyncio.Event()
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Start requests; an id that already runs is reported as a failure, the running one goes on."""
+        for request in requests:
+            if request.request_id in self._tasks:
+                self._failures.append((request.request_id, "a request with this id is already running"))
+                self._news.set()
+                continue
+            self._tasks[request.request_id] = asyncio.create_task(self._run(request))
+
+    async def _run(self, request: GenerateRequest) -> None:
+        try:
+            self._completions.append(await self._engine.generate(request))
+        except (ValueError, RuntimeError) as error:
+            self._failures.append((request.request_id, f"{type(error).__name__}: {error}"))
+        finally:
+            del self._tasks[request.request_id]
+            self._news.set()
+
+    async def collect(self) -> EngineReport:
+        """Wait for at least one result, then a moment for others."""
+        await self._news.wait()
+        await asyncio.sleep(_COALESCE_S)
+        self._news.clear()
+        completions, self._completions = self._completions, []
+        failures, self._failures = self._failures, []
+        return EngineReport(completions=tuple(completions), failures=tuple(failures), load=self._engine.load())
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """When this returns none of the requests runs, and their results are ready for `collect`."""
+        tasks = [self._tasks[i] for i in request_ids if i in self._tasks]
+        await self._engine.abort(request_ids)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def load(self) -> EngineLoad:
+        return self._engine.load()

@@ -1,0 +1,53 @@
+"""Proof that a replica holds what the trainer sent: a digest over names, types, shapes and bytes, in the order sent."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from roll_async.weight_sync.bucket import TensorSlot
+
+VERIFY_LEVELS = ("full", "sample", "none")
+_WINDOW_BYTES = 1024
+_NUM_WINDOWS = 16
+
+
+class Digest:
+    """Running digest of one weight version.
+
+    full: every byte. sample: names, types, shapes and 16 windows of 1 KiB spread over each tensor, ends included, so that
+    a swapped, truncated or stale tensor shows. none: names, types and shapes only.
+    """
+
+    def __init__(self, verify: str) -> None:
+        if verify not in VERIFY_LEVELS:
+            raise ValueError(f"weight_sync.verify {verify!r} is not one of {' | '.join(VERIFY_LEVELS)}")
+        self._verify = verify
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def update(self, slot: TensorSlot, data: Tensor) -> None:
+        """Add one tensor. `data`: its bytes, uint8 [num_bytes], on the host."""
+        self._hash.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.num_bytes};".encode())
+        if self._verify == "full":
+            self._hash.update(data.numpy().data)
+        elif self._verify == "sample":
+            for start in _window_starts(slot.num_bytes):
+                self._hash.update(data[start : start + _WINDOW_BYTES].numpy().data)
+
+    def hexdigest(self) -> str:
+        """Digest of everything added so far."""
+        return self._hash.hexdigest()
+
+
+def _window_starts(num_bytes: int) -> list[int]:
+    if num_bytes <= _WINDOW_BYTES * _NUM_WINDOWS:
+        return list(range(0, num_bytes, _WINDOW_BYTES))
+    last = num_bytes - _WINDOW_BYTES
+    return [last * i // (_NUM_WINDOWS - 1) for i in range(_NUM_WINDOWS)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as uint8 [num_bytes] on the host; a copy only if it is not contiguous or not on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
