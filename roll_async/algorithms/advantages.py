@@ -1,0 +1,320 @@
+"""Advantage estimators. Shape letters: B rows, T positions. No gradients.
+
+Each takes `AdvantageInputs` and its own keyword options and returns (advantages [B,T], returns [B,T]), 0 where masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_async.algorithms.masked import check_mask, clean, segment_ids_from_mask, valid_positions_first, whiten, working_dtype
+from roll_async.algorithms.rewards import GroupStatistics, group_statistics, normalise_rewards
+
+Result = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageInputs:
+    """A whole batch: groups complete, in any row order."""
+
+    scores: Tensor  # [B] outcome score per row, after reward shaping
+    mask: Tensor  # [B,T] bool
+    group_index: Tensor  # [B] int64, rows of one prompt share a value
+    token_rewards: Tensor | None = None  # [B,T]; replaces scores: row score = sum over valid tokens
+    row_mask: Tensor | None = None  # [B] bool, False = padding row
+    values: Tensor | None = None  # [B,T] critic (gae)
+    baseline_scores: Tensor | None = None  # [B] greedy score of the row's prompt (remax)
+    segment_ids: Tensor | None = None  # [B,T] (agentic_reinforce)
+    trajectory_index: Tensor | None = None  # [B] int64, unique across groups (step_reinforce, gigpo)
+    step_index: Tensor | None = None  # [B] int64, order inside the trajectory
+    step_rewards: Tensor | None = None  # [B] reward of that step
+    state_index: Tensor | None = None  # [B] int64 anchor state, meaningful inside a group (gigpo)
+
+    def __post_init__(self) -> None:
+        check_mask(self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    mask: Tensor  # [B,T], padding rows removed
+    rows: Tensor  # [B] bool, counted rows
+    rewards: Tensor  # [B,T]
+    scores: Tensor  # [B], 0 in padding rows
+    groups: GroupStatistics
+
+
+def _batch(inputs: AdvantageInputs) -> _Batch:
+    dtype = working_dtype(inputs.scores, inputs.token_rewards)
+    rows = inputs.mask.new_ones(inputs.mask.shape[0]) if inputs.row_mask is None else inputs.row_mask
+    mask = inputs.mask & rows[:, None]
+    if inputs.token_rewards is not None:
+        rewards = clean(inputs.token_rewards.detach(), mask, dtype)
+        scores = rewards.sum(-1)
+    else:
+        scores = torch.where(rows, inputs.scores.detach().to(dtype), 0)
+        last = mask & (mask.long().flip(-1).cumsum(-1).flip(-1) == 1)
+        rewards = torch.where(last, scores[:, None], 0)
+    return _Batch(mask, rows, rewards, scores, group_statistics(scores, inputs.group_index, rows))
+
+
+def _need(inputs: AdvantageInputs, estimator: str, *names: str) -> list[Tensor]:
+    missing = [name for name in names if getattr(inputs, name) is None]
+    if missing:
+        raise ValueError(f"{estimator} needs {', '.join(missing)}")
+    return [getattr(inputs, name) for name in names]
+
+
+def _spread(values_B: Tensor, batch: _Batch) -> Tensor:
+    return torch.where(batch.mask, values_B[:, None], 0)
+
+
+def _row_constant(advantage_B: Tensor, batch: _Batch) -> Result:
+    return _spread(torch.where(batch.rows, advantage_B, 0), batch), _spread(batch.scores, batch)
+
+
+def _centred(batch: _Batch) -> Tensor:
+    """[B] score minus group mean; exactly 0 where all members are equal."""
+    return torch.where(batch.groups.equal, 0, batch.scores - batch.groups.mean)
+
+
+def _group_relative(batch: _Batch, normalise_std: bool, epsilon: float) -> Tensor:
+    centred = _centred(batch)
+    return centred / (batch.groups.std + epsilon) if normalise_std else centred
+
+
+def grpo(inputs: AdvantageInputs, *, normalise_std: bool = True, epsilon: float = 1e-6) -> Result:
+    """GRPO (arXiv 2402.03300)."""
+    batch = _batch(inputs)
+    return _row_constant(_group_relative(batch, normalise_std, epsilon), batch)
+
+
+def dr_grpo(inputs: AdvantageInputs) -> Result:
+    """Dr. GRPO (arXiv 2503.20783): no division by the spread."""
+    batch = _batch(inputs)
+    return _row_constant(_centred(batch), batch)
+
+
+def rloo(inputs: AdvantageInputs) -> Result:
+    """RLOO (arXiv 2402.14740): R minus the mean of the other members = n / (n - 1) (R - mean)."""
+    batch = _batch(inputs)
+    n = batch.groups.count
+    return _row_constant(_centred(batch) * n / (n - 1).clamp(min=1), batch)
+
+
+def opo(inputs: AdvantageInputs) -> Result:
+    """OPO (arXiv 2505.23585): the length-weighted mean of the group as baseline."""
+    batch = _batch(inputs)
+    lengths = batch.mask.sum(-1).to(batch.scores.dtype)
+    _, group = torch.unique(inputs.group_index, return_inverse=True)
+    zeros = torch.zeros(int(group.max()) + 1 if group.numel() else 0, dtype=batch.scores.dtype, device=group.device)
+    total = zeros.scatter_add(0, group, lengths)
+    weighted = zeros.scatter_add(0, group, lengths * batch.scores)
+    baseline = (weighted / torch.where(total > 0, total, 1))[group]
+    return _row_constant(torch.where(batch.groups.equal, 0, batch.scores - baseline), batch)
+
+
+def gpg(inputs: AdvantageInputs, *, normalise_std: bool = False, epsilon: float = 1e-6) -> Result:
+    """GPG (arXiv 2504.02546): scaled up by the share of rows whose group has a signal."""
+    batch = _batch(inputs)
+    rows = batch.rows.sum()
+    informative = (batch.rows & ~batch.groups.equal).sum()
+    alpha = torch.where(informative > 0, rows / informative.clamp(min=1), 1.0).to(batch.scores.dtype)
+    return _row_constant(alpha * _group_relative(batch, normalise_std, epsilon), batch)
+
+
+def grpo_passk(inputs: AdvantageInputs, *, normalise_std: bool = True, epsilon: float = 1e-6) -> Result:
+    """Pass@k training (arXiv 2503.19595): only the best member, by its lead over the second."""
+    batch = _batch(inputs)
+    advantage = torch.zeros_like(batch.scores)
+    for index in torch.unique(inputs.group_index[batch.rows]):
+        members = (batch.rows & (inputs.group_index == index)).nonzero()[:, 0]
+        if len(members) < 2:
+            continue
+        top = batch.scores[members].topk(2)
+        lead = top.values[0] - top.values[1]
+        if lead > 0:
+            best = members[top.indices[0]]
+            advantage[best] = lead / (batch.groups.std[best] + epsilon) if normalise_std else lead
+    return _row_constant(advantage, batch)
+
+
+def lite_ppo(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Result:
+    """Lite PPO (arXiv 2508.08221): group mean, batch spread."""
+    batch = _batch(inputs)
+    whole = group_statistics(batch.scores, torch.zeros_like(inputs.group_index), batch.rows)
+    usable = (whole.std > 0) & (whole.count >= 2) & ~whole.equal
+    return _row_constant(torch.where(usable, _centred(batch) / (whole.std + epsilon), 0), batch)
+
+
+def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """[B,T] G_t = r_t + gamma * G of the next valid token; masked gaps neither discount nor contribute."""
+    order, inverse = valid_positions_first(mask)
+    compact, returns = rewards.gather(1, order), torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.sum(-1)
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        running = compact[:, t] + gamma * running
+        returns[:, t] = running
+    return torch.where(mask, returns.gather(1, inverse), 0)
+
+
+def reinforce(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
+    """REINFORCE: the discounted return to go."""
+    batch = _batch(inputs)
+    returns = _discounted(batch.rewards, batch.mask, gamma)
+    return returns, returns
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
+    """REINFORCE++ (arXiv 2501.03262): returns whitened over the batch."""
+    returns, _ = reinforce(inputs, gamma=gamma)
+    return whiten(values_BT=returns, mask_BT=_batch(inputs).mask), returns
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Result:
+    """REINFORCE++ with the group mean as baseline, whitened over the batch."""
+    batch = _batch(inputs)
+    spread, returns = _row_constant(_centred(batch), batch)
+    return whiten(values_BT=spread, mask_BT=batch.mask), returns
+
+
+def remax(inputs: AdvantageInputs) -> Result:
+    """ReMax (arXiv 2310.10505): return minus the score of a greedy answer to the same prompt."""
+    (baseline,) = _need(inputs, "remax", "baseline_scores")
+    batch = _batch(inputs)
+    returns = _discounted(batch.rewards, batch.mask, 1.0)
+    baseline = torch.where(batch.rows, baseline.detach().to(returns.dtype), 0)
+    return torch.where(batch.mask, returns - baseline[:, None], 0), returns
+
+
+def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Result:
+    """GAE (arXiv 1506.02438) on the compacted valid tokens; the value after the last valid token is 0. Not whitened."""
+    (given,) = _need(inputs, "gae", "values")
+    batch = _batch(inputs)
+    dtype = working_dtype(batch.rewards, given)
+    order, inverse = valid_positions_first(batch.mask)
+    values = clean(given.detach(), batch.mask, dtype).gather(1, order)
+    rewards = batch.rewards.to(dtype).gather(1, order)
+    advantages = torch.zeros_like(values)
+    following_value, following = torch.zeros_like(values.sum(-1)), torch.zeros_like(values.sum(-1))
+    valid = batch.mask.gather(1, order)
+    for t in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + gamma * following_value - values[:, t]
+        following = torch.where(valid[:, t], delta + gamma * lam * following, 0)
+        advantages[:, t] = following
+        following_value = values[:, t]
+    returns = advantages + values
+    return tuple(torch.where(batch.mask, x.gather(1, inverse), 0) for x in (advantages, returns))  # type: ignore[return-value]
+
+
+def agentic_reinforce(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
+    """Return to go over turns: G_k = (rewards of turn k) + gamma G_{k+1}, on all tokens of the turn."""
+    batch = _batch(inputs)
+    ids = segment_ids_from_mask(mask_BT=batch.mask) if inputs.segment_ids is None else inputs.segment_ids
+    ids = torch.where(batch.mask, ids, 0).clamp(min=0)
+    per_turn = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.rewards)
+    present = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.mask.to(batch.rewards.dtype)) > 0
+    running, returns = torch.zeros_like(batch.scores), torch.zeros_like(batch.rewards)
+    for k in range(per_turn.shape[1] - 1, -1, -1):
+        running = torch.where(present[:, k], per_turn[:, k] + gamma * running, running)
+        returns[:, k] = running
+    result = torch.where(batch.mask, returns.gather(1, ids), 0)
+    return result, result
+
+
+def _step_returns(trajectory: Tensor, step: Tensor, rewards: Tensor, rows: Tensor, gamma: float) -> Tensor:
+    """[B] S_i = reward_i + gamma S of the next step of the same trajectory."""
+    returns = torch.zeros_like(rewards)
+    for index in torch.unique(trajectory[rows]):
+        members = (rows & (trajectory == index)).nonzero()[:, 0]
+        running = rewards.new_zeros(())
+        for row in members[torch.argsort(step[members], descending=True)]:
+            running = rewards[row] + gamma * running
+            returns[row] = running
+    return returns
+
+
+def step_reinforce(
+    inputs: AdvantageInputs,
+    *,
+    step_reward_gamma: float = 0.95,
+    mean: str = "batch",
+    std: str = "batch",
+    epsilon: float = 1e-6,
+) -> Result:
+    """Discounted step returns, normalised over batch or group; one row is one step."""
+    trajectory, step, rewards = _need(inputs, "step_reinforce", "trajectory_index", "step_index", "step_rewards")
+    for name, value in (("mean", mean), ("std", std)):
+        if value not in ("none", "batch", "group"):
+            raise ValueError(f"{name} {value!r} is not one of none | batch | group")
+    batch = _batch(inputs)
+    rewards = torch.where(batch.rows, rewards.detach().to(batch.scores.dtype), 0)
+    returns = _step_returns(trajectory, step, rewards, batch.rows, step_reward_gamma)
+    normed = normalise_rewards(
+        scores_B=returns, group_index_B=inputs.group_index, mean=mean, std=std, row_mask_B=batch.rows, epsilon=epsilon
+    )
+    return _spread(normed, batch), _spread(returns, batch)
+
+
+def gigpo(
+    inputs: AdvantageInputs,
+    *,
+    step_reward_gamma: float = 0.95,
+    episode_reward_weight: float = 1.0,
+    step_reward_weight: float = 1.0,
+    normalise_std: bool = True,
+    epsilon: float = 1e-6,
+) -> Result:
+    """GiGPO (arXiv 2505.10978): episode advantage within the group plus step advantage within the same anchor state."""
+    trajectory, step, rewards, state = _need(
+        inputs, "gigpo", "trajectory_index", "step_index", "step_rewards", "state_index"
+    )
+    batch = _batch(inputs)
+    rewards = torch.where(batch.rows, rewards.detach().to(batch.scores.dtype), 0)
+    returns = _step_returns(trajectory, step, rewards, batch.rows, step_reward_gamma)
+    first = torch.zeros_like(batch.rows)
+    first_of = torch.arange(len(first), device=first.device)
+    for index in torch.unique(trajectory[batch.rows]):
+        members = (batch.rows & (trajectory == index)).nonzero()[:, 0]
+        lead = members[torch.argmin(step[members])]
+        first[lead], first_of[members] = True, lead
+
+    def relative(x: Tensor, stats: GroupStatistics) -> Tensor:
+        centred = torch.where(stats.equal, 0, x - stats.mean)
+        return centred / (stats.std + epsilon) if normalise_std else centred
+
+    episode = relative(batch.scores, group_statistics(batch.scores, inputs.group_index, first))[first_of]
+    _, anchor = torch.unique(torch.stack([inputs.group_index, state], -1), dim=0, return_inverse=True)
+    steps = relative(returns, group_statistics(returns, anchor, batch.rows))
+    combined = torch.where(batch.rows, episode_reward_weight * episode + step_reward_weight * steps, 0)
+    return _spread(combined, batch), _spread(returns, batch)
+
+
+def clip_advantages(*, advantages_BT: Tensor, limit: float) -> Tensor:
+    """[B,T] clamped to [-limit, limit]. Raises ValueError unless limit > 0."""
+    if not limit > 0:
+        raise ValueError(f"limit {limit} must be > 0")
+    return advantages_BT.detach().clamp(-limit, limit)
+
+
+ADVANTAGES: dict[str, Callable[..., Any]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
+    "lite_ppo": lite_ppo,
+    "reinforce": reinforce,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "gae": gae,
+    "agentic_reinforce": agentic_reinforce,
+    "step_reinforce": step_reinforce,
+    "gigpo": gigpo,
+}

@@ -1,0 +1,28 @@
+"""Does a group of values carry signal? Pure Python, for the rollout, where a group is judged the moment it completes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def population_variance(values: Sequence[float]) -> float:
+    """mean((x - mean)^2) in float64; NaN when a value is not finite (a scorer outage is not a wrong answer)."""
+    if not values or not all(math.isfinite(v) for v in values):
+        return math.nan
+    mean = math.fsum(values) / len(values)
+    return math.fsum((v - mean) ** 2 for v in values) / len(values)
+
+
+def group_verdict(values: Sequence[float], *, variance_threshold: float = 1e-8, singletons: str = "keep") -> str:
+    """keep, dropped_equal, dropped_invalid or dropped_singleton. Never compares with 0: identical 0.1s have a variance of 1e-34."""
+    if variance_threshold < 0:
+        raise ValueError(f"variance_threshold {variance_threshold} must be >= 0")
+    if singletons not in ("keep", "drop"):
+        raise ValueError(f"singletons {singletons!r} is not one of keep | drop")
+    variance = population_variance(values)
+    if math.isnan(variance):
+        return "dropped_invalid"
+    if len(values) == 1:
+        return "keep" if singletons == "keep" else "dropped_singleton"
+    return "keep" if variance > variance_threshold else "dropped_equal"

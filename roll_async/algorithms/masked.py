@@ -1,0 +1,56 @@
+"""Masked statistics. Shape letters: B rows, T token positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def working_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any floating input is float64, else float32."""
+    wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def check_mask(mask: Tensor) -> None:
+    """Masks are boolean: an integer mask would silently scale values. Raises ValueError."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool")
+
+
+def clean(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, 0 where masked, before any arithmetic: NaN times zero is NaN, also in backward."""
+    return torch.where(mask, x.to(dtype), torch.zeros((), dtype=dtype, device=x.device))
+
+
+def segment_ids_from_mask(*, mask_BT: Tensor) -> Tensor:
+    """[B,T] int64: the k-th run of consecutive True in a row gets k (from 0); -1 where masked. A turn of an agent is one run."""
+    check_mask(mask_BT)
+    before = torch.nn.functional.pad(mask_BT[:, :-1], (1, 0), value=False)
+    starts = mask_BT & ~before
+    return torch.where(mask_BT, starts.long().cumsum(-1) - 1, -1)
+
+
+def masked_mean(*, values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[] mean over valid tokens; 0 if there is none. Differentiable in `values_BT`."""
+    check_mask(mask_BT)
+    dtype = working_dtype(values_BT)
+    return clean(values_BT, mask_BT, dtype).sum() / mask_BT.sum().clamp(min=1).to(dtype)
+
+
+def whiten(*, values_BT: Tensor, mask_BT: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """[B,T] (x - mean) / sqrt(var + epsilon) over the valid tokens of the whole tensor, unbiased variance; 0 with fewer than 2."""
+    check_mask(mask_BT)
+    dtype = working_dtype(values_BT)
+    x = clean(values_BT.detach(), mask_BT, dtype)
+    count = mask_BT.sum().to(dtype)
+    mean = x.sum() / count.clamp(min=1)
+    centred = torch.where(mask_BT, x - mean, 0)
+    var = (centred * centred).sum() / (count - 1).clamp(min=1)
+    return torch.where(mask_BT & (count >= 2), centred / torch.sqrt(var + epsilon), 0)
+
+
+def valid_positions_first(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """(order, inverse) [B,T]: a stable permutation that moves the valid tokens of each row to its front, and its inverse."""
+    order = torch.argsort((~mask_BT).to(torch.int8), dim=-1, stable=True)
+    return order, torch.argsort(order, dim=-1)

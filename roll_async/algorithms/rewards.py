@@ -1,0 +1,162 @@
+"""Scores before the estimator, and masks of what leaves the loss. Shape letters: B rows, T positions. No gradients.
+
+Order: raw score -> overlong_penalty added -> shift_scale_rewards -> normalise_rewards -> clip_rewards -> advantages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll_async.algorithms.masked import check_mask, working_dtype
+
+NORM_TYPES = ("none", "batch", "group", "running")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningMoments:
+    """Exact pooled moments of all scores seen (Chan et al. 1979); one per domain, checkpointed by the caller."""
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+    """Sum of squared deviations from the mean."""
+
+    def merged(self, *, scores_B: Tensor, row_mask_B: Tensor | None = None) -> RunningMoments:
+        """These moments and the scores of the counted rows."""
+        scores = scores_B.double() if row_mask_B is None else scores_B.double()[row_mask_B]
+        added = scores.numel()
+        if not added:
+            return self
+        mean = float(scores.mean())
+        m2 = float(((scores - mean) ** 2).sum())
+        count, delta = self.count + added, mean - self.mean
+        return RunningMoments(
+            count=count,
+            mean=self.mean + delta * added / count,
+            m2=self.m2 + m2 + delta * delta * self.count * added / count,
+        )
+
+    @property
+    def std(self) -> float | None:
+        """Unbiased; None with fewer than 2 scores or no spread."""
+        return None if self.count < 2 or self.m2 == 0 else math.sqrt(self.m2 / (self.count - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """Per row, the statistics of its group over counted rows; [B]."""
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor  # unbiased, 0 where undefined
+    equal: Tensor  # bool: all members have the same value, single members included
+
+
+def group_statistics(values_B: Tensor, group_index_B: Tensor, counted_B: Tensor) -> GroupStatistics:
+    """Statistics over rows that share a group index, whatever the values and order of the indices."""
+    _, group = torch.unique(group_index_B, return_inverse=True)
+    size = int(group.max()) + 1 if group.numel() else 0
+    zeros = torch.zeros(size, dtype=values_B.dtype, device=values_B.device)
+    x = torch.where(counted_B, values_B, 0)
+    count = zeros.scatter_add(0, group, counted_B.to(values_B.dtype))
+    mean = zeros.scatter_add(0, group, x) / count.clamp(min=1)
+    centred = torch.where(counted_B, values_B - mean[group], 0)
+    std = torch.sqrt(zeros.scatter_add(0, group, centred * centred) / (count - 1).clamp(min=1))
+    highest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, group, torch.where(counted_B, values_B, -torch.inf), "amax")
+    lowest = torch.full_like(zeros, torch.inf).scatter_reduce(0, group, torch.where(counted_B, values_B, torch.inf), "amin")
+    return GroupStatistics(count=count[group], mean=mean[group], std=std[group], equal=(highest <= lowest)[group])
+
+
+def normalise_rewards(
+    *,
+    scores_B: Tensor,
+    group_index_B: Tensor,
+    mean: str,
+    std: str,
+    running: RunningMoments | None = None,
+    row_mask_B: Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """[B] (x - m) / (s + epsilon). No division where s is undefined or exactly 0; m of equal rows gives exactly 0; excluded rows 0."""
+    for name, value in (("mean", mean), ("std", std)):
+        if value not in NORM_TYPES:
+            raise ValueError(f"{name} {value!r} is not one of {' | '.join(NORM_TYPES)}")
+        if value == "running" and running is None:
+            raise ValueError(f"{name} running needs running moments")
+    dtype = working_dtype(scores_B)
+    counted = torch.ones_like(scores_B, dtype=torch.bool) if row_mask_B is None else row_mask_B
+    x = torch.where(counted, scores_B.detach().to(dtype), 0)
+    one_group = torch.zeros_like(group_index_B)
+    result = x
+    if mean == "running":
+        assert running is not None
+        result = x - running.mean
+    elif mean != "none":
+        stats = group_statistics(x, group_index_B if mean == "group" else one_group, counted)
+        result = torch.where(stats.equal, 0, x - stats.mean)
+    if std == "running":
+        assert running is not None
+        if running.std is not None:
+            result = result / (running.std + epsilon)
+    elif std != "none":
+        stats = group_statistics(x, group_index_B if std == "group" else one_group, counted)
+        usable = (stats.count >= 2) & (stats.std > 0) & ~stats.equal
+        result = torch.where(usable, result / (stats.std + epsilon), result)
+    return torch.where(counted, result, 0)
+
+
+def shift_scale_rewards(*, scores_B: Tensor, shift: float = 0.0, scale: float = 1.0) -> Tensor:
+    """[B] (x + shift) * scale."""
+    return (scores_B.detach().to(working_dtype(scores_B)) + shift) * scale
+
+
+def clip_rewards(*, scores_B: Tensor, limit: float) -> Tensor:
+    """[B] clamped to [-limit, limit]. Raises ValueError unless limit > 0."""
+    if not limit > 0:
+        raise ValueError(f"limit {limit} must be > 0")
+    return scores_B.detach().to(working_dtype(scores_B)).clamp(-limit, limit)
+
+
+def overlong_penalty(
+    *, lengths_B: Tensor, max_length: int, buffer_length: int, factor: float = 1.0, clamp: bool = True
+) -> Tensor:
+    """[B] soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 down to -factor over the last buffer_length tokens.
+
+    `lengths_B`: generated tokens, end-of-sequence included, tool and observation tokens excluded. clamp=False has no lower limit.
+    """
+    if buffer_length <= 0 or buffer_length > max_length:
+        raise ValueError(f"buffer_length {buffer_length} must be in [1, max_length {max_length}]")
+    if factor < 0:
+        raise ValueError(f"factor {factor} must be >= 0")
+    excess = (lengths_B.to(working_dtype(lengths_B)) - (max_length - buffer_length)) / buffer_length
+    return -factor * excess.clamp(0, 1 if clamp else None)
+
+
+def max_length_keep(*, lengths_B: Tensor, max_length: int) -> Tensor:
+    """[B] bool: overlong filtering, rows cut at the limit leave the loss (their scores stay in the group statistics)."""
+    return lengths_B < max_length
+
+
+def difficulty_keep(
+    *, scores_B: Tensor, group_index_B: Tensor, low: float = 0.0, high: float = 1.0, row_mask_B: Tensor | None = None
+) -> Tensor:
+    """[B] bool: the group's mean score lies strictly between low and high."""
+    counted = torch.ones_like(scores_B, dtype=torch.bool) if row_mask_B is None else row_mask_B
+    x = torch.where(counted, scores_B.detach().to(working_dtype(scores_B)), 0)
+    mean = group_statistics(x, group_index_B, counted).mean
+    return counted & (mean > low) & (mean < high)
+
+
+def staleness_keep(*, version_lag_BT: Tensor, mask_BT: Tensor, max_lag: int, level: str) -> Tensor:
+    """[B,T] bool, within the mask: tokens (or whole rows) whose lag in versions is at most max_lag."""
+    check_mask(mask_BT)
+    if level == "token":
+        return mask_BT & (version_lag_BT <= max_lag)
+    if level != "sequence":
+        raise ValueError(f"level {level!r} is not one of token | sequence")
+    too_old = (mask_BT & (version_lag_BT > max_lag)).any(-1, keepdim=True)
+    return mask_BT & ~too_old
