@@ -1,0 +1,268 @@
+"""The config of one run: what the rest of the package receives.
+
+    from roll_async.config.api import load
+    config = load("configs/rlvr_config_async.yaml")
+    config.actor_train.mini_batch_size
+
+Every value is final: defaults that depend on other keys are filled in while loading. What follows from keys is a property.
+
+Worked example: rollout_batch_size 64, num_return_sequences_in_group 8, async_generation_ratio 1, one weight push per step:
+groups_per_batch 64, samples_per_batch 512, sync_window_groups 64, staleness_bound 1.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from roll_async.config.fields import bounded, derived, option, required, section
+from roll_async.config.schema_algorithm import AlgorithmConfig, FilterGroupsConfig, OverlongBufferConfig
+from roll_async.config.schema_async import (
+    AsyncTrainingConfig,
+    CheckpointConfig,
+    FaultPolicy,
+    InterruptConfig,
+    LedgerConfig,
+    StalenessConfig,
+    TrackingConfig,
+    WeightSyncConfig,
+)
+from roll_async.config.schema_rollout import (
+    EnvConfig,
+    EnvManagerConfig,
+    JudgeConfig,
+    RewardConfig,
+    SandboxConfig,
+    ToolConfig,
+    TrainEnvManagerConfig,
+    ValidationConfig,
+)
+from roll_async.config.schema_worker import (
+    DataArguments,
+    GeneratingArguments,
+    HfInferConfig,
+    MegatronInferConfig,
+    MegatronTrainConfig,
+    ModelArguments,
+    SglangConfig,
+    StrategyArguments,
+    TrainingArguments,
+    VllmConfig,
+    WorkerConfig,
+)
+
+__all__ = [
+    "AgenticConfig", "AlgorithmConfig", "AsyncTrainingConfig", "CheckpointConfig", "DataArguments", "EnvConfig",
+    "EnvManagerConfig", "FaultPolicy", "FilterGroupsConfig", "GeneratingArguments", "HfInferConfig", "InterruptConfig",
+    "JudgeConfig", "LedgerConfig", "MegatronInferConfig", "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig",
+    "PipelineConfig", "RLVRConfig", "RewardConfig", "SandboxConfig", "SglangConfig", "StalenessConfig", "StrategyArguments",
+    "ToolConfig", "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValidationConfig", "VllmConfig",
+    "WeightSyncConfig", "WorkerConfig",
+]  # fmt: skip
+
+ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """Keys of both kinds of run."""
+
+    pipeline: Literal["rlvr", "agentic"] = derived()
+    """Kind of run; default: rlvr if actor_train.data_args is present, else agentic."""
+    exp_name: str = derived()
+    """Names folders and tracker runs; default: the file's name without suffix."""
+    seed: int = bounded(42, ">= 0")
+    """Every generator derives from it."""
+    output_dir: str = "./output"
+    """Root of checkpoints, ledger and logs; no time stamp is added."""
+    pretrain: str = required()
+    """HF name or folder of the policy."""
+    reward_pretrain: str = derived()
+    """Initial weights of `critic`; default: pretrain."""
+    max_steps: int = bounded(500, ">= 1")
+    """Training steps."""
+    save_steps: int = bounded(50, ">= 0")
+    """Steps between checkpoints; 0 = only at the end, where one is always written."""
+    logging_steps: int = bounded(1, ">= 1")
+    """Steps between tracker writes."""
+    eval_steps: int = bounded(0, ">= 0")
+    """Steps between validations; 0 = never."""
+    rollout_batch_size: int = bounded(128, ">= 1")
+    """Per training step: prompts (rlvr) or trajectories (agentic)."""
+    val_batch_size: int = bounded(128, ">= 1")
+    """Per validation: prompts or trajectories."""
+    async_generation_ratio: float = bounded(0.0, ">= 0")
+    """Batches generated ahead; 0 = synchronous; fractions allowed."""
+    num_gpus_per_node: int = bounded(8, ">= 1")
+    """Device id // this = node."""
+    system_envs: Mapping[str, str] = section(dict, form="names")
+    """Environment of every worker process, not of the loader."""
+    actor_train: WorkerConfig = required()
+    """The policy that is trained."""
+    actor_infer: WorkerConfig = required()
+    """The engines that generate."""
+    reference: WorkerConfig | None = None
+    """KL anchor; null = none."""
+    critic: WorkerConfig | None = None
+    """Value model; null = none."""
+    teacher: WorkerConfig | None = None
+    """Distillation teacher; null = none."""
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
+    """How far generation runs ahead."""
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    """What is learned from a batch."""
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
+    """How weights travel."""
+    ledger: LedgerConfig = section(LedgerConfig)
+    """Durable log of finished groups."""
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    """Where checkpoints go and come from."""
+    tracking: TrackingConfig = section(TrackingConfig)
+    """Where metrics go."""
+    fault: FaultPolicy = section(FaultPolicy)
+    """How much failure a run bears."""
+
+    def roles(self) -> Iterator[tuple[str, WorkerConfig]]:
+        """Configured roles, in a fixed order."""
+        workers = (self.actor_train, self.actor_infer, self.reference, self.critic, self.teacher)
+        return ((name, worker) for name, worker in zip(ROLES, workers, strict=True) if worker is not None)
+
+    @property
+    def samples_per_group(self) -> int:
+        """N: samples of one prompt."""
+        raise NotImplementedError
+
+    @property
+    def groups_per_batch(self) -> int:
+        """G: groups one training step consumes."""
+        raise NotImplementedError
+
+    @property
+    def samples_per_batch(self) -> int:
+        """G * N."""
+        return self.groups_per_batch * self.samples_per_group
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Of actor_train."""
+        return self.actor_train.data_parallel_size
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of one optimizer step of actor_train."""
+        return self.actor_train.mini_batch_size
+
+    @property
+    def mini_batches_per_batch(self) -> int:
+        """Optimizer mini-batches of one pass over a batch, at least 1."""
+        return max(1, self.samples_per_batch // self.mini_batch_size)
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """Optimizer steps of one training step."""
+        return self.mini_batches_per_batch * self.algorithm.ppo_epochs
+
+    @property
+    def num_servers(self) -> int:
+        """Engine replicas of actor_infer."""
+        return self.actor_infer.num_servers
+
+    @property
+    def sync_window_groups(self) -> int:
+        """W: groups consumed between two weight pushes."""
+        return self.async_training.trigger_parameter_sync_step * self.groups_per_batch
+
+    @property
+    def staleness_bound(self) -> int:
+        """Versions that the admission rule produces at most: ceil((1 + r) * k) - 1."""
+        return (
+            ceil_of_product(1 + exact(self.async_generation_ratio), self.async_training.trigger_parameter_sync_step) - 1
+        )
+
+    @property
+    def queue_bound_groups(self) -> int:
+        """ceil((1 + r) * W): groups admitted beyond the weight pushes that the engines hold."""
+        return ceil_of_product(1 + exact(self.async_generation_ratio), self.sync_window_groups)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether generation runs ahead of training."""
+        return self.async_generation_ratio > 0
+
+    @property
+    def colocated(self) -> bool:
+        """Whether actor_train and actor_infer share a device."""
+        return bool(set(self.actor_train.device_mapping or ()) & set(self.actor_infer.device_mapping or ()))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the device ids of all roles name; 1 on CPU."""
+        ids = {i for _, worker in self.roles() for i in worker.device_mapping or ()}
+        return len({i // self.num_gpus_per_node for i in ids}) or 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLVRConfig(PipelineConfig):
+    """Single-turn prompts with verifiable rewards."""
+
+    prompt_length: int = bounded(1024, ">= 1")
+    """Tokens; longer prompts are skipped and counted."""
+    response_length: int = derived(">= 1")
+    """Tokens generated at most; give this or sequence_length."""
+    sequence_length: int = derived(">= 1")
+    """prompt_length + response_length."""
+    num_return_sequences_in_group: int = bounded(8, ">= 1")
+    """N, responses per prompt."""
+    is_num_return_sequences_expand: bool = option(True)
+    """true: N requests of one response; false: one request of N."""
+    rewards: Mapping[str, RewardConfig] = section(lambda: {"math_rule": RewardConfig(type="math_rule")}, form="names")
+    """Scorer of each domain."""
+    validation: ValidationConfig | None = None
+    """Held-out prompts and how they are sampled; null = none."""
+
+    @property
+    def samples_per_group(self) -> int:
+        """N: responses per prompt."""
+        return self.num_return_sequences_in_group
+
+    @property
+    def groups_per_batch(self) -> int:
+        """G: prompts per training step."""
+        return self.rollout_batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgenticConfig(PipelineConfig):
+    """Trajectories of many turns in environments."""
+
+    sequence_length: int = required(">= 1")
+    """Tokens of a whole trajectory."""
+    custom_envs: Mapping[str, EnvConfig] = section(
+        lambda: {"FrozenLake": EnvConfig(env_type="frozen_lake")}, form="names"
+    )
+    """Worlds by tag."""
+    train_env_manager: TrainEnvManagerConfig = section(TrainEnvManagerConfig)
+    """Groups for training."""
+    val_env_manager: EnvManagerConfig = section(EnvManagerConfig)
+    """Groups for validation."""
+
+    @property
+    def samples_per_group(self) -> int:
+        """N: trajectories that share a start."""
+        return self.train_env_manager.group_size
+
+    @property
+    def groups_per_batch(self) -> int:
+        """G: rollout_batch_size / group_size, at least 1."""
+        return max(1, self.rollout_batch_size // self.train_env_manager.group_size)
+
+
+def exact(ratio: float) -> Fraction:
+    """The decimal number that was written: 0.1 is 1/10, so that ceil((1 + 0.1) * 10) is 11 and not 12."""
+    return Fraction(repr(ratio))
+
+
+def ceil_of_product(factor: Fraction, count: int) -> int:
+    """ceil(factor * count), exactly."""
+    return math.ceil(factor * count)

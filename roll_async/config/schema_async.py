@@ -1,0 +1,137 @@
+"""async_training and the sections about moving, keeping and showing things. Times in seconds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from roll_async.config.fields import bounded, derived, option, section
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StalenessConfig:
+    """How old a trained token may be. Staleness = training step - weight version that sampled the token."""
+
+    max_versions: int = derived(">= 0")
+    """Hard bound in weight versions: no older token is trained; default: staleness_bound."""
+    policy: Literal["wait", "drop", "token_mask"] = "wait"
+    """Over the bound: the trainer waits so that it never happens; the group is discarded; the tokens leave the loss."""
+    soft_versions: int | None = bounded(None, ">= 0")
+    """Older samples count as stale in metrics, and no new group starts while one is waiting; null = off."""
+    allow_above_8: bool = False
+    """Needed when max_versions exceeds 8, where training is known to degrade."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InterruptConfig:
+    """Requests in flight when new weights arrive."""
+
+    mode: Literal["wait", "abort", "resume", "keep"] = "resume"
+    """Finish first; discard and requeue; keep the tokens and re-prefill; continue in place with the KV cache."""
+    timeout: float = bounded(30.0, "> 0")
+    """Seconds within which the engines must have paused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsyncTrainingConfig:
+    """How far generation may run ahead and how it is driven."""
+
+    staleness: StalenessConfig = section(StalenessConfig)
+    """Freshness bound."""
+    interrupt: InterruptConfig = section(InterruptConfig)
+    """What a weight push does to running requests."""
+    trigger_parameter_sync_step: int = bounded(1, ">= 1")
+    """Training steps per weight push."""
+    require_batches: int = derived(">= 1")
+    """Optimizer mini-batches that must be ready before the trainer starts the step; 1 = stream; default: all of a step."""
+    max_queue_size: int = derived(">= 1")
+    """Finished groups waiting; when full, generation pauses, nothing is evicted; default: ceil((1 + r) * W)."""
+    batch_timeout: float = bounded(30.0, "> 0")
+    """Seconds the trainer waits for a batch before it reports whom it waits for."""
+    generation_timeout: float = bounded(3600.0, "> 0")
+    """Seconds of one request without finishing; then it is dispatched elsewhere with its tokens."""
+    batch_creation_interval: float = bounded(0.1, ">= 0")
+    """Seconds: greatest age of the load information used for dispatch; a freed slot is refilled at once."""
+    max_concurrent_per_server: int = bounded(128, ">= 1")
+    """Requests running on one engine replica."""
+    max_sync_retries: int = bounded(3, ">= 0")
+    """Further attempts per weight push."""
+    sync_timeout: float = bounded(300.0, "> 0")
+    """Seconds of one attempt."""
+    sync_retry_delay: float = bounded(1.0, ">= 0")
+    """Seconds before the next attempt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSyncConfig:
+    """How weights travel from trainer to engines."""
+
+    transport: Literal["auto", "cuda_ipc", "nccl", "shm", "gloo", "filesystem"] = "auto"
+    """auto = chosen from the device mapping."""
+    bucket_size_mb: int = bounded(1024, ">= 1")
+    """MiB per bucket; two are in use."""
+    verify: Literal["full", "sample", "none"] = "sample"
+    """Digest an engine must prove before it serves a version: of all bytes, of a sample, none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerConfig:
+    """Durable log of finished groups."""
+
+    enable: bool = True
+    """false: a crash loses the groups that were waiting."""
+    path: str = derived()
+    """SQLite file; default: output_dir/exp_name/ledger.sqlite."""
+    fsync: Literal["group", "step", "never"] = "group"
+    """When a commit must reach the disk; per group survives a power failure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where checkpoints go and come from."""
+
+    output_dir: str = derived()
+    """Folder; default: output_dir/exp_name/checkpoints."""
+    resume_from: str | None = None
+    """`latest` or a folder; null = start anew."""
+    max_to_keep: int = bounded(0, ">= 0")
+    """Checkpoints kept; 0 = all."""
+    save_hf_model: bool = False
+    """Also write HF weights."""
+    async_save: bool = True
+    """Write in the background."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackingConfig:
+    """Where metrics, traces and samples go."""
+
+    track_with: Literal["tensorboard", "wandb", "mlflow", "stdout"] = "tensorboard"
+    """Tracker; tensorboard needs no account."""
+    tracker_kwargs: Mapping[str, object] = section(dict)
+    """Handed to the tracker: project, name, tags."""
+    trace: bool = True
+    """Perfetto trace under output_dir."""
+    prometheus_port: int | None = option(None, range="in [1, 65535]")
+    """Port of the metrics endpoint; null = none."""
+    rollout_dump_dir: str | None = None
+    """Folder for the trained samples as JSONL; null = none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultPolicy:
+    """How much failure a run bears."""
+
+    stall_timeout: float = bounded(1800.0, "> 0")
+    """Seconds without progress at any wait: report who waits for whom, end the run."""
+    rpc_timeout: float = bounded(3600.0, "> 0")
+    """Seconds of one remote call."""
+    env_timeout: float = bounded(600.0, "> 0")
+    """Seconds of one environment step; then the trajectory is restarted."""
+    request_retries: int = bounded(3, ">= 0")
+    """Attempts of a request on another replica."""
+    sample_retries: int = bounded(2, ">= 0")
+    """Attempts of a sample after a failed reward or environment, with backoff."""
+    max_engine_restarts: int = bounded(3, ">= 0")
+    """Per replica."""
+    max_failed_groups: int = bounded(100, ">= 0")
+    """Quarantined groups before the run ends."""

@@ -1,0 +1,125 @@
+"""Rewards, environments and validation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from roll_async.config.fields import bounded, derived, required, section
+from roll_async.config.schema_worker import DataArguments, GeneratingArguments
+
+REWARD_TYPES = ("math_rule", "code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa")
+ENV_TYPES = ("frozen_lake", "sokoban", "webshop", "math", "code", "qa")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeConfig:
+    """A model that scores, behind an OpenAI-compatible endpoint."""
+
+    api_url: str = required()
+    """Base URL."""
+    model: str = required()
+    """Model name."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key, read by the reward worker; null = none."""
+    prompt: str | None = None
+    """Instruction of the judge; null = the built-in one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxConfig:
+    """Where generated code runs."""
+
+    api_url: str | None = None
+    """Sandbox service; null = a local process."""
+    memory_mb: int = bounded(1024, ">= 1")
+    """MiB of a local process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """Scorer of one domain."""
+
+    type: str = derived()
+    """math_rule, code_sandbox, llm_judge, ifeval, multiple_choice, qa, or a dotted path; default: the domain if it is one."""
+    tag_included: tuple[str, ...] = section(tuple)
+    """Data set tags routed here; a single domain takes all."""
+    num_workers: int = bounded(1, ">= 1")
+    """CPU processes."""
+    timeout: float = bounded(30.0, "> 0")
+    """Seconds per sample."""
+    judge: JudgeConfig | None = None
+    """llm_judge only."""
+    sandbox: SandboxConfig | None = None
+    """code_sandbox only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolConfig:
+    """A tool the agent may call."""
+
+    tool_id: str = required()
+    """Name of the tool."""
+    tool_args: Mapping[str, object] = section(dict)
+    """Its arguments, checked by the tool."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvConfig:
+    """One world."""
+
+    env_type: str = required()
+    """frozen_lake, sokoban, webshop, math, code, qa, or a dotted path."""
+    manager: Literal["traj", "step"] = "traj"
+    """One sample per trajectory, or per turn."""
+    max_steps: int = bounded(10, ">= 1")
+    """Turns of a trajectory."""
+    max_tokens_per_step: int = derived(">= 1")
+    """Tokens of one turn; default: actor_infer.generating_args.max_new_tokens."""
+    agent_system_template: str | None = None
+    """System message; null = the world's own."""
+    agent_template: str | None = None
+    """Message of each turn; null = the world's own."""
+    history_length: int = bounded(0, ">= 0")
+    """Turns shown to the model, 0 = all; step only."""
+    max_concurrent: int = bounded(0, ">= 0")
+    """Worlds of this tag at the same time; 0 = no cap."""
+    env_config: Mapping[str, object] = section(dict)
+    """Settings of the world, checked by its own dataclass before any model is loaded."""
+    tools: tuple[ToolConfig, ...] = section(tuple)
+    """Tools the agent may call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvManagerConfig:
+    """How trajectories are grouped."""
+
+    group_size: int = bounded(1, ">= 1")
+    """Trajectories from one start; 8 in training, 1 in validation."""
+    group_size_redundancy: int = bounded(0, ">= 0")
+    """Extra trajectories per group; the first group_size are kept."""
+    num_env_groups: int = derived(">= 1")
+    """Groups at the same time; default: one batch of groups."""
+    tags: tuple[str, ...] = section(tuple)
+    """Worlds used, by tag; default: all of custom_envs."""
+    num_groups_partition: tuple[int, ...] = derived(">= 0")
+    """Groups of each tag; default: even."""
+    max_env_num_per_worker: int = bounded(16, ">= 1")
+    """Worlds in one process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainEnvManagerConfig(EnvManagerConfig):
+    """`EnvManagerConfig` with the default group size of training."""
+
+    group_size: int = bounded(8, ">= 1")
+    """Trajectories from one start; 8, because group-relative estimators need a spread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """Held-out prompts and how they are sampled."""
+
+    data_args: DataArguments = required()
+    """Held-out prompt files."""
+    generating_args: GeneratingArguments = section(GeneratingArguments)
+    """Sampling; temperature 0 = greedy."""
