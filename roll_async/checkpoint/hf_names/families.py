@@ -1,0 +1,17 @@
+"""Model families by Hugging Face architecture."""
+
+from __future__ import annotations
+
+from roll_async.checkpoint.hf_names import llama, mistral, qwen2, qwen3
+from roll_async.checkpoint.hf_names.table import Family
+
+FAMILIES = (qwen2.FAMILY, qwen3.FAMILY, llama.FAMILY, mistral.FAMILY)
+
+
+def family_of(architecture: str) -> Family:
+    """The family that describes an architecture. Raises ValueError naming the known ones."""
+    for family in FAMILIES:
+        if architecture in family.architectures:
+            return family
+    known = ", ".join(a for f in FAMILIES for a in f.architectures)
+    raise ValueError(f"architecture {architecture} has no entry in checkpoint/hf_names; known: {known}")

@@ -1,0 +1,8 @@
+"""Mistral, dense."""
+
+from __future__ import annotations
+
+from roll_async.checkpoint.hf_names.dense import EMBEDDING, NORMS, ATTENTION, MLP
+from roll_async.checkpoint.hf_names.table import Family
+
+FAMILY = Family("mistral", ("MistralForCausalLM",), (*EMBEDDING, *NORMS, *ATTENTION, *MLP), {})

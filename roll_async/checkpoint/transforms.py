@@ -1,0 +1,63 @@
+"""Tensor by tensor between Hugging Face and Megatron layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll_async.checkpoint.hf_names.table import Row, Transform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadLayout:
+    """What the QKV transform needs."""
+
+    num_groups: int
+    """Key-value heads."""
+    heads_per_group: int
+    """Query heads per key-value head."""
+    head_size: int
+
+
+def to_megatron(row: Row, tensors: Sequence[Tensor], heads: HeadLayout) -> Tensor:
+    """One full (not sharded) Megatron tensor from its HF tensors."""
+    if row.transform is Transform.QKV:
+        groups, tail = heads.num_groups, tensors[0].shape[1:]
+        return torch.cat([t.reshape(groups, -1, *tail) for t in tensors], 1).reshape(-1, *tail)
+    if row.transform is Transform.GATE_UP:
+        return torch.cat(list(tensors))
+    return tensors[0]
+
+
+def to_hf(row: Row, tensor: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
+    """The HF tensors of one full Megatron tensor; inverse of `to_megatron`, bit for bit."""
+    if row.transform is Transform.QKV:
+        tail = tensor.shape[1:]
+        parts = tensor.reshape(heads.num_groups, -1, *tail)
+        sizes = (heads.heads_per_group * heads.head_size, heads.head_size, heads.head_size)
+        return tuple(part.reshape(-1, *tail) for part in parts.split(sizes, dim=1))
+    if row.transform is Transform.GATE_UP:
+        return tuple(tensor.chunk(2))
+    return (tensor,)
+
+
+def shard(row: Row, full: Tensor, *, rank: int, size: int) -> Tensor:
+    """This tensor-parallel rank's part of a full Megatron tensor."""
+    if row.tp_dim is None or size == 1:
+        return full
+    if row.transform is Transform.GATE_UP:
+        return torch.cat([half.chunk(size, row.tp_dim)[rank] for half in full.chunk(2)])
+    return full.chunk(size, row.tp_dim)[rank]
+
+
+def unshard(row: Row, parts: Sequence[Tensor]) -> Tensor:
+    """The full Megatron tensor of all ranks' parts; inverse of `shard`."""
+    if row.tp_dim is None or len(parts) == 1:
+        return parts[0]
+    if row.transform is Transform.GATE_UP:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([torch.cat([h[i] for h in halves], row.tp_dim) for i in range(2)])
+    return torch.cat(list(parts), row.tp_dim)

@@ -1,0 +1,159 @@
+"""Lets megatron-core 0.16 run without CUDA: its modules see a proxy of `torch` in which "cuda" means the CPU.
+
+`torch` itself keeps its behaviour for everybody else, but for `Tensor.cuda`. With CUDA at hand nothing here does anything.
+`tests/cluster/test_megatron_cpu_shim.py` checks each patched name, so that a new megatron-core fails loudly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "empty_like", "zeros_like", "ones_like", "rand", "randn")
+# Modules that other modules import late: one imported after `install` would keep the real torch.
+_MODULES = (
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.exchange_utils",
+    "transformer.moe.moe_layer",
+    "transformer.moe.token_dispatcher",
+    "models.gpt",
+    "optimizer",
+    "distributed",
+    "pipeline_parallel",
+)
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def create(*args: object, **kwargs: object) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+class _Proxy(types.ModuleType):
+    """A module with some names replaced."""
+
+    def __init__(self, base: types.ModuleType, replaced: dict[str, object]) -> None:
+        super().__init__(base.__name__)
+        self.__dict__.update(replaced)
+        self.__dict__["_base"] = base
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["_base"], name)
+
+
+class _Stream:
+    """A CUDA stream or event where everything has already happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        return None
+
+    wait_stream = wait_event = synchronize = wait = record = record_event = _nothing
+
+
+def _proxy_of_torch() -> _Proxy:
+    stream = _Stream()
+    cuda = _Proxy(
+        torch.cuda,
+        {
+            "current_device": lambda: CPU,
+            "synchronize": lambda *args, **kwargs: None,
+            "empty_cache": lambda: None,
+            "current_stream": lambda *args: stream,
+            "default_stream": lambda *args: stream,
+            "Stream": _Stream,
+            "Event": _Stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "nvtx": types.SimpleNamespace(range_push=lambda *args: None, range_pop=lambda: None),
+            "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+            "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+            "manual_seed": torch.manual_seed,
+        },
+    )
+    return _Proxy(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+
+
+def install() -> None:
+    """Patch megatron-core for this process. Idempotent; a no-op with CUDA."""
+    # Megatron warns once for each accelerator library that is not there; the choice is logged where it is made.
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|transformer_engine).*")
+    if torch.cuda.is_available():
+        return
+    for name in _MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    proxy = _proxy_of_torch()
+    for name, module in list(sys.modules.items()):
+        # Bodies in fusions/ are compiled: they must see the real torch.
+        if name.startswith("megatron.core") and not name.startswith("megatron.core.fusions"):
+            if getattr(module, "torch", None) is torch:
+                module.torch = proxy  # type: ignore[attr-defined]
+    _patch_random()
+    _patch_moe()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _patch_random() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # On the CPU both trackers are one generator, and this module warns of it on every fork.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+def _patch_moe() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # 0.16.1 names it without defining it when Transformer Engine is absent.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    # The original converts split sizes only when they are CUDA tensors.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Inside, `Tensor.type()` says torch.cuda.FloatTensor: the optimizer code compares these strings."""
+    if torch.cuda.is_available():
+        yield
+        return
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
+        if dtype is not None:
+            return original(self, dtype, *args, **kwargs)  # type: ignore[arg-type]
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]

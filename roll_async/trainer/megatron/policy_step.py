@@ -1,0 +1,68 @@
+"""The policy loss of one micro-batch: everything between log-probs and the number that is differentiated.
+
+    policy * correction weights + kl_coef * KL(reference) - entropy_coef * entropy, same aggregation, same denominators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from roll_async.algorithms.aggregation import Denominators, aggregate
+from roll_async.algorithms.correction import interpolate_proximal
+from roll_async.algorithms.kl import kl_estimate
+from roll_async.algorithms.logprobs import TokenLogprobs
+from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from roll_async.trainer.megatron.micro_batches import MicroBatch
+from roll_async.trainer.megatron.settings import LossSettings
+
+
+def policy_loss(
+    batch: MicroBatch, current: TokenLogprobs, settings: LossSettings, denominators: Denominators
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """([] share of the step's loss, metric sums). Fields of the micro-batch are those of `PolicyRows`."""
+    f, mask = batch.fields, batch.mask
+    proximal = f.get("proximal_logprobs")
+    if proximal is None:
+        proximal = interpolate_proximal(
+            logprobs_BT=current.logprobs,
+            behaviour_logprobs_BT=f["behaviour_logprobs"],
+            version_lag_BT=f["version_lag"],
+            mask_BT=mask,
+        )
+    inputs = PolicyLossInputs(
+        logprobs=current.logprobs,
+        proximal_logprobs=proximal,
+        behaviour_logprobs=f["behaviour_logprobs"],
+        advantages=f["advantages"],
+        mask=mask,
+        scores=f["scores"],
+        ref_logprobs=f.get("ref_logprobs"),
+        segment_ids=f.get("segment_ids"),
+        selection=f.get("selection"),
+    )
+    per_token, metrics = POLICY_LOSSES[settings.pg_variant](inputs, options=settings.pg_options)
+
+    def total(loss: Tensor, weights: Tensor | None = None) -> Tensor:
+        return aggregate(
+            loss_BT=loss, mask_BT=mask, mode=settings.loss_agg_mode, denominators=denominators, weights_BT=weights
+        )
+
+    loss = total(per_token, f.get("correction_weights"))
+    metrics = dict(metrics)
+    if settings.kl_coef > 0:
+        kl = kl_estimate(
+            logprobs_BT=current.logprobs,
+            ref_logprobs_BT=f["ref_logprobs"],
+            mask_BT=mask,
+            estimator=settings.kl_estimator,
+        )
+        loss = loss + settings.kl_coef * total(kl)
+        metrics["policy/reference_kl"] = kl.detach().sum()
+    if current.entropy is not None:
+        metrics["policy/entropy"] = torch.where(mask, current.entropy.detach(), 0).sum()
+        if settings.entropy_coef > 0:
+            loss = loss - settings.entropy_coef * total(current.entropy)
+    return loss, metrics
