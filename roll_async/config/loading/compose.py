@@ -1,0 +1,164 @@
+"""Files and overrides to one tree: includes, merge, KEY=VALUE."""
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roll_async.config.loading.diagnostics import ConfigError, Diagnostic, shown
+from roll_async.config.loading.node import MAX_FILE_BYTES, Node, plain, put, refuse
+from roll_async.config.loading.yaml_text import decode, parse
+
+OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*=")
+_MAX_INCLUDE_DEPTH = 8
+_MAX_INCLUDES = 1000
+"""Files read for one config; includes that include each other twice would grow without end."""
+
+
+def compose(path: Path, overrides: Sequence[str]) -> Node:
+    """The merged tree with overrides applied; `vars` is still in it, `defaults` is not."""
+    return apply_overrides(_Reader().read(path, ()), overrides)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reader:
+    """Reads a file with its includes."""
+
+    parsed: dict[str, Node] = field(default_factory=dict)
+    num_includes: int = 0
+
+    def read(self, path: Path, chain: tuple[str, ...]) -> Node:
+        """The file with its includes merged. `chain`: the files that led here."""
+        key = os.path.abspath(path)
+        if key not in self.parsed:
+            self.parsed[key] = _parse_file(path)
+        root = self.parsed[key]
+        assert isinstance(root.value, dict)
+        own = Node({k: v for k, v in root.value.items() if k != "defaults"}, root.file, root.line)
+        if "defaults" not in root.value:
+            return own
+        result: Node | None = None
+        for index, name in enumerate(_include_names(root.value["defaults"])):
+            place = root.value["defaults"]
+            assert isinstance(place.value, list)
+            item = place.value[index] if index < len(place.value) else place
+            part = own if name == "_self_" else self._include(path, name, index, item, (*chain, key))
+            result = part if result is None else merge(result, part)
+        assert result is not None, "_self_ is always among the names"
+        return result
+
+    def _include(self, path: Path, name: str, index: int, item: Node, chain: tuple[str, ...]) -> Node:
+        def refused(why: str) -> ConfigError:
+            return refuse("C014", f"defaults.{index}", item.file, item.line, f"cannot include '{name}': {why}")
+
+        target = name.removesuffix("@_here_").strip()
+        if os.path.isabs(target):
+            raise refused("absolute path")
+        found = _existing(path.parent / target)
+        if found is None:
+            raise refused("not found")
+        key = os.path.abspath(found)
+        if key in chain:
+            cycle = [*chain[chain.index(key) :], key]
+            raise refused(f"cycle {' -> '.join(os.path.basename(c) for c in cycle)}")
+        if not stat.S_ISREG(os.stat(found).st_mode):
+            raise refused("not a regular file")
+        if len(chain) > _MAX_INCLUDE_DEPTH:
+            raise refused(f"more than {_MAX_INCLUDE_DEPTH} levels deep")
+        self.num_includes += 1
+        if self.num_includes > _MAX_INCLUDES:
+            message = f"too large: number of includes exceeds {_MAX_INCLUDES}"
+            raise refuse("C010", f"defaults.{index}", item.file, item.line, message)
+        return self.read(found, chain)
+
+
+def _existing(target: Path) -> Path | None:
+    for candidate in (target, target.with_name(target.name + ".yaml")) if target.name else ():
+        try:
+            os.stat(candidate)
+        except (OSError, ValueError):  # not there, or a name no file can have
+            continue
+        return candidate
+    return None
+
+
+def _include_names(defaults: Node) -> list[str]:
+    """Names in order, with `_self_`, last if absent."""
+    names = []
+    if not isinstance(defaults.value, list):
+        message = f"expected list, got {type_name(defaults)} {shown(plain(defaults))}"
+        raise refuse("C003", "defaults", defaults.file, defaults.line, message)
+    for index, item in enumerate(defaults.value):
+        if not isinstance(item.value, str):
+            message = f"expected str, got {type_name(item)} {shown(plain(item))}"
+            raise refuse("C003", f"defaults.{index}", item.file, item.line, message)
+        if item.value == "_self_" and "_self_" in names:
+            raise refuse("C014", f"defaults.{index}", item.file, item.line, "cannot include '_self_': given twice")
+        names.append(item.value)
+    return names if "_self_" in names else [*names, "_self_"]
+
+
+def _parse_file(path: Path) -> Node:
+    file = str(path)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise refuse("C008", "(file)", file, 1, "not readable as YAML: not a file")
+        with open(path, "rb") as stream:
+            raw = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise refuse("C008", "(file)", file, 1, f"not readable as YAML: {error.strerror}") from None
+    except ValueError:  # a NUL in the name
+        raise refuse("C008", "(file)", file, 1, "not readable as YAML: no such file") from None
+    root = parse(decode(raw, file), file)
+    if not isinstance(root.value, dict):
+        raise refuse("C008", "(file)", file, root.line, f"not readable as YAML: {_not_a_map(root)}")
+    return root
+
+
+def _not_a_map(root: Node) -> str:
+    return "it is empty" if root.value is None else f"the top is a {type_name(root)}, not a map"
+
+
+def type_name(node: Node) -> str:
+    """Name of a value's type in messages."""
+    value = node.value
+    match value:
+        case None:
+            return "null"
+        case dict():
+            return "map"
+        case _:
+            return type(value).__name__
+
+
+def merge(base: Node, over: Node) -> Node:
+    """Maps merge by key; everything else is replaced by the later value."""
+    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
+        return over
+    children = dict(base.value)
+    for key, node in over.value.items():
+        children[key] = merge(children[key], node) if key in children else node
+    return Node(children, over.file, over.line)
+
+
+def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
+    """`a.b.c=VALUE`, left to right. Raises ConfigError with every override that can not be read."""
+    errors: list[Diagnostic] = []
+    for text in overrides:
+        place = f"<override {text}>"
+        key, separator, value = text.partition("=")
+        message = "expected KEY=VALUE"
+        if separator and not value.strip():
+            message += "; use KEY=null to clear"
+        if not OVERRIDE.match(text) or not value.strip() or "" in key.split("."):
+            errors.append(Diagnostic(id="C015", key=key or "(file)", file=place, line=0, message=message))
+            continue
+        try:
+            root = put(root, key.split("."), parse(value, place, in_override=True))
+        except ConfigError as error:
+            errors += error.diagnostics
+    if errors:
+        raise ConfigError(tuple(errors))
+    return root

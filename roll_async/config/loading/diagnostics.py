@@ -1,0 +1,69 @@
+"""One line per problem: `FILE:LINE: error ID: KEY: MESSAGE`."""
+
+import json
+from dataclasses import dataclass
+
+MAX_VALUE_CHARS = 80
+MAX_LINE_CHARS = 1500
+MAX_DIAGNOSTICS = 1000
+"""A file with more problems than this is reported by its first ones; a report of megabytes helps nobody."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnostic:
+    """A problem at a place."""
+
+    id: str
+    """C001 to C150 are errors, W01 to W09 warnings."""
+    key: str
+    """Dotted canonical path, list items as `.0`; `(file)` if no key is concerned."""
+    file: str
+    """Path as given, or `<override KEY=VALUE>`."""
+    line: int
+    """From 1; 0 for an override."""
+    message: str
+
+    @property
+    def is_error(self) -> bool:
+        """Warnings never change the exit status."""
+        return self.id.startswith("C")
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        severity = "error" if self.is_error else "warning"
+        line = printable(f"{place}: {severity} {self.id}: {self.key}: {self.message}")
+        return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 3] + "..."
+
+
+class ConfigError(ValueError):
+    """A config that can not be used; `diagnostics` holds the errors of the phase that found them, and warnings so far."""
+
+    def __init__(self, diagnostics: tuple[Diagnostic, ...]) -> None:
+        super().__init__("\n".join(str(d) for d in diagnostics))
+        self.diagnostics = diagnostics
+
+
+def printable(text: str) -> str:
+    """Unprintable characters escaped, so that a report is one line of text whatever the file holds."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut at 80 characters."""
+    if isinstance(value, str):
+        value = value[: MAX_VALUE_CHARS + 1]
+    elif isinstance(value, list | dict):
+        value = _abridged(value, MAX_VALUE_CHARS)
+    text = json.dumps(value)
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."
+
+
+def _abridged(value: object, room: int) -> object:
+    """At most `room` entries on each level: what is cut off need not be formatted first."""
+    if isinstance(value, list):
+        return [_abridged(v, room // 4) for v in value[:room]]
+    if isinstance(value, dict):
+        return {k[: MAX_VALUE_CHARS + 1]: _abridged(value[k], room // 4) for k in list(value)[:room]}
+    return value[: MAX_VALUE_CHARS + 1] if isinstance(value, str) else value

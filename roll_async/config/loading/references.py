@@ -1,0 +1,172 @@
+"""`${a.b}`: the value at that path of the merged file."""
+
+import re
+
+from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, ConfigError, Diagnostic, shown
+from roll_async.config.loading.node import MAX_DEPTH, MAX_STRING_BYTES, MAX_VALUES, Node, Scalar, leaves, plain
+from roll_async.config.loading.suggest import closest
+from roll_async.config.loading.compose import type_name
+
+_TOKEN = re.compile(r"\$\$\{|\$\{[^}]*\}|\$\{")
+_NAME = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)\}")
+_MAX_CHAIN = 64
+_MAX_TEXT = 1 << 20
+
+
+class _Stop(Exception):
+    """The value at hand can not be resolved; the reason is among the errors."""
+
+
+class _Resolver:
+    """Resolves one tree. A resolved value is (node, number of values, height)."""
+
+    def __init__(self, root: Node) -> None:
+        self._root = root
+        self._known: dict[str, tuple[Node, int, int]] = {}
+        self._chain: list[str] = []
+        self._failed: set[str] = set()
+        """Names whose value holds an error that is already reported."""
+        self._num_text = 0
+        self._names: list[str] | None = None
+        self.errors: list[Diagnostic] = []
+
+    def resolve(self, node: Node, path: str, depth: int) -> tuple[Node, int, int]:
+        """`node` with every reference below it replaced."""
+        if depth > MAX_DEPTH + 1:
+            raise self._stop("C010", path, node, f"too large: depth exceeds {MAX_DEPTH}")
+        value = node.value
+        if isinstance(value, str):
+            return self._text(node, value, path, depth) if "${" in value else (node, 1, 0)
+        if not isinstance(value, dict | list):
+            return node, 1, 0
+        items = list(value.items()) if isinstance(value, dict) else [(str(i), v) for i, v in enumerate(value)]
+        num, height, resolved = 1, 0, []
+        for key, child in items:
+            below = self._child(child, f"{path}.{key}" if path else key, depth)
+            num, height = num + below[1], max(height, below[2])
+            resolved.append(below[0])
+            if num > MAX_VALUES:
+                raise self._stop("C010", path, node, f"too large: number of values exceeds {MAX_VALUES}")
+        if isinstance(value, dict):
+            result = Node(dict(zip(value, resolved, strict=True)), node.file, node.line)
+        else:
+            result = Node(list(resolved), node.file, node.line)
+        return result, num, height + 1
+
+    def _child(self, child: Node, path: str, depth: int) -> tuple[Node, int, int]:
+        if self._chain:
+            return self.resolve(child, path, depth + 1)
+        try:
+            return self.resolve(child, path, depth + 1)
+        except _Stop:  # recorded; go on, so that all errors of the file are reported at once
+            return child, 1, 0
+
+    def _text(self, node: Node, text: str, path: str, depth: int) -> tuple[Node, int, int]:
+        alone = _NAME.fullmatch(text)
+        if alone:
+            target, num, height = self._target(alone[1], node, path, depth)
+            if depth + height > MAX_DEPTH + 1:
+                raise self._stop("C010", path, node, f"too large: depth exceeds {MAX_DEPTH}")
+            return target.at(node.file, node.line), num, height
+        parts, end = [], 0
+        for token in _TOKEN.finditer(text):
+            parts += [text[end : token.start()], self._token(token[0], node, path, depth, text[token.start() :])]
+            end = token.end()
+        result = "".join([*parts, text[end:]])
+        self._num_text += len(result)
+        if len(result.encode()) > MAX_STRING_BYTES or self._num_text > _MAX_TEXT:
+            what = "string exceeds 64 KiB" if self._num_text <= _MAX_TEXT else "text made of references exceeds 1 MiB"
+            raise self._stop("C010", path, node, f"too large: {what}")
+        return Node(result, node.file, node.line), 1, 0
+
+    def _token(self, token: str, node: Node, path: str, depth: int, rest: str) -> str:
+        if token == "$${":
+            return "${"
+        name = _NAME.fullmatch(token)
+        if name is None:
+            raise self._unsupported(token if token != "${" else rest, node, path)
+        target = self._target(name[1], node, path, depth)[0]
+        if isinstance(target.value, dict | list):
+            message = f"expected scalar, got {type_name(target)} {shown(plain(target))}"
+            raise self._stop("C003", path, node, message)
+        return scalar_text(target.value)
+
+    def _target(self, name: str, node: Node, path: str, depth: int) -> tuple[Node, int, int]:
+        """The resolved value at `name`, as seen from the key `path`."""
+        if name not in self._known:
+            if name in self._failed:
+                raise _Stop
+            self._enter(name, node, path)
+            try:
+                found = self._walk(name, node, path, depth)
+                self._failed.add(name)
+                self._known[name] = self.resolve(found, name, depth)
+                self._failed.discard(name)
+            finally:
+                self._chain.pop()
+        return self._known[name]
+
+    def _enter(self, name: str, node: Node, path: str) -> None:
+        if name in self._chain:
+            cycle = " -> ".join([*self._chain[self._chain.index(name) :], name])
+            raise self._stop("C012", path, node, f"interpolation cycle: {cycle}")
+        if len(self._chain) >= _MAX_CHAIN:
+            raise self._stop("C010", path, node, f"too large: chain of references exceeds {_MAX_CHAIN}")
+        self._chain.append(name)
+
+    def _walk(self, name: str, node: Node, path: str, depth: int) -> Node:
+        """The unresolved node at `name`; a reference on the way is followed."""
+        here, walked = self._root, []
+        for key in name.split("."):
+            if isinstance(here.value, str) and (alone := _NAME.fullmatch(here.value)):
+                here = self._target(alone[1], node, path, depth)[0]
+            if not isinstance(here.value, dict) or key not in here.value:
+                raise self._unknown(name, node, path)
+            here = here.value[key]
+            walked.append(key)
+        return here
+
+    def _unknown(self, name: str, node: Node, path: str) -> _Stop:
+        if self._names is None:
+            self._names = [n for n, _ in zip((n for n, _ in written(self._root)), range(2000), strict=False)]
+        near = closest(name, [n for n in self._names if n != path], cutoff=0.0) if len(self.errors) < 20 else None
+        hint = f"; did you mean '{near}'?" if near else ""
+        return self._stop("C011", path, node, f"${{{name}}} names no key of this config{hint}")
+
+    def _unsupported(self, token: str, node: Node, path: str) -> _Stop:
+        return self._stop("C013", path, node, f"'{token[:80]}' is not supported; only ${{dotted.key}} is")
+
+    def _stop(self, id: str, path: str, node: Node, message: str) -> _Stop:
+        if len(self.errors) < MAX_DIAGNOSTICS:
+            self.errors.append(Diagnostic(id=id, key=path or "(file)", file=node.file, line=node.line, message=message))
+        return _Stop()
+
+
+def resolve_references(root: Node) -> Node:
+    """The tree without references and without `vars`. Raises ConfigError with all of C003, C010 to C013 it finds."""
+    resolver = _Resolver(root)
+    try:
+        resolved = resolver.resolve(root, "", 1)[0]
+    except _Stop:
+        resolved = root
+    if resolver.errors:
+        raise ConfigError(tuple(resolver.errors))
+    assert isinstance(resolved.value, dict)
+    return Node({k: v for k, v in resolved.value.items() if k != "vars"}, resolved.file, resolved.line)
+
+
+def written(root: Node) -> list[tuple[str, Node]]:
+    """All leaves of the file by dotted path."""
+    assert isinstance(root.value, dict)
+    return [leaf for key, child in root.value.items() for leaf in leaves(child, key)]
+
+
+def scalar_text(value: Scalar) -> str:
+    """A scalar inside text, as YAML writes it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case _:
+            return str(value)
