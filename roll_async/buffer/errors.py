@@ -1,0 +1,27 @@
+"""What can end a wait on the buffer other than a result."""
+
+from __future__ import annotations
+
+
+class EndOfData(Exception):
+    """No full batch can come any more. `leftovers` finished groups stay in the ledger untrained."""
+
+    def __init__(self, message: str, *, leftovers: int) -> None:
+        super().__init__(message)
+        self.leftovers = leftovers
+
+
+class QueueClosed(EndOfData):
+    """The queue was closed by a stop; finished groups stay in the ledger."""
+
+
+class StallError(RuntimeError):
+    """A deadline passed without any progress. The message says who waits for what, and since when."""
+
+
+class TooManyFailures(RuntimeError):
+    """More groups were quarantined than `fault.max_failed_groups` allows; the message carries the last reasons."""
+
+
+class LedgerError(RuntimeError):
+    """The ledger cannot be used or written. The message names the file, what was being written, and the remedy."""

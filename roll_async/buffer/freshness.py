@@ -1,0 +1,124 @@
+"""How old what we train is, where the age came from, and whether length decided what got trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from roll_async.buffer.staleness import staleness
+from roll_async.schema import Group, Sample, WeightVersion
+
+
+def response_lengths(group: Group) -> list[int]:
+    """Response tokens per sample."""
+    return [len(sample.response_token_ids) for sample in group.samples]
+
+
+def length_bucket(length: int) -> int:
+    """Smallest power of two that is not below `length`: 1, 2, 4, 8 ..."""
+    return 1 << max(0, length - 1).bit_length()
+
+
+def group_bytes(group: Group) -> int:
+    """Bytes of the token arrays of a group: ids and log-probs 4 each, loss mask 1."""
+    size = 4 * len(group.prompt.token_ids)
+    for sample in group.samples:
+        shared = sample.prompt_token_ids is group.prompt.token_ids
+        size += 9 * len(sample.response_token_ids) + (0 if shared else 4 * len(sample.prompt_token_ids))
+    return size
+
+
+def trained_tokens_by_version(sample: Sample) -> Counter[WeightVersion]:
+    """Tokens with loss mask 1, by the weight version that sampled them."""
+    counts: Counter[WeightVersion] = Counter()
+    position = 0
+    for version, count in sample.version_runs:
+        counts[version] += sample.loss_mask.count(1, position, position + count)
+        position += count
+    return +counts
+
+
+@dataclass(kw_only=True, slots=True)
+class LengthAudit:
+    """Sums of response lengths, so that dropping long answers cannot go unseen."""
+
+    generated_samples: int = 0
+    generated_tokens: int = 0
+    trained_samples: int = 0
+    trained_tokens: int = 0
+    dropped_by_length: Counter[int] = field(default_factory=Counter)
+
+    def generated(self, lengths: Sequence[int]) -> None:
+        self.generated_samples += len(lengths)
+        self.generated_tokens += sum(lengths)
+
+    def trained(self, group: Group) -> None:
+        lengths = response_lengths(group)
+        self.trained_samples += len(lengths)
+        self.trained_tokens += sum(lengths)
+
+    def dropped(self, group: Group) -> None:
+        self.dropped_by_length.update(length_bucket(length) for length in response_lengths(group))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFreshness:
+    """Staleness of one batch, counted in trained tokens (loss mask 1, masked by age or not)."""
+
+    step: int
+    mean_versions: float
+    max_versions: int
+    in_flight_share: float
+    """Part of the age that arose while the group was generated, 0..1; 0 when nothing is stale."""
+    queue_share: float
+    """Part that arose while it waited, finished, for the trainer."""
+    over_bound_fraction: float
+    """Tokens over max_versions: they leave the loss under policy token_mask, and do not occur otherwise."""
+    stale_group_share: float
+    """Groups older than soft_versions."""
+    mean_age_s: float
+    """Seconds from admission to training, mean over groups."""
+    max_age_s: float
+    tokens_by_versions: dict[int, int]
+    """Trained tokens by staleness in versions."""
+
+    @classmethod
+    def measure(
+        cls,
+        groups: Sequence[Group],
+        finished_versions: Sequence[WeightVersion],
+        *,
+        step: int,
+        now_s: float,
+        max_versions: int,
+        soft_versions: int | None,
+    ) -> BatchFreshness:
+        """`finished_versions`: version the engines held when each group finished; `now_s`: loop time of training."""
+        by_versions: Counter[int] = Counter()
+        in_flight = queue = 0
+        for group, finished in zip(groups, finished_versions, strict=True):
+            for sample in group.samples:
+                for version, count in trained_tokens_by_version(sample).items():
+                    lag = staleness(step=step, version=version)
+                    by_versions[lag] += count
+                    waited = min(lag, max(0, staleness(step=step, version=finished)))
+                    queue += count * waited
+                    in_flight += count * (lag - waited)
+        tokens, age = sum(by_versions.values()), in_flight + queue
+        ages_s = [now_s - group.admitted_s for group in groups]
+        soft = max_versions if soft_versions is None else soft_versions
+        stale = [g for g in groups if g.oldest_version is not None and staleness(step=step, version=g.oldest_version) > soft]
+        over = sum(count for lag, count in by_versions.items() if lag > max_versions)
+        return cls(
+            step=step,
+            mean_versions=age / max(1, tokens),
+            max_versions=max(by_versions, default=0),
+            in_flight_share=in_flight / age if age else 0.0,
+            queue_share=queue / age if age else 0.0,
+            over_bound_fraction=over / max(1, tokens),
+            stale_group_share=len(stale) / max(1, len(groups)),
+            mean_age_s=sum(ages_s) / max(1, len(ages_s)),
+            max_age_s=max(ages_s, default=0.0),
+            tokens_by_versions=dict(sorted(by_versions.items())),
+        )

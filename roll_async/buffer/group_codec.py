@@ -1,0 +1,112 @@
+"""One group as a JSON header and one block of bytes. No pickle: a ledger from elsewhere cannot run code.
+
+Block: prompt ids, then per sample its prompt ids (absent when equal to the prompt's), response ids (int32), behaviour
+log-probs (float32), loss mask (1 byte per token). Sizes are in the header.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import asdict
+
+from roll_async.schema import FinishReason, Group, Prompt, Reward, RewardStatus, Sample
+
+
+def encode_group(group: Group) -> tuple[str, bytes]:
+    """(header, block)."""
+    prompt, parts, samples = group.prompt, [group.prompt.token_ids.tobytes()], []
+    for sample in group.samples:
+        own_prompt = sample.prompt_token_ids != prompt.token_ids
+        if own_prompt:
+            parts.append(sample.prompt_token_ids.tobytes())
+        parts += [sample.response_token_ids.tobytes(), sample.behaviour_logprobs.tobytes(), sample.loss_mask]
+        samples.append(
+            {
+                "sample_id": sample.sample_id,
+                "own_prompt_tokens": len(sample.prompt_token_ids) if own_prompt else None,
+                "response_tokens": len(sample.response_token_ids),
+                "version_runs": sample.version_runs,
+                "finish_reason": sample.finish_reason.value,
+                "generation_s": sample.generation_s,
+                "reward": None if sample.reward is None else asdict(sample.reward),
+                "num_turns": sample.num_turns,
+            }
+        )
+    header = {
+        "group_id": group.group_id,
+        "prompt": {
+            "row_id": prompt.row_id,
+            "num_tokens": len(prompt.token_ids),
+            "domain": prompt.domain,
+            "ground_truth": prompt.ground_truth,
+            "text": prompt.text,
+            "extra": dict(prompt.extra),
+        },
+        "samples": samples,
+        "admitted_version": group.admitted_version,
+        "admitted_s": group.admitted_s,
+        "finished_s": group.finished_s,
+        "baseline_score": group.baseline_score,
+    }
+    return json.dumps(header), b"".join(parts)
+
+
+class _Reader:
+    """Cuts arrays off a block, in order."""
+
+    def __init__(self, block: bytes) -> None:
+        self._block, self._position = block, 0
+
+    def numbers(self, typecode: str, count: int) -> array:
+        """[count] int32 ('i') or float32 ('f')."""
+        values = array(typecode)
+        values.frombytes(self.raw(4 * count))
+        return values
+
+    def raw(self, size: int) -> bytes:
+        part = self._block[self._position : self._position + size]
+        if len(part) != size:
+            raise ValueError(f"block ends after {len(self._block)} bytes, {self._position + size} expected")
+        self._position += size
+        return part
+
+
+def decode_group(header: str, block: bytes) -> Group:
+    """Inverse of `encode_group`. Raises ValueError when the block is shorter than the header says."""
+    fields, reader = json.loads(header), _Reader(block)
+    stored = fields["prompt"]
+    prompt = Prompt(
+        row_id=stored["row_id"],
+        token_ids=reader.numbers("i", stored["num_tokens"]),
+        domain=stored["domain"],
+        ground_truth=stored["ground_truth"],
+        text=stored["text"],
+        extra=stored["extra"],
+    )
+    samples = []
+    for item in fields["samples"]:
+        own, size, reward = item["own_prompt_tokens"], item["response_tokens"], item["reward"]
+        samples.append(
+            Sample(
+                sample_id=item["sample_id"],
+                prompt_token_ids=prompt.token_ids if own is None else reader.numbers("i", own),
+                response_token_ids=reader.numbers("i", size),
+                behaviour_logprobs=reader.numbers("f", size),
+                loss_mask=reader.raw(size),
+                version_runs=tuple((version, count) for version, count in item["version_runs"]),
+                finish_reason=FinishReason(item["finish_reason"]),
+                generation_s=item["generation_s"],
+                reward=None if reward is None else Reward(**{**reward, "status": RewardStatus(reward["status"])}),
+                num_turns=item["num_turns"],
+            )
+        )
+    return Group(
+        group_id=fields["group_id"],
+        prompt=prompt,
+        samples=tuple(samples),
+        admitted_version=fields["admitted_version"],
+        admitted_s=fields["admitted_s"],
+        finished_s=fields["finished_s"],
+        baseline_score=fields["baseline_score"],
+    )

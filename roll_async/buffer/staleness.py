@@ -1,0 +1,98 @@
+"""The arithmetic of the staleness contract: admission, deadline, look-ahead. Pure functions of integers.
+
+Indexing. Training steps count from 1; weight version v holds the weights after step v; version 0 is the initial model.
+Step t starts from version t - 1, the freshest there can be, so the staleness of a token of version v trained at step t is
+`t - 1 - v`, and a group admitted at version v must be trained by step `v + M + 1`, M = max_versions.
+
+Why the look-ahead rule is enough. Call a set of groups schedulable after step t iff for every s > t the groups of the set
+due by step s number at most (s - t) * G, the groups that steps t + 1 ... s train.
+
+1. Taking keeps it: that is the rule itself (`is_schedulable` of what is left behind).
+2. Admission keeps it. A slot given out while the engines hold v is due by D = v + M + 1, no group is due later, and the
+   admission rule leaves at most ceil((v + (1 + r) * k) * G) - t * G groups. With M + 1 >= (1 + r) * k that is at most
+   (v + M + 1 - t) * G = (D - t) * G, an integer, so the rounding costs nothing. Deadlines before D do not see the new group.
+3. Release removes groups, and the trainer waits while no batch can be taken.
+
+So from a schedulable set the G oldest groups can always be taken once they are finished: the groups due by s without the G
+oldest are at most (s - t) * G - G = (s - (t + 1)) * G, or none are left. The trainer therefore never waits for a group that
+cannot come, and no group is ever over the bound. "Overdue groups first" without the look-ahead lets younger groups be taken
+until more than G fall due at one step; the step after it, some of them are over the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from fractions import Fraction
+from math import ceil
+
+from roll_async.schema import WeightVersion
+
+
+class StalenessPolicy(str, Enum):
+    """What happens to a group whose tokens are older than max_versions."""
+
+    WAIT = "wait"  # cannot happen: the trainer waits for older groups before it would
+    DROP = "drop"  # the group is discarded and its prompt requeued
+    TOKEN_MASK = "token_mask"  # its old tokens leave the loss
+
+
+def exact_ratio(ratio: float) -> Fraction:
+    """The number the user wrote: 0.1 is 1/10 and not the binary float beside it, which would admit one group too many."""
+    return Fraction(repr(float(ratio)))
+
+
+def staleness_bound(*, ratio: float, sync_every: int) -> int:
+    """Largest staleness in versions that admission order can produce: ceil((1 + r) * k) - 1."""
+    return ceil((1 + exact_ratio(ratio)) * sync_every) - 1
+
+
+def admission_limit(*, version: WeightVersion, ratio: float, sync_every: int, groups_per_batch: int) -> int:
+    """Groups that may be admitted in total while every engine holds `version`: ceil((p + 1 + r) * W), p = version / k, W = k * G.
+
+    p is a fraction after a resume from a step that is not a multiple of k; the limit is then tighter than at the next push.
+    """
+    window = sync_every * groups_per_batch
+    return ceil((Fraction(version, sync_every) + 1 + exact_ratio(ratio)) * window)
+
+
+def staleness(*, step: int, version: WeightVersion) -> int:
+    """Versions between the weights a token was sampled with and the freshest weights step `step` can start from."""
+    return step - 1 - version
+
+
+def due_step(*, admitted_version: WeightVersion, max_versions: int) -> int:
+    """Last training step at which a group admitted at this version is within the bound."""
+    return admitted_version + max_versions + 1
+
+
+def largest_excess(
+    *, groups_by_version: Mapping[WeightVersion, int], next_step: int, groups_per_batch: int, max_versions: int
+) -> tuple[int, WeightVersion] | None:
+    """The first deadline that cannot be met if `next_step` is the first step to train these groups.
+
+    Returns (groups too many, newest version due by that deadline), None when every deadline can be met.
+    """
+    total = 0
+    for version in sorted(groups_by_version):
+        total += groups_by_version[version]
+        steps = due_step(admitted_version=version, max_versions=max_versions) - next_step + 1
+        if total > max(0, steps) * groups_per_batch:
+            return total - max(0, steps) * groups_per_batch, version
+    return None
+
+
+def is_schedulable(
+    *, left_by_version: Mapping[WeightVersion, int], step: int, groups_per_batch: int, max_versions: int
+) -> bool:
+    """True iff after step `step` every group left can be trained in time: due by s at most (s - step) * G, for every s >= step.
+
+    `left_by_version`: groups left behind, in flight or finished, by the version they were admitted at.
+    """
+    excess = largest_excess(
+        groups_by_version=left_by_version,
+        next_step=step + 1,
+        groups_per_batch=groups_per_batch,
+        max_versions=max_versions,
+    )
+    return excess is None

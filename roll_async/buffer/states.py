@@ -1,0 +1,147 @@
+"""What the rollout and the trainer see of the queue: slots, outcomes, options, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from roll_async.buffer.staleness import StalenessPolicy, admission_limit, staleness_bound
+from roll_async.schema import WeightVersion
+
+
+class GroupState(str, Enum):
+    """Where an admitted group is. Every admitted group is in exactly one state."""
+
+    IN_FLIGHT = "in_flight"  # holds a slot, not finished
+    BUFFERED = "buffered"  # finished, durable, waits for the trainer
+    TRAINING = "training"  # taken by a step that is not recorded yet
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    DROPPED = "dropped"  # discarded, its prompt comes again: over the bound, or aborted
+    FAILED = "failed"  # quarantined with its reason
+
+
+class Outcome(str, Enum):
+    """Why a slot is given back without a finished group."""
+
+    FILTERED = "filtered"  # no training signal; the prompt does not come again
+    FAILED = "failed"  # quarantined with its reason; the prompt does not come again
+    REQUEUED = "requeued"  # aborted; the same prompt comes again
+    UNUSED = "unused"  # the data ended before this prompt: the slot was never used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Permission to generate one group."""
+
+    group_id: int
+    """Admission number, increasing."""
+    prompt_index: int
+    """Position in the prompt stream."""
+    admitted_version: WeightVersion
+    """Every engine held at least this version when the slot was given out."""
+    attempt: int = 0
+    """How often this prompt was admitted before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueOptions:
+    """The part of the config the queue obeys. Times in seconds of the loop."""
+
+    groups_per_batch: int
+    """G: groups one training step consumes."""
+    async_generation_ratio: float = 0.0
+    """r: batches generated ahead."""
+    trigger_parameter_sync_step: int = 1
+    """k: training steps per weight push."""
+    max_versions: int | None = None
+    """Hard bound; None = `staleness_bound`."""
+    policy: StalenessPolicy = StalenessPolicy.WAIT
+    soft_versions: int | None = None
+    """Older finished groups count as stale, and no new group starts while one waits."""
+    max_queue_size: int | None = None
+    """Groups finished or on their way to it; None = ceil((1 + r) * W), which admission keeps by itself."""
+    oversample_groups: int = 0
+    """Groups in flight beyond what the admission rule lets finish (gen_batch_size - G)."""
+    samples_per_group: int | None = None
+    """A finished group must have this many samples; None = not checked."""
+    batch_timeout_s: float = 30.0
+    stall_timeout_s: float = 1800.0
+    max_failed_groups: int = 100
+
+    def __post_init__(self) -> None:
+        bound = self.staleness_bound
+        if self.policy is StalenessPolicy.WAIT and self.bound_versions < bound:
+            raise ValueError(f"max_versions {self.max_versions} is below the {bound} versions admitted; with policy wait raise it")
+        if self.max_queue_size is not None and self.max_queue_size < self.groups_per_batch:
+            raise ValueError(f"max_queue_size {self.max_queue_size} cannot hold the {self.groups_per_batch} groups of one batch")
+
+    @property
+    def staleness_bound(self) -> int:
+        """ceil((1 + r) * k) - 1."""
+        return staleness_bound(ratio=self.async_generation_ratio, sync_every=self.trigger_parameter_sync_step)
+
+    @property
+    def bound_versions(self) -> int:
+        """M: `max_versions`, or `staleness_bound`."""
+        return self.staleness_bound if self.max_versions is None else self.max_versions
+
+    @property
+    def queue_limit(self) -> int:
+        """`max_queue_size`, or ceil((1 + r) * W)."""
+        return self.admission_limit(0) if self.max_queue_size is None else self.max_queue_size
+
+    def admission_limit(self, version: WeightVersion) -> int:
+        """ceil((p + 1 + r) * W) for the version the engines hold."""
+        return admission_limit(
+            version=version,
+            ratio=self.async_generation_ratio,
+            sync_every=self.trigger_parameter_sync_step,
+            groups_per_batch=self.groups_per_batch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueStats:
+    """Counts of the run. admitted = trained + filtered + dropped + failed + training + buffered + in_flight, at every instant.
+
+    `training` is 0 between `step_trained` and the next `take_batch`.
+    """
+
+    admitted: int
+    trained: int
+    filtered: int
+    dropped: int
+    failed: int
+    training: int
+    buffered: int
+    in_flight: int
+    dropped_stale: int
+    """Part of `dropped` that was over the bound; the rest was aborted."""
+    late_results: int
+    """Results of groups that were already released, refused."""
+    requeued_prompts: int
+    """Prompts waiting to be admitted again."""
+    held_version: WeightVersion | None
+    memory_bytes: int
+    """Token arrays of the groups buffered or in training."""
+    oldest_in_flight_s: float
+    """Age of the oldest group in flight."""
+    oldest_buffered_s: float
+    """How long the longest-waiting finished group has waited for the trainer."""
+    stale_waiting: int
+    """Buffered groups older than soft_versions."""
+    generated_samples: int
+    generated_tokens: int
+    trained_samples: int
+    trained_tokens: int
+    dropped_by_length: Mapping[int, int] = field(default_factory=dict)
+    """Samples dropped over the bound, by response length: key b counts lengths in (b / 2, b]."""
+
+    @property
+    def length_bias(self) -> float:
+        """Mean response length of trained samples divided by that of generated samples; 1 when either is empty."""
+        if not self.trained_samples or not self.generated_tokens:
+            return 1.0
+        return (self.trained_tokens / self.trained_samples) / (self.generated_tokens / self.generated_samples)

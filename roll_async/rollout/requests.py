@@ -1,0 +1,91 @@
+"""One request on its way through replicas: attempts, pieces, and how the pieces become one completion."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from roll_async.schema import Completion, FinishReason, GenerateRequest
+
+
+class GenerationFailed(RuntimeError):
+    """A request failed on every replica it was given to."""
+
+
+class Interrupted(Exception):
+    """The request was discarded by a weight push (interrupt.mode abort); its prompt is to be generated anew."""
+
+
+@dataclass(eq=False, slots=True)
+class PendingRequest:
+    """A request that has not ended. Every attempt has an id of its own, so a late reply of an earlier one is never taken for it."""
+
+    request: GenerateRequest
+    result: asyncio.Future[Completion]
+    affinity: str | None
+    foreground: bool
+    pieces: list[Completion] = field(default_factory=list)
+    attempt: int = 0
+    failures: int = 0
+    server: str | None = None
+    dispatched_s: float = 0.0
+    abort_wanted: bool = False
+
+    @property
+    def wire_id(self) -> str:
+        """Id of the present attempt."""
+        return f"{self.request.request_id}#{self.attempt}"
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all pieces."""
+        return sum(len(p.token_ids) for p in self.pieces)
+
+    def next_attempt(self) -> GenerateRequest:
+        """The request to send now: the prompt and the tokens so far, with what is left of the budget."""
+        self.attempt += 1
+        prompt, sampling = self.request.prompt_token_ids, self.request.sampling
+        for piece in self.pieces:
+            prompt = prompt + piece.token_ids
+        left = sampling.max_new_tokens - self.num_generated
+        return GenerateRequest(
+            request_id=self.wire_id, prompt_token_ids=prompt, sampling=replace(sampling, max_new_tokens=left)
+        )
+
+    def keep(self, piece: Completion) -> None:
+        """Remember what an interrupted attempt generated."""
+        if piece.token_ids:
+            self.pieces.append(piece)
+
+    def merged(self, last: Completion) -> Completion:
+        """All pieces and the last one as one completion of the original request."""
+        if not self.pieces:
+            return replace(last, request_id=self.request.request_id)
+        parts = [*self.pieces, last]
+        tokens, logprobs = array("i"), array("f")
+        for part in parts:
+            tokens += part.token_ids
+            logprobs += part.logprobs
+        runs = [run for part in parts for run in part.version_runs]
+        return Completion(
+            request_id=self.request.request_id,
+            token_ids=tokens,
+            logprobs=logprobs,
+            version_runs=tuple((v, sum(n for _, n in same)) for v, same in groupby(runs, key=lambda run: run[0])),
+            finish_reason=last.finish_reason,
+            generation_s=sum(part.generation_s for part in parts),
+        )
+
+
+def empty_completion(request_id: str, reason: FinishReason) -> Completion:
+    """A request that ends without a new token."""
+    return Completion(
+        request_id=request_id,
+        token_ids=array("i"),
+        logprobs=array("f"),
+        version_runs=(),
+        finish_reason=reason,
+        generation_s=0.0,
+    )

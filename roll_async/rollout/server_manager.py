@@ -1,0 +1,494 @@
+"""One request to one replica: load-aware dispatch, interruption, re-dispatch of what a dead or silent replica held.
+
+    generate --> queue --pump--> outbox of the least busy replica --submit--> replica
+                   ^                                                             |
+                   +---- requeued with its tokens <---- reader <----collect------+
+
+Dispatch is event-driven: every freed slot is refilled at once. Calls to a replica carry batches. No lock is held across a wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from roll_async.inference.protocol import PauseMode
+from roll_async.rollout.load_index import LoadIndex
+from roll_async.rollout.protocol import EngineClient
+from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
+from roll_async.schema import Completion, FinishReason, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+_SWEEPS_PER_TIMEOUT = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManagerOptions:
+    """The part of the config the manager obeys. Times in seconds of the loop."""
+
+    max_concurrent_per_server: int = 128
+    generation_timeout_s: float = 3600.0
+    request_retries: int = 3
+    interrupt_timeout_s: float = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class _Server:
+    client: EngineClient
+    in_flight: dict[str, PendingRequest] = field(default_factory=dict)
+    outbox: list[GenerateRequest] = field(default_factory=list)
+    flushing: bool = False
+    reader: asyncio.Task[None] | None = None
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    dispatched: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerStats:
+    """Counters of the manager since the start."""
+
+    in_flight: int
+    queued: int
+    dispatched: int
+    completed: int
+    generated_tokens: int
+    aborted: int
+    resumed: int
+    """Attempts that continued from kept tokens."""
+    retried: int
+    lost_servers: int
+    late_results: int
+    """Replies of attempts that no longer counted, refused."""
+    busy_s: float
+    """Seconds during which at least one request ran."""
+
+
+class AsyncLLMServerManager:
+    """All replicas of `actor_infer`. `start` before use, `close` at the end; failures of the readers surface in `wait_failed`."""
+
+    def __init__(self, clients: Sequence[EngineClient], options: ManagerOptions) -> None:
+        self._options = options
+        self._servers = {c.name: _Server(c) for c in clients}
+        self._index: LoadIndex[str] = LoadIndex()
+        self._queues = {True: deque[PendingRequest](), False: deque[PendingRequest]()}  # by foreground
+        self._affinity: dict[str, str] = {}
+        self._dispatching, self._foreground_only = True, False
+        self._interrupt_mode: str | None = None
+        self._failure: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._counts = dict.fromkeys(
+            (
+                "dispatched",
+                "completed",
+                "generated_tokens",
+                "aborted",
+                "resumed",
+                "retried",
+                "lost_servers",
+                "late_results",
+            ),
+            0,
+        )
+        self._busy_s, self._busy_since = 0.0, None
+
+    async def start(self) -> None:
+        """Begin to read replies."""
+        self._failure = asyncio.get_running_loop().create_future()
+        for name in list(self._servers):
+            self._begin(name)
+        self._spawn(self._sweep(), "request deadlines")
+
+    def _begin(self, name: str) -> None:
+        self._index.set(name, 0)
+        server = self._servers[name]
+        server.drained.set()
+        server.reader = self._spawn(self._read(server), f"reader of {name}")
+
+    async def close(self) -> None:
+        """Stop reading; requests that still wait are cancelled."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pending in [*self._queues[True], *self._queues[False], *self._all_in_flight()]:
+            pending.result.cancel()
+        for queue in self._queues.values():
+            queue.clear()
+
+    async def wait_failed(self) -> None:
+        """Returns never; raises what ended the last replica."""
+        assert self._failure is not None, "start() first"
+        await asyncio.shield(self._failure)
+
+    @property
+    def num_servers(self) -> int:
+        """Replicas alive."""
+        return len(self._servers)
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Replicas alive."""
+        return [s.client for s in self._servers.values()]
+
+    def stats(self) -> ServerStats:
+        """Counters since the start."""
+        now = asyncio.get_running_loop().time()
+        running = 0.0 if self._busy_since is None else now - self._busy_since
+        return ServerStats(
+            in_flight=sum(len(s.in_flight) for s in self._servers.values()),
+            queued=len(self._queues[True]) + len(self._queues[False]),
+            busy_s=self._busy_s + running,
+            **self._counts,
+        )
+
+    # Requests
+
+    async def generate(
+        self, request: GenerateRequest, *, affinity: str | None = None, foreground: bool = False
+    ) -> Completion:
+        """Run a request to its end, over as many replicas and weight versions as it takes.
+
+        `affinity`: requests with the same key go to one replica while it lives. `foreground`: runs also while `set_aside` holds the others back.
+        Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
+        """
+        pending = PendingRequest(request, asyncio.get_running_loop().create_future(), affinity, foreground)
+        self._queues[foreground].append(pending)
+        self._pump()
+        try:
+            return await pending.result
+        except asyncio.CancelledError:
+            self._forget(pending)
+            raise
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns."""
+        wanted = set(request_ids)
+        for queue in self._queues.values():
+            for pending in [p for p in queue if p.request.request_id in wanted]:
+                queue.remove(pending)
+                self._finish(pending, empty_completion(pending.wire_id, FinishReason.ABORT))
+        running = [p for p in self._all_in_flight() if p.request.request_id in wanted]
+        for pending in running:
+            pending.abort_wanted = True
+        await self._abort_on_servers(running)
+        if running:
+            await asyncio.wait([p.result for p in running], timeout=self._options.interrupt_timeout_s)
+        for pending in running:
+            if not pending.result.done():  # the replica acknowledged without a reply: it has nothing to tell
+                self._detach(pending)
+                self._finish(pending, empty_completion(pending.wire_id, FinishReason.ABORT))
+
+    async def abort_all(self) -> None:
+        """End every request, queued or running."""
+        queued = [p.request.request_id for queue in self._queues.values() for p in queue]
+        await self.abort(queued + [p.request.request_id for p in self._all_in_flight()])
+
+    def forget_affinity(self, key: str) -> None:
+        """No further request will come with this affinity key."""
+        self._affinity.pop(key, None)
+
+    # Weight pushes and validation
+
+    async def interrupt(self, mode: str, timeout_s: float) -> None:
+        """Bring all replicas to a stand-still within `timeout_s`, whatever the length of a sample.
+
+        wait: nothing new starts, running requests finish; what is not finished by half of the time is treated as resume.
+        resume: running requests stop and keep their tokens. abort: they are discarded. keep: they stay in the engine.
+        Raises TimeoutError naming the replicas that did not stop.
+        """
+        self._dispatching = False
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        if mode == "wait":
+            await self._wait_drained(timeout_s / 2)
+        self._interrupt_mode = "abort" if mode == "abort" else "resume"
+        pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
+        servers = list(self._servers.values())
+        calls = [asyncio.ensure_future(self._call(s, s.client.pause(pause))) for s in servers]
+        if calls:
+            _, late = await asyncio.wait(calls, timeout=max(0.0, deadline - loop.time()))
+            if late:
+                names = [s.client.name for s, c in zip(servers, calls, strict=True) if c in late]
+                for task in late:
+                    task.cancel()
+                raise TimeoutError(f"interrupt: {', '.join(names)} did not pause within {timeout_s:g} s")
+        if mode != "keep":
+            await self._wait_drained(max(0.0, deadline - loop.time()))
+            for pending in list(
+                self._all_in_flight()
+            ):  # stopped, and its tokens never came: continue from what we have
+                self._detach(pending)
+                self._requeue(pending)
+
+    async def resume(self) -> None:
+        """Let the replicas run again and dispatch what waits."""
+        servers = list(self._servers.values())
+        await asyncio.gather(*(self._call(s, s.client.resume()) for s in servers))
+        self._interrupt_mode = None
+        self._dispatching = True
+        self._pump()
+
+    async def set_aside(self, aside: bool) -> None:
+        """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False: they go on."""
+        self._foreground_only = aside
+        if aside:
+            await self._abort_on_servers([p for p in self._all_in_flight() if not p.foreground])
+        else:
+            self._pump()
+
+    async def add(self, client: EngineClient) -> None:
+        """A new or restarted replica joins; it must already hold the current weights."""
+        self._servers[client.name] = _Server(client)
+        self._begin(client.name)
+        self._pump()
+
+    async def remove(self, name: str, reason: str) -> None:
+        """Take a replica out; its requests go on elsewhere from their last token."""
+        if name in self._servers:
+            self._lose(self._servers[name], reason)
+
+    # Inside
+
+    def _pump(self) -> None:
+        """Give waiting requests to replicas with free slots."""
+        if not self._dispatching:
+            return
+        for foreground in (True, False):
+            queue = self._queues[foreground]
+            if not foreground and self._foreground_only:
+                return
+            while queue:
+                server = self._server_for(queue[0])
+                if server is None:
+                    return
+                self._dispatch(queue.popleft(), server)
+
+    def _server_for(self, pending: PendingRequest) -> _Server | None:
+        limit = self._options.max_concurrent_per_server
+        if pending.affinity is not None:
+            name = self._affinity.get(pending.affinity)
+            if name in self._index and self._index.load(name) < limit:
+                return self._servers[name]
+        name = self._index.least()
+        if name is None or self._index.load(name) >= limit:
+            return None
+        if pending.affinity is not None:
+            self._affinity[pending.affinity] = name
+        return self._servers[name]
+
+    def _dispatch(self, pending: PendingRequest, server: _Server) -> None:
+        if pending.num_generated >= pending.request.sampling.max_new_tokens:
+            self._finish(pending, empty_completion(pending.wire_id, FinishReason.LENGTH))
+            return
+        loop = asyncio.get_running_loop()
+        message = pending.next_attempt()
+        pending.server, pending.dispatched_s = server.client.name, loop.time()
+        server.in_flight[pending.wire_id] = pending
+        server.drained.clear()
+        server.dispatched += 1
+        server.outbox.append(message)
+        self._counts["dispatched"] += 1
+        self._counts["resumed"] += bool(pending.pieces)
+        if self._busy_since is None:
+            self._busy_since = loop.time()
+        self._index.set(server.client.name, len(server.in_flight))
+        if not server.flushing:
+            server.flushing = True
+            self._spawn(self._flush(server), f"submit to {server.client.name}")
+
+    async def _flush(self, server: _Server) -> None:
+        """Send what gathered in the outbox, in one call; what comes meanwhile goes with the next."""
+        try:
+            while server.outbox:
+                batch, server.outbox = server.outbox, []
+                await server.client.submit(batch)
+        except ConnectionError as error:
+            self._lose(server, str(error))
+        finally:
+            server.flushing = False
+
+    async def _read(self, server: _Server) -> None:
+        """Consume the replies of one replica until it dies or the manager closes."""
+        try:
+            while True:
+                report = await server.client.collect()
+                for completion in report.completions:
+                    self._reply(server, completion)
+                for wire_id, reason in report.failures:
+                    self._failed(server, wire_id, reason)
+                self._pump()
+        except ConnectionError as error:
+            self._lose(server, str(error))
+
+    def _reply(self, server: _Server, completion: Completion) -> None:
+        pending = server.in_flight.get(completion.request_id)
+        if pending is None:
+            self._counts["late_results"] += 1
+            return
+        self._detach(pending)
+        self._counts["generated_tokens"] += len(completion.token_ids)
+        if completion.finish_reason is not FinishReason.ABORT or pending.abort_wanted:
+            self._finish(pending, completion)
+        elif self._interrupt_mode == "abort":
+            self._counts["aborted"] += 1
+            if not pending.result.done():
+                pending.result.set_exception(Interrupted(pending.request.request_id))
+        else:
+            pending.keep(completion)
+            self._requeue(pending)
+
+    def _failed(self, server: _Server, wire_id: str, reason: str) -> None:
+        pending = server.in_flight.get(wire_id)
+        if pending is None:
+            self._counts["late_results"] += 1
+            return
+        self._detach(pending)
+        self._retry(pending, f"{server.client.name}: {reason}")
+
+    def _retry(self, pending: PendingRequest, reason: str) -> None:
+        pending.failures += 1
+        if pending.failures > self._options.request_retries:
+            if not pending.result.done():
+                message = f"request {pending.request.request_id} failed {pending.failures} times; last: {reason}"
+                pending.result.set_exception(GenerationFailed(message))
+            return
+        self._counts["retried"] += 1
+        self._requeue(pending)
+
+    def _requeue(self, pending: PendingRequest) -> None:
+        """Back to the head of its queue: it is older than everything behind it."""
+        if pending.result.done():
+            return
+        self._queues[pending.foreground].appendleft(pending)
+
+    def _detach(self, pending: PendingRequest) -> None:
+        """The present attempt ends here; later replies of it are late."""
+        server = self._servers.get(pending.server or "")
+        pending.server = None
+        if server is None or server.in_flight.pop(pending.wire_id, None) is None:
+            return
+        self._index.set(server.client.name, len(server.in_flight))
+        if not server.in_flight:
+            server.drained.set()
+            if not any(s.in_flight for s in self._servers.values()):
+                self._go_idle()
+
+    def _go_idle(self) -> None:
+        if self._busy_since is not None:
+            self._busy_s += asyncio.get_running_loop().time() - self._busy_since
+            self._busy_since = None
+
+    def _finish(self, pending: PendingRequest, last: Completion) -> None:
+        aborted = last.finish_reason is FinishReason.ABORT
+        self._counts["aborted" if aborted else "completed"] += 1
+        if not pending.result.done():
+            pending.result.set_result(pending.merged(last))
+
+    def _forget(self, pending: PendingRequest) -> None:
+        """Its caller is gone: stop the work, expect no reply."""
+        if pending in self._queues[pending.foreground]:
+            self._queues[pending.foreground].remove(pending)
+            return
+        server, wire_id = self._servers.get(pending.server or ""), pending.wire_id
+        self._detach(pending)
+        if server is not None:
+            self._spawn(self._call(server, server.client.abort([wire_id])), f"abort on {server.client.name}")
+        self._pump()
+
+    def _lose(self, server: _Server, reason: str) -> None:
+        """A replica is gone: its requests are dispatched again from their last received token."""
+        name = server.client.name
+        if self._servers.pop(name, None) is None:
+            return
+        logger.warning("engine %s is out: %s; its %d requests go elsewhere", name, reason, len(server.in_flight))
+        self._counts["lost_servers"] += 1
+        self._index.remove(name)
+        if server.reader is not None and server.reader is not asyncio.current_task():
+            server.reader.cancel()
+        orphans, server.in_flight = list(server.in_flight.values()), {}
+        server.drained.set()
+        for pending in reversed(orphans):
+            pending.server = None
+            self._retry(pending, f"{name}: {reason}")
+        if not self._servers:
+            self._go_idle()
+            error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
+            for queue in self._queues.values():
+                for pending in queue:
+                    if not pending.result.done():
+                        pending.result.set_exception(error)
+                queue.clear()
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+        self._pump()
+
+    async def _sweep(self) -> None:
+        """Take requests away from replicas that are silent for `generation_timeout`."""
+        timeout = self._options.generation_timeout_s
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
+            limit = loop.time() - timeout
+            late = [p for p in self._all_in_flight() if p.dispatched_s < limit]
+            if not late or not self._dispatching:
+                continue
+            await self._abort_on_servers(late)
+            await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
+            for pending in late:
+                if pending.server is not None and pending.dispatched_s < limit:
+                    name = pending.server
+                    self._detach(pending)
+                    self._retry(pending, f"{name}: silent for {timeout:g} s")
+            self._pump()
+
+    async def _abort_on_servers(self, running: Sequence[PendingRequest]) -> None:
+        by_server: dict[str, list[str]] = {}
+        for pending in running:
+            if pending.server is not None:
+                by_server.setdefault(pending.server, []).append(pending.wire_id)
+        calls = [
+            self._call(self._servers[name], self._servers[name].client.abort(ids))
+            for name, ids in by_server.items()
+            if name in self._servers
+        ]
+        try:
+            async with asyncio.timeout(self._options.interrupt_timeout_s):
+                await asyncio.gather(*calls)
+        except TimeoutError:
+            logger.warning("abort was not acknowledged within %g s", self._options.interrupt_timeout_s)
+
+    async def _call(self, server: _Server, call) -> None:  # noqa: ANN001 (an awaitable of a client)
+        """A control call; a dead replica is taken out instead of failing the caller."""
+        try:
+            await call
+        except ConnectionError as error:
+            self._lose(server, str(error))
+
+    async def _wait_drained(self, timeout_s: float) -> None:
+        waits = [asyncio.ensure_future(s.drained.wait()) for s in self._servers.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=timeout_s)
+        for wait in waits:
+            wait.cancel()
+
+    def _all_in_flight(self) -> Iterable[PendingRequest]:
+        return (p for s in list(self._servers.values()) for p in list(s.in_flight.values()))
+
+    def _spawn(self, work, name: str) -> asyncio.Task[None]:  # noqa: ANN001 (a coroutine)
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if (
+            not task.cancelled()
+            and task.exception() is not None
+            and self._failure is not None
+            and not self._failure.done()
+        ):
+            self._failure.set_exception(task.exception())  # type: ignore[arg-type]
