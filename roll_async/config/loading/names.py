@@ -180,7 +180,7 @@ class Renamer:
                 self._place(f"{source}.{key}", [*target, key], child)
         elif not _equal(plain(present), plain(node)):
             canonical = ".".join(target)
-            message = f"also given as '{source}' ({node.file}:{node.line}) with another value; keep '{canonical}'"
+            message = f"also given as '{source}' ({node.where}) with another value; keep '{canonical}'"
             self.errors.append(_diagnostic("C016", canonical, present, message))
 
     def _devices(self, block: str, role: str, first: int) -> int:
@@ -196,13 +196,13 @@ class Renamer:
             message = f"'{block}.{key}' is another name of '{role}.device_mapping'"
             self.warnings.append(_diagnostic("W01", f"{role}.device_mapping", child, message))
         if mapping is not None:
-            message = f"also given as '{block}' ({node.file}:{node.line}) with another value; keep '{role}.device_mapping'"
+            message = f"also given as '{block}' ({node.where}) with another value; keep '{role}.device_mapping'"
             self.errors.append(_diagnostic("C016", f"{role}.device_mapping", mapping, message))
             return first
         count = self._device_count(block, given, node)
         device = given.get("device")
         if device is not None and device.value not in ("cpu", "cuda"):
-            message = f"{shown(plain(device))} is not one of {{cpu | cuda}}; did you mean 'cuda'?"
+            message = f"{shown(plain(device))} is not one of cpu | cuda; did you mean 'cuda'?"
             self.errors.append(_diagnostic("C004", f"{block}.device", device, message))
         if count is None:
             return first

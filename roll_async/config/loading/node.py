@@ -29,6 +29,11 @@ class Node:
         return Node(self.value, file, line)
 
     @property
+    def where(self) -> str:
+        """FILE:LINE, or the override."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    @property
     def from_override(self) -> bool:
         """Whether a KEY=VALUE argument set it."""
         return self.line == 0

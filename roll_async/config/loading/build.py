@@ -1,0 +1,171 @@
+"""Checked values to dataclasses, and the defaults that depend on other keys.
+
+`dataclasses-json` builds and serialises; it never checks: it drops unknown nested keys and turns "false" into True.
+"""
+
+import warnings
+from functools import cache
+from typing import TypeVar, cast
+
+from dataclasses_json import dataclass_json
+
+from roll_async.config.loading.node import Plain
+from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema_algorithm import AlgorithmConfig
+from roll_async.config.schema_options import (
+    ADVANTAGE_OPTIONS,
+    POLICY_LOSS_OPTIONS,
+    DecoupledPpoOptions,
+    GpgOptions,
+    Kimi15Options,
+    PolicyLossOptions,
+    VanillaOptions,
+)
+from roll_async.config.schema_rollout import REWARD_TYPES, EnvManagerConfig
+from roll_async.config.schema_worker import STRATEGIES, DataArguments, SglangConfig, VllmConfig, WorkerConfig
+
+T = TypeVar("T")
+_AGENTIC_TURN_TOKENS = 512
+
+
+def build(cls: type[PipelineConfig], values: dict[str, Plain], stem: str) -> PipelineConfig:
+    """The config of checked values; `stem`: name of the file without suffix. Cross-field rules come after this."""
+    tree: dict[str, object] = dict(values)
+    algorithm = dict(cast(dict, tree.get("algorithm", {})))
+    algorithm["pg_options"] = _make(POLICY_LOSS_OPTIONS[algorithm.get("pg_variant", "ppo")], algorithm.get("pg_options"))
+    estimator = algorithm.get("adv_estimator", "grpo")
+    algorithm["adv_options"] = _make(ADVANTAGE_OPTIONS[estimator], algorithm.get("adv_options"))
+    tree["algorithm"] = algorithm
+    for role in ROLES:
+        if worker := cast("dict | None", tree.get(role)):
+            args = worker["strategy_args"]
+            settings = _make(STRATEGIES[args["strategy_name"]], args.get("strategy_config"))
+            tree[role] = {**worker, "strategy_args": {**args, "strategy_config": settings}}
+    tree.setdefault("pipeline", "rlvr" if cls is RLVRConfig else "agentic")
+    config = _make(cls, tree)
+    _fill(config, stem, weight_level_written="weight_level" in algorithm.get("correction", {}))
+    return config
+
+
+def to_plain(config: PipelineConfig) -> dict[str, Plain]:
+    """Every value as plain maps, lists and scalars."""
+    return _serialisable(type(config)).to_dict(config)  # type: ignore[attr-defined]
+
+
+@cache
+def _serialisable(cls: type) -> type:
+    return dataclass_json(cls)
+
+
+def _make(cls: type[T], values: object) -> T:
+    with warnings.catch_warnings():
+        # Derived values are None until `_fill`; dataclasses-json warns about each.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return _serialisable(cls).from_dict(values or {})  # type: ignore[attr-defined]
+
+
+def _default(owner: object, name: str, value: object) -> None:
+    """Set a derived value that the file does not give. The object is not published yet, so frozen may be bypassed."""
+    if getattr(owner, name) is None:
+        object.__setattr__(owner, name, value)
+
+
+def carries_behaviour_policy(pg_options: PolicyLossOptions) -> bool:
+    """Whether the loss itself already corrects for the policy that sampled the data (`check_no_double_correction`)."""
+    match pg_options:
+        case DecoupledPpoOptions():
+            return True
+        case VanillaOptions() | GpgOptions() | Kimi15Options():
+            return False
+        case _:
+            return pg_options.ratio_base == "behaviour"
+
+
+def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> None:
+    _default(config, "exp_name", stem)
+    _default(config, "reward_pretrain", config.pretrain)
+    root = f"{config.output_dir.rstrip('/') or '/'}/{config.exp_name}"
+    _default(config.ledger, "path", f"{root}/ledger.sqlite")
+    _default(config.checkpoint, "output_dir", f"{root}/checkpoints")
+    if isinstance(config, RLVRConfig):
+        _fill_rlvr(config)
+    for role, worker in config.roles():
+        _fill_worker(worker, config.reward_pretrain if role == "critic" else config.pretrain)
+    _fill_generation(config)
+    if isinstance(config, AgenticConfig):
+        _fill_agentic(config)
+    _fill_async(config)
+    if not weight_level_written:
+        _fill_weight_level(config.algorithm)
+
+
+def _fill_rlvr(config: RLVRConfig) -> None:
+    """Lengths may stay None: C102 reports it."""
+    if config.sequence_length is not None:
+        _default(config, "response_length", config.sequence_length - config.prompt_length)
+    elif config.response_length is not None:
+        _default(config, "sequence_length", config.prompt_length + config.response_length)
+    for domain, reward in config.rewards.items():
+        _default(reward, "type", domain if domain in REWARD_TYPES else None)
+
+
+def _fill_worker(worker: WorkerConfig, model: str) -> None:
+    _default(worker, "world_size", len(worker.device_mapping) if worker.device_mapping is not None else 1)
+    _default(worker.model_args, "model_name_or_path", model)
+    if worker.model_args.lora_rank > 0:
+        _default(worker.model_args, "lora_alpha", 2.0 * worker.model_args.lora_rank)
+    if worker.data_args is not None:
+        _fill_columns(worker.data_args)
+
+
+def _fill_columns(data: DataArguments) -> None:
+    if data.prompt is None:
+        _default(data, "messages", "messages")
+
+
+def _fill_generation(config: PipelineConfig) -> None:
+    sequence_length = config.sequence_length if isinstance(config, RLVRConfig | AgenticConfig) else None
+    tokens = config.response_length if isinstance(config, RLVRConfig) else _AGENTIC_TURN_TOKENS
+    generating = config.actor_infer.generating_args
+    _default(generating, "max_new_tokens", tokens)
+    _default(generating, "num_return_sequences", config.samples_per_group if isinstance(config, RLVRConfig) else 1)
+    match config.actor_infer.strategy_args.strategy_config:
+        case VllmConfig() as engine:
+            _default(engine, "max_model_len", sequence_length)
+        case SglangConfig() as engine:
+            _default(engine, "context_length", sequence_length)
+        case _:
+            pass
+    if isinstance(config, RLVRConfig) and config.validation is not None:
+        _fill_columns(config.validation.data_args)
+        _default(config.validation.generating_args, "max_new_tokens", tokens)
+        _default(config.validation.generating_args, "num_return_sequences", 1)
+
+
+def _fill_agentic(config: AgenticConfig) -> None:
+    for env in config.custom_envs.values():
+        _default(env, "max_tokens_per_step", config.actor_infer.generating_args.max_new_tokens)
+    for manager, batch in ((config.train_env_manager, config.rollout_batch_size), (config.val_env_manager, config.val_batch_size)):
+        _default(manager, "num_env_groups", max(1, batch // manager.group_size))
+        if not manager.tags:
+            object.__setattr__(manager, "tags", tuple(config.custom_envs))
+        _default(manager, "num_groups_partition", _even(manager))
+
+
+def _even(manager: EnvManagerConfig) -> tuple[int, ...]:
+    """Groups per tag as equal as can be, the first tags get the rest."""
+    each, rest = divmod(manager.num_env_groups, max(1, len(manager.tags)))
+    return tuple(each + (i < rest) for i in range(len(manager.tags)))
+
+
+def _fill_async(config: PipelineConfig) -> None:
+    _default(config.async_training.staleness, "max_versions", config.staleness_bound)
+    _default(config.async_training, "max_queue_size", config.queue_bound_groups)
+    _default(config.async_training, "require_batches", config.mini_batches_per_batch)
+    _default(config.algorithm.filter_groups, "gen_batch_size", config.groups_per_batch)
+
+
+def _fill_weight_level(algorithm: AlgorithmConfig) -> None:
+    """token, except where it would correct twice or where every weight would be 1."""
+    if carries_behaviour_policy(algorithm.pg_options) or algorithm.proximal_logprobs == "behaviour":
+        object.__setattr__(algorithm.correction, "weight_level", "none")

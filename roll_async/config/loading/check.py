@@ -1,0 +1,334 @@
+"""Keys, types, choices and ranges (C001 to C020): a tree of nodes to plain values that fit the dataclasses.
+
+Only what is written comes out; defaults are left to the dataclasses. All errors are collected.
+"""
+
+
+from roll_async.config.fields import RANGES
+from roll_async.config.loading.compose import type_name
+from roll_async.config.loading.devices import parse_devices
+from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
+from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
+from roll_async.config.loading.node import Node, Plain, leaves, plain
+from roll_async.config.loading.paths import NAME, PathIndex
+from roll_async.config.loading.scalars import check_scalar, has_type, remedy
+from roll_async.config.loading.spec import CHOSEN_CLASSES, FieldSpec, spec_of
+from roll_async.config.loading.suggest import closest, foreign_character
+from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES
+from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
+
+KIND_CLASSES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
+_MAX_SUGGESTIONS = 50
+_REMEDIES = {
+    "pretrain": "give a Hugging Face name or a folder",
+    "actor_train": "add the section",
+    "actor_infer": "add the section",
+    "data_args": "give the prompt files in data_args.file_name",
+    "strategy_args": "give strategy_name and strategy_config",
+}
+
+
+class Checker:
+    """Checks one file of one kind."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self.errors: list[Diagnostic] = []
+        self._kind, self._reason = kind, reason
+        self._paths = PathIndex(KIND_CLASSES[kind])
+        self._num_suggested = 0
+
+    def check(self, root: Node) -> dict[str, Plain]:
+        """Plain values of the whole file."""
+        values = self._section(root, KIND_CLASSES[self._kind], "", "")
+        if self._kind == "rlvr":
+            self._data_args(root)
+        return values
+
+    def _error(self, id: str, path: str, node: Node, message: str) -> None:
+        if len(self.errors) < MAX_DIAGNOSTICS:
+            self.errors.append(Diagnostic(id=id, key=path or "(file)", file=node.file, line=node.line, message=message))
+
+    # ---- sections -------------------------------------------------------------------------------------------------
+
+    def _section(self, node: Node, cls: type, path: str, role: str) -> dict[str, Plain]:
+        """Values of one dataclass; `role` is the role the section belongs to, or empty."""
+        assert isinstance(node.value, dict)
+        spec, values = spec_of(cls), {}
+        for name, child in node.value.items():
+            here = f"{path}.{name}" if path else name
+            if name not in spec:
+                self._unknown(here, name, child, cls, path)
+            elif not self._misplaced(spec[name], here, child, node, role):
+                value = self._value(child, spec[name], here, role or (name if not path and name in ROLES else ""), node)
+                if value is not _ABSENT:
+                    values[name] = value
+        for name, field in spec.items():
+            if field.required and name not in node.value:
+                self._error("C006", f"{path}.{name}" if path else name, node, _missing(name))
+        if cls.__name__ == "WorkerConfig":
+            self._strategy_role(node, path, role or path)
+        elif cls is DataArguments:
+            self._columns(node, path)
+        return values
+
+    def _value(self, node: Node, spec: FieldSpec, path: str, role: str, parent: Node) -> Plain:
+        """The value of one key, `_ABSENT` if the default holds or an error was reported."""
+        if node.value is None:
+            if spec.nullable:
+                return _ABSENT if spec.traits.derived else None
+            if node.from_override:  # KEY=null clears: the default holds
+                if spec.required:
+                    self._error("C006", path, node, _missing(spec.name))
+                return _ABSENT
+        match spec.kind:
+            case "devices":
+                return self._devices(node, path)
+            case "files":
+                return self._files(node, path)
+            case "section":
+                assert spec.section is not None
+                return self._section(node, spec.section, path, role) if self._is(node, dict, "map", path) else _ABSENT
+            case "chosen":
+                return self._chosen(node, spec, path, parent)
+            case "any":
+                return self._any(node, path) if self._is(node, dict, "map", path) else _ABSENT
+            case "list":
+                return self._list(node, spec, path, role)
+            case "map":
+                return self._map(node, spec, path, role)
+            case _:
+                return self._scalar(node, spec, path)
+
+    def _is(self, node: Node, wanted: type, name: str, path: str) -> bool:
+        if isinstance(node.value, wanted):
+            return True
+        hint = "; write a list of items" if wanted is list else remedy(name, node.value)
+        self._error("C003", path, node, f"expected {name}, got {type_name(node)} {shown(plain(node))}{hint}")
+        return False
+
+    def _chosen(self, node: Node, spec: FieldSpec, path: str, parent: Node) -> Plain:
+        """A section whose class a sibling picks. With an unreadable sibling nothing can be said about it."""
+        classes = CHOSEN_CLASSES[spec.traits.chosen_by]
+        assert isinstance(parent.value, dict)
+        chooser = parent.value.get(spec.traits.chosen_by)
+        default = {"pg_variant": "ppo", "adv_estimator": "grpo"}.get(spec.traits.chosen_by)
+        name = default if chooser is None or (chooser.value is None and chooser.from_override) else chooser.value
+        if not self._is(node, dict, "map", path) or not isinstance(name, str) or name not in classes:
+            return _ABSENT
+        cls = classes[name]
+        values = self._section(node, cls, path, "")
+        extra = values.get("extra")
+        for key in extra if isinstance(extra, dict) else ():
+            if key in spec_of(cls):
+                assert isinstance(node.value, dict)
+                self._error("C001", f"{path}.extra.{key}", node.value["extra"], f"unknown key; did you mean '{path}.{key}'?")
+        return values
+
+    def _list(self, node: Node, spec: FieldSpec, path: str, role: str) -> Plain:
+        if not self._is(node, list, "list", path):
+            return _ABSENT
+        assert isinstance(node.value, list) and spec.item is not None
+        return [self._value(item, spec.item, f"{path}.{i}", role, node) for i, item in enumerate(node.value)]
+
+    def _map(self, node: Node, spec: FieldSpec, path: str, role: str) -> Plain:
+        if not self._is(node, dict, "map", path):
+            return _ABSENT
+        assert isinstance(node.value, dict) and spec.item is not None
+        values = {}
+        for name, child in node.value.items():
+            if not NAME.fullmatch(name):
+                self._error("C005", path, child, f"{shown(name)} must be a name matching {NAME.pattern}")
+            values[name] = self._value(child, spec.item, f"{path}.{name}", role, node)
+            if path == "rewards":
+                self._reward(name, child, f"{path}.{name}", values[name])
+            elif path == "custom_envs":
+                self._named_type(child, values[name], f"{path}.{name}.env_type", ENV_TYPES)
+        return values
+
+    # ---- scalars and special forms --------------------------------------------------------------------------------
+
+    def _scalar(self, node: Node, spec: FieldSpec, path: str) -> Plain:
+        value = node.value
+        wanted = spec.kind if spec.kind != "choice" else type(spec.choices[0]).__name__
+        if not has_type(value, wanted):
+            hint = remedy(wanted, value)
+            if path == "async_training.staleness.soft_versions" and isinstance(value, float):
+                hint = "; it counts weight versions; for a fraction of a batch use async_generation_ratio"
+            self._error("C003", path, node, f"expected {wanted}, got {type_name(node)} {shown(plain(node))}{hint}")
+            return _ABSENT
+        assert not isinstance(value, list | dict)
+        if spec.kind == "choice":
+            if value not in spec.choices:
+                self._choice(path, node, str(value), [str(c) for c in spec.choices])
+                return _ABSENT
+            return value
+        if problem := check_scalar(value):
+            self._error("C005", path, node, f"{shown(value)} must be {problem}")
+            return _ABSENT
+        if spec.kind == "float":
+            assert isinstance(value, int | float)
+            value = float(value)
+        if spec.traits.range is not None and isinstance(value, int | float) and not RANGES[spec.traits.range](value):
+            self._error("C005", path, node, f"{shown(node.value)} must be {spec.traits.range}")
+            return _ABSENT
+        return value
+
+    def _choice(self, path: str, node: Node, value: str, choices: list[str]) -> None:
+        near = closest(value, choices, cutoff=0.0) or choices[0]
+        message = f"{shown(plain(node))} is not one of {' | '.join(choices)}; did you mean '{near}'?"
+        self._error("C004", path, node, message + foreign_character(value))
+
+    def _any(self, node: Node, path: str) -> Plain:
+        """A map that is handed on: only numbers are checked."""
+        for here, leaf in leaves(node, path):
+            for value in leaf.value if isinstance(leaf.value, list) else [leaf]:
+                if not isinstance(value.value, list | dict) and (problem := check_scalar(value.value)):
+                    self._error("C005", here, value, f"{shown(value.value)} must be {problem}")
+        return plain(node)
+
+    def _devices(self, node: Node, path: str) -> Plain:
+        value = plain(node)
+        ids, problem = parse_devices(value)
+        if ids is not None:
+            return list(ids)
+        if problem:
+            self._error("C018", path, node, f"{shown(value)}: {problem}")
+        else:
+            forms = "write a list of ints, list(range(a,b)), range(a,b) or a-b"
+            self._error("C017", path, node, f"{shown(value)} is not a device list; {forms}")
+        return _ABSENT
+
+    def _files(self, node: Node, path: str) -> Plain:
+        items = node.value if isinstance(node.value, list) else [node]
+        names: list[Plain] = []
+        for index, item in enumerate(items):
+            here = f"{path}.{index}" if items is node.value else path
+            if not isinstance(item.value, str):
+                hint = remedy("str", item.value)
+                self._error("C003", here, item, f"expected str, got {type_name(item)} {shown(plain(item))}{hint}")
+            elif not item.value.endswith((".json", ".jsonl", ".parquet")):
+                self._error("C005", here, item, f"{shown(item.value)} must be a .json, .jsonl or .parquet file")
+            else:
+                names.append(item.value)
+        if not items:
+            self._error("C005", path, node, "[] must be at least one file")
+        return names
+
+    # ---- rules about single sections ------------------------------------------------------------------------------
+
+    def _misplaced(self, spec: FieldSpec, path: str, child: Node, section: Node, role: str) -> bool:
+        """Whether the key has no effect on this role (C020), or on this kind (C019)."""
+        if self._kind == "agentic" and path == "actor_train.data_args" and child.value is not None:
+            self._foreign_kind(path, child, "rlvr")
+            return True
+        owner = role or path.split(".")[0]
+        misplaced = bool(spec.traits.roles) and owner not in spec.traits.roles and owner in ROLES
+        if spec.traits.megatron and not misplaced:
+            assert isinstance(section.value, dict)
+            args = section.value.get("strategy_args")
+            name = args.value.get("strategy_name") if args is not None and isinstance(args.value, dict) else None
+            misplaced = name is not None and isinstance(name.value, str) and not name.value.startswith("megatron_")
+        if misplaced:
+            self._error("C020", path, child, f"has no effect on role {owner}; remove it")
+        return misplaced
+
+    def _strategy_role(self, node: Node, path: str, role: str) -> None:
+        assert isinstance(node.value, dict)
+        args = node.value.get("strategy_args")
+        if args is None or not isinstance(args.value, dict):
+            return
+        name = args.value.get("strategy_name")
+        if name is not None and isinstance(name.value, str) and role not in STRATEGY_ROLES.get(name.value, (role,)):
+            where = f"{path}.strategy_args.strategy_name"
+            self._error("C020", where, name, f"has no effect on role {role}; remove it")
+
+    def _columns(self, node: Node, path: str) -> None:
+        assert isinstance(node.value, dict)
+        prompt, messages = node.value.get("prompt"), node.value.get("messages")
+        if prompt is not None and messages is not None and isinstance(prompt.value, str) and messages.value is not None:
+            self._error("C005", f"{path}.prompt", prompt, f"{shown(prompt.value)} must be null while messages is set")
+
+    def _data_args(self, root: Node) -> None:
+        assert isinstance(root.value, dict)
+        actor = root.value.get("actor_train")
+        if actor is not None and isinstance(actor.value, dict):
+            data = actor.value.get("data_args")
+            if data is None or data.value is None:
+                self._error("C006", "actor_train.data_args", data or actor, _missing("data_args"))
+
+    def _reward(self, domain: str, node: Node, path: str, values: Plain) -> None:
+        if not isinstance(values, dict) or not isinstance(node.value, dict):
+            return
+        kind = values.get("type")
+        if kind is None and "type" not in values and (node.value.get("type") is None or node.value["type"].value is None):
+            kind = domain if domain in REWARD_TYPES else None
+            if kind is None:
+                message = f"required and not set; give one of {' | '.join(REWARD_TYPES)} or a dotted path"
+                self._error("C006", f"{path}.type", node, message)
+                return
+        self._named_type(node, values, f"{path}.type", REWARD_TYPES)
+        for key, owner in (("judge", "llm_judge"), ("sandbox", "code_sandbox")):
+            if values.get(key) is not None and kind != owner:
+                self._error("C020", f"{path}.{key}", node.value[key], f"has no effect on role {kind}; remove it")
+        if kind == "llm_judge" and values.get("judge") is None:
+            self._error("C006", f"{path}.judge", node, "required and not set; give api_url and model")
+
+    def _named_type(self, node: Node, values: Plain, path: str, names: tuple[str, ...]) -> None:
+        """A built-in name or a dotted path to user code."""
+        key = path.rpartition(".")[2]
+        value = values.get(key) if isinstance(values, dict) else None
+        if isinstance(value, str) and value not in names and not _is_dotted_path(value):
+            assert isinstance(node.value, dict)
+            self._choice(path, node.value[key], value, list(names))
+
+    # ---- unknown keys ---------------------------------------------------------------------------------------------
+
+    def _unknown(self, path: str, name: str, node: Node, cls: type, section: str) -> None:
+        other = "agentic" if self._kind == "rlvr" else "rlvr"
+        if not section and name in spec_of(KIND_CLASSES[other]):
+            self._foreign_kind(path, node, other)
+        elif not section and name in FOREIGN_SECTIONS:
+            for here, leaf in leaves(node, path):
+                key = self._paths.nearest(here.rpartition(".")[2])
+                self._error("C002", here, leaf, f"not a key of roll_async: {refusal(here) or f'the nearest key is {key}'}")
+        elif not section and name == "checkpoint_config" and isinstance(node.value, dict) and "type" in node.value:
+            message = f"not a key of roll_async: {REFUSED['checkpoint_config.type']}"
+            self._error("C002", f"{path}.type", node.value["type"], message)
+        elif reason := refusal(path):
+            self._error("C002", path, node, f"not a key of roll_async: {reason}")
+        else:
+            self._error("C001", path, node, f"unknown key; {self._hint(name, cls, section)}{foreign_character(name)}")
+
+    def _hint(self, name: str, cls: type, section: str) -> str:
+        names = list(spec_of(cls)) + (["defaults", "vars"] if not section else [])
+        self._num_suggested += 1
+        if self._num_suggested <= _MAX_SUGGESTIONS:
+            near = closest(name, names)
+            if near:
+                return f"did you mean '{section}.{near}'?" if section else f"did you mean '{near}'?"
+            if found := self._paths.close(name):
+                return f"did you mean '{found}'?"
+        return f"{section or 'the file'} has: {', '.join(names) or 'no keys'}"
+
+    def _foreign_kind(self, path: str, node: Node, other: str) -> None:
+        message = f"is a key of {other} configs; this one is {self._kind} because {self._reason}"
+        self._error("C019", path, node, message)
+
+
+class _Absent:
+    """Marks a key that is left to its default."""
+
+
+_ABSENT: Plain = _Absent()  # type: ignore[assignment]
+
+
+def _missing(name: str) -> str:
+    return f"required and not set; {_REMEDIES.get(name, 'add it')}"
+
+
+def _is_dotted_path(text: str) -> bool:
+    parts = text.split(".")
+    return len(parts) > 1 and all(p.isidentifier() for p in parts)
+
+

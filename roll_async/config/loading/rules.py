@@ -1,0 +1,2 @@
+def check_rules(config, root):
+    return []
