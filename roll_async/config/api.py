@@ -34,9 +34,7 @@ class Loaded:
     warnings: tuple[Diagnostic, ...]
 
 
-def load(
-    path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None
-) -> RLVRConfig | AgenticConfig:
+def load(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> RLVRConfig | AgenticConfig:
     """The config at `path` with `KEY=VALUE` overrides. `pipeline` fixes the kind: rlvr or agentic.
 
     Raises ConfigError with every problem of the phase that found one.

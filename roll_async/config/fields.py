@@ -2,8 +2,8 @@
 
     batch_timeout: float = bounded(30.0, "> 0")
 
-The type annotation is the type that code sees after loading. A derived field may be left out or be null in the file; the
-loader then fills it from other keys, so the annotation has no `None`.
+The type annotation is the type that code sees after loading. A derived field may be left out or be null in the file;
+the loader then fills it from other keys, so the annotation has no `None`.
 """
 
 from collections.abc import Callable

@@ -4,10 +4,11 @@
     config = load("configs/rlvr_config_async.yaml")
     config.actor_train.mini_batch_size
 
-Every value is final: defaults that depend on other keys are filled in while loading. What follows from keys is a property.
+Every value is final: defaults that depend on other keys are filled in while loading. What follows from keys is a
+property.
 
-Worked example: rollout_batch_size 64, num_return_sequences_in_group 8, async_generation_ratio 1, one weight push per step:
-groups_per_batch 64, samples_per_batch 512, sync_window_groups 64, staleness_bound 1.
+Worked example: rollout_batch_size 64, num_return_sequences_in_group 8, async_generation_ratio 1, one weight push per
+step: groups_per_batch 64, samples_per_batch 512, sync_window_groups 64, staleness_bound 1.
 """
 
 import math
@@ -53,11 +54,12 @@ from roll_async.config.schema_worker import (
 )
 
 __all__ = [
-    "AgenticConfig", "AlgorithmConfig", "AsyncTrainingConfig", "CheckpointConfig", "DataArguments", "EnvConfig",
-    "EnvManagerConfig", "FaultPolicy", "FilterGroupsConfig", "GeneratingArguments", "HfInferConfig", "InterruptConfig",
-    "JudgeConfig", "LedgerConfig", "MegatronInferConfig", "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig",
-    "PipelineConfig", "RLVRConfig", "RewardConfig", "SandboxConfig", "SglangConfig", "StalenessConfig", "StrategyArguments",
-    "ToolConfig", "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValidationConfig", "VllmConfig",
+    "AgenticConfig", "AlgorithmConfig", "AsyncTrainingConfig", "CheckpointConfig", "DataArguments",
+    "EnvConfig", "EnvManagerConfig", "FaultPolicy", "FilterGroupsConfig", "GeneratingArguments",
+    "HfInferConfig", "InterruptConfig", "JudgeConfig", "LedgerConfig", "MegatronInferConfig",
+    "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig", "PipelineConfig", "RLVRConfig",
+    "RewardConfig", "SandboxConfig", "SglangConfig", "StalenessConfig", "StrategyArguments", "ToolConfig",
+    "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValidationConfig", "VllmConfig",
     "WeightSyncConfig", "WorkerConfig",
 ]  # fmt: skip
 

@@ -42,7 +42,7 @@ class AsyncTrainingConfig:
     trigger_parameter_sync_step: int = bounded(1, ">= 1")
     """Training steps per weight push."""
     require_batches: int = derived(">= 1")
-    """Optimizer mini-batches that must be ready before the trainer starts the step; 1 = stream; default: all of a step."""
+    """Optimizer mini-batches that must be ready before the trainer starts a step; 1 = stream; default: all."""
     max_queue_size: int = derived(">= 1")
     """Finished groups waiting; when full, generation pauses, nothing is evicted; default: ceil((1 + r) * W)."""
     batch_timeout: float = bounded(30.0, "> 0")

@@ -1,7 +1,7 @@
 """Options of losses, advantage estimators and the train-engine correction.
 
-The mathematics is in `roll_async/algorithms/`, which needs torch; names, fields, defaults and ranges are repeated here so that
-a config can be checked without it. `tests/unit/config` compares the two.
+The mathematics is in `roll_async/algorithms/`, which needs torch; names, fields, defaults and ranges are repeated here
+so that a config can be checked without it. `tests/unit/config` compares the two.
 """
 
 from dataclasses import dataclass, fields
@@ -199,8 +199,8 @@ class M2poOptions:
 
 
 PolicyLossOptions = (
-    VanillaOptions | GpgOptions | PpoOptions | DecoupledPpoOptions | TisOptions | CispoOptions | ToprOptions | Kimi15Options
-    | GspoOptions | GmpoOptions | SapoOptions | ClipCovOptions | KlCovOptions | M2poOptions
+    VanillaOptions | GpgOptions | PpoOptions | DecoupledPpoOptions | TisOptions | CispoOptions | ToprOptions
+    | Kimi15Options | GspoOptions | GmpoOptions | SapoOptions | ClipCovOptions | KlCovOptions | M2poOptions
 )  # fmt: skip
 
 POLICY_LOSS_OPTIONS: dict[str, type] = {
@@ -303,8 +303,8 @@ class GigpoAdvantageOptions:
 
 
 AdvantageOptions = (
-    NoAdvantageOptions | GroupAdvantageOptions | GpgAdvantageOptions | LitePpoAdvantageOptions | DiscountAdvantageOptions
-    | GaeAdvantageOptions | StepReinforceAdvantageOptions | GigpoAdvantageOptions
+    NoAdvantageOptions | GroupAdvantageOptions | GpgAdvantageOptions | LitePpoAdvantageOptions 
+    | DiscountAdvantageOptions | GaeAdvantageOptions | StepReinforceAdvantageOptions | GigpoAdvantageOptions
 )  # fmt: skip
 
 ADVANTAGE_OPTIONS: dict[str, type] = {

@@ -40,7 +40,7 @@ class RewardConfig:
     """Scorer of one domain."""
 
     type: str = derived()
-    """math_rule, code_sandbox, llm_judge, ifeval, multiple_choice, qa, or a dotted path; default: the domain if it is one."""
+    """math_rule, code_sandbox, llm_judge, ifeval, multiple_choice, qa, or a dotted path; default: the domain's name."""
     tag_included: tuple[str, ...] = section(tuple)
     """Data set tags routed here; a single domain takes all."""
     num_workers: int = bounded(1, ">= 1")

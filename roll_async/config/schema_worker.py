@@ -23,7 +23,7 @@ class ModelArguments:
     """true refuses a recompute_granularity; no effect on inference roles."""
     lora_rank: int = bounded(0, ">= 0")
     """Rank of the low-rank adapters; 0 = full training."""
-    lora_alpha: float = derived("> 0")
+    lora_alpha: float | None = derived("> 0")
     """Scale of the adapters; default: 2 * lora_rank, null while the rank is 0."""
     lora_dropout: float = bounded(0.0, "in [0, 1)")
     """Dropout in front of the adapters; 0, because RL needs equal log-probs on both sides."""

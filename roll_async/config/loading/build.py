@@ -32,7 +32,9 @@ def build(cls: type[PipelineConfig], values: dict[str, Plain], stem: str) -> Pip
     """The config of checked values; `stem`: name of the file without suffix. Cross-field rules come after this."""
     tree: dict[str, object] = dict(values)
     algorithm = dict(cast(dict, tree.get("algorithm", {})))
-    algorithm["pg_options"] = _make(POLICY_LOSS_OPTIONS[algorithm.get("pg_variant", "ppo")], algorithm.get("pg_options"))
+    algorithm["pg_options"] = _make(
+        POLICY_LOSS_OPTIONS[algorithm.get("pg_variant", "ppo")], algorithm.get("pg_options")
+    )
     estimator = algorithm.get("adv_estimator", "grpo")
     algorithm["adv_options"] = _make(ADVANTAGE_OPTIONS[estimator], algorithm.get("adv_options"))
     tree["algorithm"] = algorithm
@@ -145,7 +147,10 @@ def _fill_generation(config: PipelineConfig) -> None:
 def _fill_agentic(config: AgenticConfig) -> None:
     for env in config.custom_envs.values():
         _default(env, "max_tokens_per_step", config.actor_infer.generating_args.max_new_tokens)
-    for manager, batch in ((config.train_env_manager, config.rollout_batch_size), (config.val_env_manager, config.val_batch_size)):
+    for manager, batch in (
+        (config.train_env_manager, config.rollout_batch_size),
+        (config.val_env_manager, config.val_batch_size),
+    ):
         _default(manager, "num_env_groups", max(1, batch // manager.group_size))
         if not manager.tags:
             object.__setattr__(manager, "tags", tuple(config.custom_envs))

@@ -3,7 +3,6 @@
 Only what is written comes out; defaults are left to the dataclasses. All errors are collected.
 """
 
-
 from roll_async.config.fields import RANGES
 from roll_async.config.loading.compose import type_name
 from roll_async.config.loading.devices import parse_devices
@@ -122,7 +121,9 @@ class Checker:
         for key in extra if isinstance(extra, dict) else ():
             if key in spec_of(cls):
                 assert isinstance(node.value, dict)
-                self._error("C001", f"{path}.extra.{key}", node.value["extra"], f"unknown key; did you mean '{path}.{key}'?")
+                self._error(
+                    "C001", f"{path}.extra.{key}", node.value["extra"], f"unknown key; did you mean '{path}.{key}'?"
+                )
         return values
 
     def _list(self, node: Node, spec: FieldSpec, path: str, role: str) -> Plain:
@@ -261,7 +262,11 @@ class Checker:
         if not isinstance(values, dict) or not isinstance(node.value, dict):
             return
         kind = values.get("type")
-        if kind is None and "type" not in values and (node.value.get("type") is None or node.value["type"].value is None):
+        if (
+            kind is None
+            and "type" not in values
+            and (node.value.get("type") is None or node.value["type"].value is None)
+        ):
             kind = domain if domain in REWARD_TYPES else None
             if kind is None:
                 message = f"required and not set; give one of {' | '.join(REWARD_TYPES)} or a dotted path"
@@ -291,7 +296,9 @@ class Checker:
         elif not section and name in FOREIGN_SECTIONS:
             for here, leaf in leaves(node, path):
                 key = self._paths.nearest(here.rpartition(".")[2])
-                self._error("C002", here, leaf, f"not a key of roll_async: {refusal(here) or f'the nearest key is {key}'}")
+                self._error(
+                    "C002", here, leaf, f"not a key of roll_async: {refusal(here) or f'the nearest key is {key}'}"
+                )
         elif not section and name == "checkpoint_config" and isinstance(node.value, dict) and "type" in node.value:
             message = f"not a key of roll_async: {REFUSED['checkpoint_config.type']}"
             self._error("C002", f"{path}.type", node.value["type"], message)
@@ -330,5 +337,3 @@ def _missing(name: str) -> str:
 def _is_dotted_path(text: str) -> bool:
     parts = text.split(".")
     return len(parts) > 1 and all(p.isidentifier() for p in parts)
-
-

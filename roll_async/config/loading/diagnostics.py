@@ -36,7 +36,7 @@ class Diagnostic:
 
 
 class ConfigError(ValueError):
-    """A config that can not be used; `diagnostics` holds the errors of the phase that found them, and warnings so far."""
+    """A config that can not be used; `diagnostics`: errors of the phase that found them, warnings so far."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...]) -> None:
         super().__init__("\n".join(str(d) for d in diagnostics))

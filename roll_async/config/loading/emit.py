@@ -1,4 +1,4 @@
-"""Canonical YAML: every value, block style, floats and strings written so that `yaml_text` reads them back unchanged."""
+"""Canonical YAML: every value, block style, scalars written so that `yaml_text` reads them back unchanged."""
 
 import re
 from dataclasses import is_dataclass

@@ -124,6 +124,12 @@ def refusal(path: str) -> str | None:
     return REFUSED.get(".".join(parts[-2:])) or REFUSED.get(parts[-1])
 
 
+def alias_table(kind: str) -> dict[str, tuple[str, ...]]:
+    """Accepted names by dotted path, to the canonical ones."""
+    group = "num_return_sequences_in_group" if kind == "rlvr" else "train_env_manager.group_size"
+    return {**_ALIASES, "n_resp_per_prompt": (group,), "actor_rollout_ref.rollout.n": (group,)}
+
+
 class Renamer:
     """Moves other names to the canonical ones. `root` is the new tree; errors and warnings are collected."""
 
@@ -146,8 +152,7 @@ class Renamer:
         self._devices("rollout", "actor_infer", offset)
 
     def _table(self) -> dict[str, tuple[str, ...]]:
-        group = "num_return_sequences_in_group" if self._kind == "rlvr" else "train_env_manager.group_size"
-        table = {**_ALIASES, "n_resp_per_prompt": (group,), "actor_rollout_ref.rollout.n": (group,)}
+        table = alias_table(self._kind)
         strategy = find(self.root, (*_SGLANG.split("."), "strategy_name"))
         if strategy is not None and strategy.value == "sglang":
             table |= _SGLANG_ALIASES

@@ -2,10 +2,10 @@
 
 import re
 
+from roll_async.config.loading.compose import type_name
 from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, ConfigError, Diagnostic, shown
 from roll_async.config.loading.node import MAX_DEPTH, MAX_STRING_BYTES, MAX_VALUES, Node, Scalar, leaves, plain
 from roll_async.config.loading.suggest import closest
-from roll_async.config.loading.compose import type_name
 
 _TOKEN = re.compile(r"\$\$\{|\$\{[^}]*\}|\$\{")
 _NAME = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)\}")

@@ -1,2 +1,24 @@
-def check_rules(config, root):
-    return []
+"""Cross-field rules C101 to C150: what no single key can break.
+
+Each rule is a generator of (id, key, message); the place of a message is where its key was written, or the nearest
+section.
+"""
+
+from roll_async.config.loading import rules_algorithm, rules_async, rules_shape
+from roll_async.config.loading.diagnostics import Diagnostic
+from roll_async.config.loading.node import Node, nearest
+from roll_async.config.schema import PipelineConfig
+
+_RULES = (*rules_shape.RULES, *rules_async.RULES, *rules_algorithm.RULES)
+
+
+def check_rules(config: PipelineConfig, root: Node) -> list[Diagnostic]:
+    """All findings of all rules, in the order of their ids. `root`: the tree with canonical names."""
+    findings = [finding for rule in _RULES for finding in rule(config)]
+    return sorted((placed(*finding, root) for finding in findings), key=lambda d: d.id)
+
+
+def placed(id: str, key: str, message: str, root: Node) -> Diagnostic:
+    """A finding with its place."""
+    node = nearest(root, key.split("."))
+    return Diagnostic(id=id, key=key, file=node.file, line=node.line, message=message)

@@ -1,4 +1,4 @@
-"""The dataclasses of the schema as the checker sees them: per field its kind of value, item type, choices and traits."""
+"""The dataclasses of the schema as the checker sees them: per field its kind of value, item, choices and traits."""
 
 import types
 import typing

@@ -1,2 +1,123 @@
-def find_warnings(config, root):
-    return []
+"""Warnings W02 to W09: allowed, but probably not meant."""
+
+from roll_async.config.loading.diagnostics import Diagnostic
+from roll_async.config.loading.node import Node
+from roll_async.config.loading.rules import placed
+from roll_async.config.loading.rules_shape import Findings
+from roll_async.config.schema import PipelineConfig, RLVRConfig
+from roll_async.config.schema_async import InterruptConfig
+from roll_async.config.schema_options import DecoupledPpoOptions
+from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
+
+
+def find_warnings(config: PipelineConfig, root: Node) -> list[Diagnostic]:
+    """All warnings of a valid config, in the order of their ids."""
+    return [placed(*finding, root) for rule in _RULES for finding in rule(config)]
+
+
+def ratio_is_one(config: PipelineConfig) -> Findings:
+    """W02. decoupled_ppo is left out: its weight carries the behaviour policy."""
+    a = config.algorithm
+    uncorrected = (
+        config.is_async
+        and config.optimizer_steps_per_batch == 1
+        and a.pg_options.ratio_base == "proximal"
+        and a.proximal_logprobs == "recompute"
+        and a.correction.weight_level == "none"
+        and not isinstance(a.pg_options, DecoupledPpoOptions)
+    )
+    if uncorrected:
+        message = (
+            "the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs recompute and"
+            " correction.weight_level none; staleness is not corrected"
+        )
+        yield "W02", "algorithm.correction.weight_level", message
+
+
+def dtypes(config: PipelineConfig) -> Findings:
+    """W03."""
+    a, b = config.actor_infer.model_args.dtype, config.actor_train.model_args.dtype
+    if a != b:
+        message = f"actor_infer dtype {a} differs from actor_train dtype {b}: expect log-prob mismatch"
+        yield "W03", "actor_infer.model_args.dtype", message
+
+
+def truncation(config: PipelineConfig) -> Findings:
+    """W04."""
+    g = config.actor_infer.generating_args
+    if g.top_p < 1 or g.top_k != -1:
+        message = (
+            f"top_p={g.top_p}, top_k={g.top_k} sample from a truncated distribution; log-probs are renormalised over"
+            " the kept tokens on both sides"
+        )
+        yield (
+            "W04",
+            "actor_infer.generating_args.top_p" if g.top_p < 1 else "actor_infer.generating_args.top_k",
+            message,
+        )
+
+
+def sequence_parallel(config: PipelineConfig) -> Findings:
+    """W05."""
+    for role, worker in config.roles():
+        s = worker.strategy_args.strategy_config
+        if (
+            isinstance(s, MegatronTrainConfig | MegatronInferConfig)
+            and s.sequence_parallel
+            and s.tensor_model_parallel_size == 1
+        ):
+            message = "sequence_parallel has no effect with tensor_model_parallel_size 1"
+            yield "W05", f"{role}.strategy_args.strategy_config.sequence_parallel", message
+
+
+def unused(config: PipelineConfig) -> Findings:
+    """W06."""
+    a = config.algorithm
+    used = {
+        "reference": a.kl_loss_coef > 0 or a.token_kl_coef > 0,
+        "critic": a.adv_estimator == "gae",
+        "teacher": a.distill_coef > 0,
+        "validation": config.eval_steps > 0,
+    }
+    configured = {role for role, _ in config.roles()}
+    if isinstance(config, RLVRConfig) and config.validation is not None:
+        configured.add("validation")
+    for name, is_used in used.items():
+        if name in configured and not is_used:
+            yield "W06", name, f"{name} is configured but nothing uses it"
+
+
+def discarding(config: PipelineConfig) -> Findings:
+    """W07."""
+    s = config.async_training.staleness
+    if s.policy != "wait" and s.max_versions < config.staleness_bound:
+        message = (
+            f"policy {s.policy} will discard work by design: max_versions {s.max_versions} is below the"
+            f" {config.staleness_bound} versions admitted"
+        )
+        yield "W07", "async_training.staleness.policy", message
+
+
+def without_effect(config: PipelineConfig) -> Findings:
+    """W08."""
+    s, interrupt = config.async_training.staleness, config.async_training.interrupt
+    if config.is_async or config.async_training.trigger_parameter_sync_step > 1:
+        return
+    message = "no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"
+    if (s.max_versions, s.policy, s.soft_versions, s.allow_above_8) != (config.staleness_bound, "wait", None, False):
+        yield "W08", "async_training.staleness", message
+    if interrupt != InterruptConfig():
+        yield "W08", "async_training.interrupt", message
+
+
+def on_cpu(config: PipelineConfig) -> Findings:
+    """W09."""
+    workers = list(config.roles())
+    with_devices = [role for role, worker in workers if worker.device_mapping is not None]
+    for role, worker in workers:
+        if worker.device_mapping is None and with_devices:
+            message = f"{role} runs on CPU (device_mapping is null) while {with_devices[0]} uses devices"
+            yield "W09", f"{role}.device_mapping", message
+
+
+_RULES = (ratio_is_one, dtypes, truncation, sequence_parallel, unused, discarding, without_effect, on_cpu)

@@ -7,7 +7,14 @@ import math
 import re
 
 import yaml
-from yaml.events import AliasEvent, CollectionEndEvent, MappingStartEvent, ScalarEvent, SequenceStartEvent, StreamEndEvent
+from yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+)
 from yaml.reader import ReaderError
 
 from roll_async.config.loading.node import (
@@ -96,7 +103,9 @@ class _Parser:
 
     def _next(self) -> yaml.Event:
         try:
-            return self._loader.get_event()
+            event = self._loader.get_event()
+            assert event is not None, "read on after the end of the stream"
+            return event
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
@@ -109,7 +118,9 @@ class _Parser:
         return 0 if self._in_override else event.start_mark.line + 1
 
     def _unreadable(self, line: int, problem: str) -> ValueError:
-        return refuse("C008", "(file)", self._file, 0 if self._in_override else line, f"not readable as YAML: {problem}")
+        return refuse(
+            "C008", "(file)", self._file, 0 if self._in_override else line, f"not readable as YAML: {problem}"
+        )
 
     def _refuse(self, id: str, event: yaml.Event, message: str) -> ValueError:
         return refuse(id, ".".join(self._path) or "(file)", self._file, self._line(event), message)
@@ -125,6 +136,7 @@ class _Parser:
         """The node that starts with `event`, and its height (a scalar has 0)."""
         if isinstance(event, AliasEvent):
             return self._alias(event, depth)
+        assert isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent)
         if event.tag is not None:
             tag = event.tag.replace(_CORE_TAG, "!!", 1)
             raise self._refuse("C009", event, f"YAML tag '{tag}' is not allowed; write plain maps, lists and scalars")
@@ -137,7 +149,6 @@ class _Parser:
         elif isinstance(event, SequenceStartEvent):
             node, height = self._list(event, depth)
         else:
-            assert isinstance(event, MappingStartEvent)
             node, height = self._map(event, depth)
         if event.anchor is not None:
             self._anchors[event.anchor] = (node, self._num_values - before, height)
@@ -148,7 +159,9 @@ class _Parser:
             raise self._unreadable(self._line(event), f"undefined alias '{event.anchor}'")
         anchored = self._anchors[event.anchor]
         if anchored is None:
-            raise self._refuse("C010", event, f"too large: alias '{event.anchor}' inside itself exceeds {MAX_DEPTH} levels")
+            raise self._refuse(
+                "C010", event, f"too large: alias '{event.anchor}' inside itself exceeds {MAX_DEPTH} levels"
+            )
         node, num, height = anchored
         self._count(event, num, depth + height - 1)
         return node.at(self._file, self._line(event)), height
@@ -175,7 +188,7 @@ class _Parser:
         height = 0
         while not isinstance(event := self._next(), CollectionEndEvent):
             key = self._key(event)
-            is_merge = key == "<<" and not event.style
+            is_merge = key == "<<" and isinstance(event, ScalarEvent) and not event.style
             self._path.append(key)
             if key in own:
                 a, b = own[key].line, self._line(event)
@@ -195,7 +208,11 @@ class _Parser:
         """A map key. An anchor on it names a string like any other value."""
         key = self._node(event, 1)[0].value if isinstance(event, ScalarEvent | AliasEvent) else None
         if not isinstance(key, str):
-            what = f"key {event.value[:80]!r} is not a string; quote it" if isinstance(event, ScalarEvent) else "a key is not a string"
+            what = (
+                f"key {event.value[:80]!r} is not a string; quote it"
+                if isinstance(event, ScalarEvent)
+                else "a key is not a string"
+            )
             raise self._unreadable(self._line(event), what)
         return key
 

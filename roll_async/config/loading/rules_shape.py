@@ -1,0 +1,266 @@
+"""Rules about lengths, devices and batch shapes (C101 to C130)."""
+
+import math
+from collections.abc import Iterator
+
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
+from roll_async.config.schema_options import GROUP_RELATIVE
+from roll_async.config.schema_rollout import EnvManagerConfig
+from roll_async.config.schema_worker import (
+    MegatronInferConfig,
+    MegatronTrainConfig,
+    SglangConfig,
+    VllmConfig,
+    WorkerConfig,
+)
+
+Findings = Iterator[tuple[str, str, str]]
+"""(id, key, message)."""
+
+_GENERATING = "actor_infer.generating_args"
+
+
+def number(value: float) -> str:
+    """A number as a user writes it: 2 rather than 2.0."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def has_lengths(config: PipelineConfig) -> bool:
+    """Whether prompt and response lengths are known; without them C102 is reported and nothing else about lengths."""
+    return not isinstance(config, RLVRConfig) or (config.response_length or 0) >= 1 <= (config.sequence_length or 0)
+
+
+def sequence_length_of(config: PipelineConfig) -> int:
+    """Tokens of prompt and response, or of a whole trajectory."""
+    assert isinstance(config, RLVRConfig | AgenticConfig)
+    return config.sequence_length
+
+
+def lengths(config: PipelineConfig) -> Findings:
+    """C101, C102, C103."""
+    if isinstance(config, RLVRConfig):
+        if not has_lengths(config):
+            yield "C102", "response_length", "set response_length or sequence_length"
+            return
+        p, r, s = config.prompt_length, config.response_length, config.sequence_length
+        if s != p + r:
+            message = f"{s} is not prompt_length {p} + response_length {r} = {p + r}; drop one of the three"
+            yield "C101", "sequence_length", message
+        sections = [(_GENERATING, config.actor_infer.generating_args)]
+        if config.validation is not None:
+            sections.append(("validation.generating_args", config.validation.generating_args))
+        for key, generating in sections:
+            if generating.max_new_tokens > r:
+                yield "C103", f"{key}.max_new_tokens", f"{generating.max_new_tokens} exceeds response_length {r}"
+    else:
+        n, s = config.actor_infer.generating_args.max_new_tokens, sequence_length_of(config)
+        if n >= s:
+            yield "C103", f"{_GENERATING}.max_new_tokens", f"{n} leaves no room in sequence_length {s}"
+
+
+def engine_length(config: PipelineConfig) -> Findings:
+    """C104."""
+    if not has_lengths(config):
+        return
+    key = "actor_infer.strategy_args.strategy_config"
+    match config.actor_infer.strategy_args.strategy_config:
+        case VllmConfig(max_model_len=n):
+            key += ".max_model_len"
+        case SglangConfig(context_length=n):
+            key += ".context_length"
+        case _:
+            return
+    if n < sequence_length_of(config):
+        yield "C104", key, f"{n} is below sequence_length {sequence_length_of(config)}"
+
+
+def micro_batches(config: PipelineConfig) -> Findings:
+    """C106, C107."""
+    if not has_lengths(config):
+        return
+    s = sequence_length_of(config)
+    for role, worker in config.roles():
+        n = worker.max_tokens_per_microbatch
+        if worker.micro_batching != "fixed" and (n is None or n < s):
+            shown = "null" if n is None else n
+            key = f"{role}.max_tokens_per_microbatch"
+            yield "C106", key, f"{shown} cannot hold one sequence of sequence_length {s}"
+        parallel = worker.strategy_args.strategy_config
+        if isinstance(parallel, MegatronTrainConfig | MegatronInferConfig):
+            tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+            pieces = (
+                [(tp, f"{role}: tensor parallel {tp} with sequence_parallel")] if parallel.sequence_parallel else []
+            )
+            pieces += [(2 * cp, f"{role}: 2 * context parallel {cp}")] if cp > 1 else []
+            for n, why in pieces:
+                if s % n:
+                    message = f"{s} is not divisible by {n} ({why}); use {math.ceil(s / n) * n}"
+                    yield "C107", "sequence_length", message
+
+
+def devices(config: PipelineConfig) -> Findings:
+    """C110, C111, C112."""
+    for role, worker in config.roles():
+        ids = worker.device_mapping
+        if ids is not None and worker.world_size != len(ids):
+            message = f"{worker.world_size} contradicts {len(ids)} devices in device_mapping; drop world_size"
+            yield "C110", f"{role}.world_size", message
+    infer = set(config.actor_infer.device_mapping or ())
+    key = "actor_infer.device_mapping"
+    for role, worker in config.roles() if config.is_async else ():
+        shared = sorted(infer & set(worker.device_mapping or ()))
+        if role != "actor_infer" and shared:
+            r = number(config.async_generation_ratio)
+            message = (
+                f"devices {ids_text(shared)} are also in {role}.device_mapping; async_generation_ratio={r} needs"
+                " separate devices: move one, or set async_generation_ratio: 0"
+            )
+            yield "C111", key, message
+    train = set(config.actor_train.device_mapping or ())
+    if not config.is_async and infer & train and not (infer <= train or train <= infer):
+        shared = ids_text(sorted(infer & train))
+        message = f"overlaps actor_train.device_mapping in part ({shared}); make them equal, nested or disjoint"
+        yield "C112", key, message
+
+
+def ids_text(ids: list[int]) -> str:
+    """Device ids as a list, cut at 80 characters."""
+    text = str(ids)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parallel_sizes(config: PipelineConfig) -> Findings:
+    """C113 to C117."""
+    for role, worker in config.roles():
+        parallel = worker.strategy_args.strategy_config
+        settings = f"{role}.strategy_args.strategy_config"
+        if isinstance(parallel, MegatronTrainConfig | MegatronInferConfig):
+            yield from _megatron_sizes(role, worker, parallel)
+            tp, tp_key = parallel.tensor_model_parallel_size, f"{settings}.tensor_model_parallel_size"
+        elif isinstance(parallel, VllmConfig | SglangConfig):
+            tp, tp_key = parallel.tensor_parallel_size, f"{settings}.tensor_parallel_size"
+            n, m = len(worker.device_mapping or ()), worker.model_parallel_size
+            if n % m:
+                message = (
+                    f"{n} devices are not divisible by tensor {tp} * pipeline {parallel.pipeline_parallel_size} = {m}"
+                )
+                yield "C115", f"{role}.device_mapping", message
+        else:
+            continue
+        if worker.device_mapping is not None and tp > config.num_gpus_per_node:
+            yield "C117", tp_key, f"{tp} exceeds num_gpus_per_node {config.num_gpus_per_node}"
+
+
+def _megatron_sizes(role: str, worker: WorkerConfig, parallel: MegatronTrainConfig | MegatronInferConfig) -> Findings:
+    n, tp, pp = worker.num_ranks, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, ep, etp = (
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    key = f"{role}.device_mapping"
+    if n % (tp * pp * cp):
+        message = f"{n} ranks are not divisible by tensor {tp} * pipeline {pp} * context {cp} = {tp * pp * cp}"
+        yield "C113", key, message
+    if n % (etp * ep * pp):
+        message = f"{n} ranks are not divisible by expert tensor {etp} * expert {ep} * pipeline {pp} = {etp * ep * pp}"
+        yield "C114", key, message
+    if (
+        isinstance(parallel, MegatronTrainConfig)
+        and parallel.virtual_pipeline_model_parallel_size is not None
+        and pp == 1
+    ):
+        name = "virtual_pipeline_model_parallel_size"
+        message = f"{parallel.virtual_pipeline_model_parallel_size} needs pipeline_model_parallel_size > 1"
+        yield "C116", f"{role}.strategy_args.strategy_config.{name}", message
+
+
+def batch(config: PipelineConfig) -> Findings:
+    """C121, C122."""
+    if isinstance(config, AgenticConfig):
+        managers = (
+            ("rollout_batch_size", config.rollout_batch_size, config.train_env_manager.group_size),
+            ("val_batch_size", config.val_batch_size, config.val_env_manager.group_size),
+        )
+        broken = [(key, b, g) for key, b, g in managers if b % g]
+        for key, b, g in broken:
+            yield "C122", key, f"{b} is not divisible by group_size {g}"
+        # A step environment gives as many samples as turns: no batch size to check.
+        if broken or any(env.manager == "step" for env in config.custom_envs.values()):
+            return
+    b, m, n = config.samples_per_batch, config.mini_batch_size, config.samples_per_group
+    if b % m:
+        t = config.actor_train.training_args
+        per_group = n if isinstance(config, AgenticConfig) else 1
+        groups = math.lcm(n, m) // n
+        near = max(groups, round(config.groups_per_batch / groups) * groups) * per_group
+        message = (
+            f"{config.groups_per_batch} groups * {n} samples = {b} samples per step, not divisible by the mini-batch {m}"
+            f" = per_device_train_batch_size {t.per_device_train_batch_size} * gradient_accumulation_steps"
+            f" {t.gradient_accumulation_steps} * data parallel {config.data_parallel_size}; use {near}"
+        )
+        yield "C121", "rollout_batch_size", message
+
+
+def group_size(config: PipelineConfig) -> Findings:
+    """C123, C124."""
+    a, n = config.algorithm, config.samples_per_group
+    is_rlvr = isinstance(config, RLVRConfig)
+    key = "num_return_sequences_in_group" if is_rlvr else "train_env_manager.group_size"
+    needs = [(a.adv_estimator in GROUP_RELATIVE, f"adv_estimator {a.adv_estimator}")]
+    needs.append((a.norm_mean_type == "group", "norm_mean_type group"))
+    needs.append((a.norm_std_type == "group", "norm_std_type group"))
+    needs.append((a.filter_groups.enable, "filter_groups"))
+    what = ", ".join(name for needed, name in needs if needed)
+    if n < 2 and what:
+        yield "C123", key, f"{n} is too small for {what}; at least 2 samples per group"
+    given, wanted = config.actor_infer.generating_args.num_return_sequences, n if is_rlvr else 1
+    if given != wanted:
+        name = key if is_rlvr else "one request per turn,"
+        yield "C124", f"{_GENERATING}.num_return_sequences", f"{given} differs from {name} {wanted}; drop it"
+
+
+def env_managers(config: PipelineConfig) -> Findings:
+    """C125."""
+    if not isinstance(config, AgenticConfig):
+        return
+    for key, manager in (("train_env_manager", config.train_env_manager), ("val_env_manager", config.val_env_manager)):
+        for index, tag in enumerate(manager.tags):
+            if tag not in config.custom_envs:
+                yield "C125", f"{key}.tags.{index}", f"'{tag}' is not in custom_envs"
+        yield from _partition(key, manager)
+
+
+def _partition(key: str, manager: EnvManagerConfig) -> Findings:
+    parts = manager.num_groups_partition
+    if len(parts) != len(manager.tags) or sum(parts) != manager.num_env_groups:
+        message = f"{list(parts)} must have {len(manager.tags)} entries with sum {manager.num_env_groups}"
+        yield "C125", f"{key}.num_groups_partition", message
+
+
+def domains(config: PipelineConfig) -> Findings:
+    """C128, C130."""
+    if not isinstance(config, RLVRConfig):
+        return
+    data = config.actor_train.data_args
+    probs = data.domain_interleave_probs if data is not None else None
+    if probs is not None:
+        key = "actor_train.data_args.domain_interleave_probs"
+        for domain in probs:
+            if domain not in config.rewards:
+                yield "C128", key, f"domain '{domain}' is not in rewards"
+        total = sum(exact(p) for p in probs.values())
+        if abs(total - 1) > exact(1e-6):
+            yield "C128", key, f"sum is {number(float(total))}, not 1"
+    owner: dict[str, str] = {}
+    for domain, reward in config.rewards.items():
+        if not reward.tag_included and len(config.rewards) > 1:
+            yield "C130", "rewards", f"domain {domain} has no tag_included"
+        for tag in reward.tag_included:
+            if owner.setdefault(tag, domain) != domain:
+                yield "C130", "rewards", f"tag '{tag}' is in domains {owner[tag]} and {domain}"
+
+
+RULES = (
+    lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, domains,
+)  # fmt: skip

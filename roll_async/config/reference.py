@@ -1,0 +1,158 @@
+"""The reference of all keys as Markdown, made from the dataclasses.
+
+python -m roll_async.config.reference > docs_roll/configuration.md
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import ModuleType
+
+from roll_async.config import schema, schema_algorithm, schema_async, schema_options, schema_rollout, schema_worker
+from roll_async.config.fields import Traits
+from roll_async.config.loading.emit import scalar
+from roll_async.config.loading.names import REFUSED, alias_table
+from roll_async.config.loading.spec import FieldSpec, spec_of
+
+_HEAD = """# Configuration
+
+One YAML file describes one run; `roll-async validate FILE` checks it, `roll-async show FILE` prints it with all defaults.
+This file is generated: `python -m roll_async.config.reference > docs_roll/configuration.md`.
+
+- Scalars are those of YAML 1.2: `yes`, `on`, `1:30` are text, `1e-6` is a number. An int is accepted for a float, nothing else is converted.
+- `defaults: [FILE, ...]` includes files, relative to this one; later wins; `_self_` marks the place of the file itself.
+- `${a.b}` is the value at that path of the merged file; `vars:` holds free values for it; `$${` is a literal `${`.
+- `KEY=VALUE` on the command line sets one key after the merge; `KEY=null` clears it.
+- `device_mapping` is a list of ints, `list(range(a,b))`, `range(a,b)`, `range(b)`, or `a-b` with b included; null means CPU.
+- Times are seconds. *derived* = filled in from other keys while loading; *required* = no default.
+
+"""
+_SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
+    (schema, ("PipelineConfig", "RLVRConfig", "AgenticConfig")),
+    (schema_worker, (
+        "WorkerConfig", "StrategyArguments", "ModelArguments", "TrainingArguments", "GeneratingArguments", "DataArguments",
+        "MegatronTrainConfig", "MegatronInferConfig", "VllmConfig", "SglangConfig", "HfInferConfig",
+    )),
+    (schema_rollout, (
+        "RewardConfig", "JudgeConfig", "SandboxConfig", "EnvConfig", "ToolConfig", "EnvManagerConfig",
+        "TrainEnvManagerConfig", "ValidationConfig",
+    )),
+    (schema_async, ("AsyncTrainingConfig", "StalenessConfig", "InterruptConfig")),
+    (schema_algorithm, ("AlgorithmConfig", "FilterGroupsConfig", "OverlongBufferConfig")),
+    (schema_options, ("CorrectionOptions", "RejectionRule")),
+    (schema_async, ("WeightSyncConfig", "LedgerConfig", "CheckpointConfig", "TrackingConfig", "FaultPolicy")),
+)  # fmt: skip
+
+
+def reference() -> str:
+    """The whole document."""
+    parts = [_HEAD]
+    for module, names in _SECTIONS:
+        for name in names:
+            parts += _section(getattr(module, name), "##")
+    parts += ["## pg_options by pg_variant\n\n"]
+    for name, cls in schema_options.POLICY_LOSS_OPTIONS.items():
+        parts += _section(cls, "###", name)
+    parts += ["## adv_options by adv_estimator\n\n"]
+    for name, cls in schema_options.ADVANTAGE_OPTIONS.items():
+        parts += _section(cls, "###", name)
+    parts += ["## Properties\n\n", *_properties(schema.PipelineConfig), "\n", *_other_names()]
+    return "".join(parts)
+
+
+def _section(cls: type, level: str, title: str = "") -> Iterator[str]:
+    text = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
+    yield f"{level} {title or cls.__name__}\n\n{text}\n\n"
+    docs = field_docs(cls)
+    rows = [_row(f, spec_of(cls)[f.name], docs[f.name]) for f in fields(cls) if f.name in docs]  # type: ignore[arg-type]
+    if rows:
+        yield "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows) + "\n"
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Docstring lines under the fields that the class itself declares."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for statement, after in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            assert isinstance(statement.target, ast.Name)
+            docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def _row(f: Field, spec: FieldSpec, doc: str) -> str:
+    traits = f.metadata.get("traits", Traits())
+    notes = [f"Range: {traits.range}."] if traits.range else []
+    notes += [f"Roles: {', '.join(traits.roles)}."] if traits.roles else []
+    notes += ["Megatron strategies."] if traits.megatron else []
+    cells = (f"`{f.name}`", _type_text(spec), _default_text(f, spec), " ".join([doc, *notes]))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _type_text(spec: FieldSpec) -> str:
+    optional = "?" if spec.nullable and not spec.traits.derived else ""
+    match spec.kind:
+        case "choice":
+            text = ", ".join(str(c) for c in spec.choices)
+        case "list":
+            assert spec.item is not None
+            text = f"list of {_type_text(spec.item)}"
+        case "map":
+            assert spec.item is not None
+            text = f"map of {_type_text(spec.item)}"
+        case "section":
+            assert spec.section is not None
+            text = spec.section.__name__
+        case "chosen":
+            text = f"by {spec.traits.chosen_by}"
+        case "any":
+            text = "map"
+        case "files":
+            text = "str or list of str"
+        case other:
+            text = other
+    return text + optional
+
+
+def _default_text(f: Field, spec: FieldSpec) -> str:
+    if spec.required:
+        return "required"
+    if spec.traits.derived:
+        return "derived"
+    if f.default is not MISSING:
+        return f"`{scalar(f.default)}`"
+    made = f.default_factory() if f.default_factory is not MISSING else None
+    if made is None or is_dataclass(made):
+        return "its defaults"
+    if isinstance(made, dict):
+        return "`{" + ", ".join(made) + "}`"
+    assert isinstance(made, tuple)
+    return f"`[{', '.join(made)}]`"
+
+
+def _properties(cls: type) -> Iterator[str]:
+    yield "Computed from the keys; `roll-async show` prints them as comments.\n\n| property | meaning |\n|---|---|\n"
+    for name, member in vars(cls).items():
+        if isinstance(member, property):
+            yield f"| `{name}` | {inspect.cleandoc(member.__doc__ or '')} |\n"
+
+
+def _other_names() -> Iterator[str]:
+    yield "## Other names\n\nAccepted with warning W01.\n\n| written | means |\n|---|---|\n"
+    for source, targets in alias_table("rlvr").items():
+        yield f"| `{source}` | {', '.join(f'`{t}`' for t in targets)} |\n"
+    yield "\nKeys of ROLL and verl that are refused (C002).\n\n| key | reason |\n|---|---|\n"
+    for key, reason in REFUSED.items():
+        yield f"| `{key}` | {reason} |\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
