@@ -19,8 +19,8 @@ from roll_async.config.loading.emit import dump
 from roll_async.config.loading.names import Renamer
 from roll_async.config.loading.node import Node, find
 from roll_async.config.loading.references import resolve_references
-from roll_async.config.loading.rules import check_rules
-from roll_async.config.loading.warn import find_warnings
+from roll_async.config.rules.every import check_rules
+from roll_async.config.rules.warn import find_warnings
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 
 __all__ = ["ConfigError", "Diagnostic", "Loaded", "dump", "load", "load_with_warnings"]

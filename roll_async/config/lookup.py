@@ -13,8 +13,8 @@ def resolve_config(argv: list[str], pipeline: str | None) -> tuple[Path, list[st
     """(file, overrides) of a launcher's arguments.
 
     The file is looked up as given, then with `.yaml`, first from the working directory, then from `configs/` of the
-    repository. `pipeline` is the launcher's own kind, named in its messages. Raises ConfigError for bad usage and for a file
-    that is not there; the launcher exits with 2.
+    repository. `pipeline` is the launcher's own kind, named in its messages. Raises ConfigError for bad usage and for a
+    file that is not there; the launcher exits with 2.
     """
     options, overrides = _parse(argv)
     who = f"{pipeline or 'roll_async'} launcher"

@@ -22,19 +22,20 @@ _HEAD = """# Configuration
 One YAML file describes one run; `roll-async validate FILE` checks it, `roll-async show FILE` prints it with all defaults.
 This file is generated: `python -m roll_async.config.reference > docs_roll/configuration.md`.
 
-- Scalars are those of YAML 1.2: `yes`, `on`, `1:30` are text, `1e-6` is a number. An int is accepted for a float, nothing else is converted.
-- `defaults: [FILE, ...]` includes files, relative to this one; later wins; `_self_` marks the place of the file itself.
+- Scalars are those of YAML 1.2: `yes`, `on`, `1:30` are text, `1e-6` is a number. An int is accepted for a float,
+  nothing else is converted.
+- `defaults: [FILE, ...]` includes files, relative to this one; later wins; `_self_` marks the place of this file.
 - `${a.b}` is the value at that path of the merged file; `vars:` holds free values for it; `$${` is a literal `${`.
 - `KEY=VALUE` on the command line sets one key after the merge; `KEY=null` clears it.
-- `device_mapping` is a list of ints, `list(range(a,b))`, `range(a,b)`, `range(b)`, or `a-b` with b included; null means CPU.
+- `device_mapping` is a list of ints, `list(range(a,b))`, `range(a,b)`, `range(b)`, or `a-b` with b included; null = CPU.
 - Times are seconds. *derived* = filled in from other keys while loading; *required* = no default.
 
 """
 _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (schema, ("PipelineConfig", "RLVRConfig", "AgenticConfig")),
     (schema_worker, (
-        "WorkerConfig", "StrategyArguments", "ModelArguments", "TrainingArguments", "GeneratingArguments", "DataArguments",
-        "MegatronTrainConfig", "MegatronInferConfig", "VllmConfig", "SglangConfig", "HfInferConfig",
+        "WorkerConfig", "StrategyArguments", "ModelArguments", "TrainingArguments", "GeneratingArguments",
+        "DataArguments", "MegatronTrainConfig", "MegatronInferConfig", "VllmConfig", "SglangConfig", "HfInferConfig",
     )),
     (schema_rollout, (
         "RewardConfig", "JudgeConfig", "SandboxConfig", "EnvConfig", "ToolConfig", "EnvManagerConfig",

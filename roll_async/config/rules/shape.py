@@ -195,8 +195,8 @@ def batch(config: PipelineConfig) -> Findings:
         groups = math.lcm(n, m) // n
         near = max(groups, round(config.groups_per_batch / groups) * groups) * per_group
         message = (
-            f"{config.groups_per_batch} groups * {n} samples = {b} samples per step, not divisible by the mini-batch {m}"
-            f" = per_device_train_batch_size {t.per_device_train_batch_size} * gradient_accumulation_steps"
+            f"{config.groups_per_batch} groups * {n} samples = {b} samples per step, not divisible by the mini-batch"
+            f" {m} = per_device_train_batch_size {t.per_device_train_batch_size} * gradient_accumulation_steps"
             f" {t.gradient_accumulation_steps} * data parallel {config.data_parallel_size}; use {near}"
         )
         yield "C121", "rollout_batch_size", message

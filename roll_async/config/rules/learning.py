@@ -1,7 +1,7 @@
 """Rules about what is learned (C105, C141 to C150)."""
 
 from roll_async.config.loading.build import carries_behaviour_policy
-from roll_async.config.loading.rules_shape import Findings, has_lengths, number
+from roll_async.config.rules.shape import Findings, has_lengths, number
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_options import AGENTIC_ONLY, RejectionRule, option_values
 from roll_async.config.schema_worker import MegatronTrainConfig

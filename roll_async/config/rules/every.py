@@ -4,12 +4,12 @@ Each rule is a generator of (id, key, message); the place of a message is where 
 section.
 """
 
-from roll_async.config.loading import rules_algorithm, rules_async, rules_shape
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.node import Node, nearest
+from roll_async.config.rules import learning, running_ahead, shape
 from roll_async.config.schema import PipelineConfig
 
-_RULES = (*rules_shape.RULES, *rules_async.RULES, *rules_algorithm.RULES)
+_RULES = (*shape.RULES, *running_ahead.RULES, *learning.RULES)
 
 
 def check_rules(config: PipelineConfig, root: Node) -> list[Diagnostic]:

@@ -1,6 +1,6 @@
 """Rules about running ahead: the queue, the staleness bound, interruption (C126, C129, C131 to C138)."""
 
-from roll_async.config.loading.rules_shape import Findings, number
+from roll_async.config.rules.shape import Findings, number
 from roll_async.config.schema import PipelineConfig, RLVRConfig
 
 _STALENESS = "async_training.staleness"
