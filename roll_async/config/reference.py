@@ -19,7 +19,8 @@ from roll_async.config.loading.spec import FieldSpec, spec_of
 
 _HEAD = """# Configuration
 
-One YAML file describes one run; `roll-async validate FILE` checks it, `roll-async show FILE` prints it with all defaults.
+One YAML file describes one run;
+`roll-async validate FILE` checks it, `roll-async show FILE` prints it with all defaults.
 This file is generated: `python -m roll_async.config.reference > docs_roll/configuration.md`.
 
 - Scalars are those of YAML 1.2: `yes`, `on`, `1:30` are text, `1e-6` is a number. An int is accepted for a float,
@@ -27,7 +28,7 @@ This file is generated: `python -m roll_async.config.reference > docs_roll/confi
 - `defaults: [FILE, ...]` includes files, relative to this one; later wins; `_self_` marks the place of this file.
 - `${a.b}` is the value at that path of the merged file; `vars:` holds free values for it; `$${` is a literal `${`.
 - `KEY=VALUE` on the command line sets one key after the merge; `KEY=null` clears it.
-- `device_mapping` is a list of ints, `list(range(a,b))`, `range(a,b)`, `range(b)`, or `a-b` with b included; null = CPU.
+- `device_mapping` is a list of ints, `list(range(a,b))`, `range(a,b)`, `range(b)`, or `a-b` b included; null = CPU.
 - Times are seconds. *derived* = filled in from other keys while loading; *required* = no default.
 
 """

@@ -56,7 +56,7 @@ class _Reader:
         target = name.removesuffix("@_here_").strip()
         if os.path.isabs(target):
             raise refused("absolute path")
-        found = _existing(path.parent / target)
+        found = _existing(Path(os.path.normpath(path.parent / target)))
         if found is None:
             raise refused("not found")
         key = os.path.abspath(found)
