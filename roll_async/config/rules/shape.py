@@ -216,7 +216,7 @@ def group_size(config: PipelineConfig) -> Findings:
         yield "C123", key, f"{n} is too small for {what}; at least 2 samples per group"
     given, wanted = config.actor_infer.generating_args.num_return_sequences, n if is_rlvr else 1
     if given != wanted:
-        name = key if is_rlvr else "one request per turn,"
+        name = key if is_rlvr else "the agentic value"
         yield "C124", f"{_GENERATING}.num_return_sequences", f"{given} differs from {name} {wanted}; drop it"
 
 

@@ -1,0 +1,190 @@
+"""Every cross-field rule and warning, with its exact message."""
+
+import math
+
+import pytest
+
+from roll_async.config.api import ConfigError, load, load_with_warnings
+
+DEV = "device_mapping"
+TRAIN = "actor_train.strategy_args.strategy_config"
+INFER = "actor_infer.strategy_args.strategy_config"
+SGLANG = {"strategy_name": "sglang", "strategy_config": {"context_length": 39}}
+MEGATRON_INFER = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mapping": "range(8,12)"}
+CRITIC = {"strategy_args": {"strategy_name": "megatron_train"}, "device_mapping": "range(8,12)"}
+DATA = {"file_name": "held_out.jsonl"}
+REJECT = {"statistic": "k1", "aggregation": "token"}
+
+RLVR_CASES = [
+    ("C101", {"sequence_length": 50}, "sequence_length: 50 is not prompt_length 10 + response_length 30 = 40; drop one of the three"),
+    ("C102", {"response_length": None}, "response_length: set response_length or sequence_length"),
+    ("C102", {"response_length": None, "sequence_length": 10}, "response_length: set response_length or sequence_length"),
+    ("C103", {"actor_infer.generating_args.max_new_tokens": 31}, "actor_infer.generating_args.max_new_tokens: 31 exceeds response_length 30"),
+    ("C103", {"eval_steps": 1, "validation": {"data_args": DATA, "generating_args": {"max_new_tokens": 31}}}, "validation.generating_args.max_new_tokens: 31 exceeds response_length 30"),
+    ("C104", {f"{INFER}.max_model_len": 39}, f"{INFER}.max_model_len: 39 is below sequence_length 40"),
+    ("C104", {"actor_infer.strategy_args": SGLANG}, f"{INFER}.context_length: 39 is below sequence_length 40"),
+    ("C105", {"overlong_buffer": {"enable": True, "len": 30}}, "algorithm.overlong_buffer.len: 30 must lie between 1 and response_length 30 - 1"),
+    ("C105", {"overlong_buffer": {"enable": True}}, "algorithm.overlong_buffer.len: 0 must lie between 1 and response_length 30 - 1"),
+    ("C106", {"actor_train.micro_batching": "packed", "actor_train.max_tokens_per_microbatch": 39}, "actor_train.max_tokens_per_microbatch: 39 cannot hold one sequence of sequence_length 40"),
+    ("C106", {"actor_train.micro_batching": "dynamic"}, "actor_train.max_tokens_per_microbatch: null cannot hold one sequence of sequence_length 40"),
+    ("C107", {"response_length": 31, f"{TRAIN}.tensor_model_parallel_size": 2, f"{TRAIN}.sequence_parallel": True}, "sequence_length: 41 is not divisible by 2 (actor_train: tensor parallel 2 with sequence_parallel); use 42"),
+    ("C107", {"response_length": 32, f"{TRAIN}.context_parallel_size": 2}, "sequence_length: 42 is not divisible by 4 (actor_train: 2 * context parallel 2); use 44"),
+    ("C110", {"actor_train.world_size": 3}, "actor_train.world_size: 3 contradicts 4 devices in device_mapping; drop world_size"),
+    ("C111", {"async_generation_ratio": 1, "actor_infer.device_mapping": "range(2,6)"}, "actor_infer.device_mapping: devices [2, 3] are also in actor_train.device_mapping; async_generation_ratio=1 needs separate devices: move one, or set async_generation_ratio: 0"),
+    ("C111", {"async_generation_ratio": 0.5, "reference": {**MEGATRON_INFER, DEV: [7]}, "kl_loss_coef": 0.1}, "actor_infer.device_mapping: devices [7] are also in reference.device_mapping; async_generation_ratio=0.5 needs separate devices: move one, or set async_generation_ratio: 0"),
+    ("C112", {"actor_infer.device_mapping": "range(2,6)"}, "actor_infer.device_mapping: overlaps actor_train.device_mapping in part ([2, 3]); make them equal, nested or disjoint"),
+    ("C113", {f"{TRAIN}.tensor_model_parallel_size": 3}, "actor_train.device_mapping: 4 ranks are not divisible by tensor 3 * pipeline 1 * context 1 = 3"),
+    ("C114", {f"{TRAIN}.expert_model_parallel_size": 3}, "actor_train.device_mapping: 4 ranks are not divisible by expert tensor 1 * expert 3 * pipeline 1 = 3"),
+    ("C115", {f"{INFER}.tensor_parallel_size": 3}, "actor_infer.device_mapping: 4 devices are not divisible by tensor 3 * pipeline 1 = 3"),
+    ("C116", {f"{TRAIN}.virtual_pipeline_model_parallel_size": 2}, f"{TRAIN}.virtual_pipeline_model_parallel_size: 2 needs pipeline_model_parallel_size > 1"),
+    ("C117", {"num_gpus_per_node": 2, f"{TRAIN}.tensor_model_parallel_size": 4}, f"{TRAIN}.tensor_model_parallel_size: 4 exceeds num_gpus_per_node 2"),
+    ("C117", {"num_gpus_per_node": 2, f"{INFER}.tensor_parallel_size": 4}, f"{INFER}.tensor_parallel_size: 4 exceeds num_gpus_per_node 2"),
+    ("C121", {"rollout_batch_size": 5}, "rollout_batch_size: 5 groups * 2 samples = 10 samples per step, not divisible by the mini-batch 8 = per_device_train_batch_size 1 * gradient_accumulation_steps 2 * data parallel 4; use 4"),
+    ("C123", {"num_return_sequences_in_group": 1, "rollout_batch_size": 8}, "num_return_sequences_in_group: 1 is too small for adv_estimator grpo; at least 2 samples per group"),
+    ("C123", {"num_return_sequences_in_group": 1, "rollout_batch_size": 8, "adv_estimator": "reinforce", "norm_std_type": "group", "filter_groups": {"enable": True}}, "num_return_sequences_in_group: 1 is too small for norm_std_type group, filter_groups; at least 2 samples per group"),
+    ("C124", {"actor_infer.generating_args.num_return_sequences": 3}, "actor_infer.generating_args.num_return_sequences: 3 differs from num_return_sequences_in_group 2; drop it"),
+    ("C126", {"rollout_batch_size": 16, "async_training.require_batches": 3}, "async_training.require_batches: 3 does not divide the 4 mini-batches of a step"),
+    ("C126", {"num_return_sequences_in_group": 16, "async_training.require_batches": 4}, "async_training.require_batches: 4 needs whole groups in a mini-batch of 8 samples; 16 per group"),
+    ("C128", {"actor_train.data_args.domain_interleave_probs": {"math_rule": 0.5}}, "actor_train.data_args.domain_interleave_probs: sum is 0.5, not 1"),
+    ("C128", {"actor_train.data_args.domain_interleave_probs": {"other": 1}}, "actor_train.data_args.domain_interleave_probs: domain 'other' is not in rewards"),
+    ("C129", {"filter_groups": {"gen_batch_size": 3}}, "algorithm.filter_groups.gen_batch_size: 3 is below the 4 groups of a batch"),
+    ("C130", {"rewards": {"math_rule": {"tag_included": ["a"]}, "qa": {"tag_included": ["a"]}}}, "rewards: tag 'a' is in domains math_rule and qa"),
+    ("C130", {"rewards": {"math_rule": {"tag_included": ["a"]}, "qa": {}}}, "rewards: domain qa has no tag_included"),
+    ("C131", {"async_training.trigger_parameter_sync_step": 4, "async_training.staleness": {"max_versions": 2}}, "async_training.staleness.max_versions: 2 is below 3, which trigger_parameter_sync_step=4 alone produces"),
+    ("C132", {"async_generation_ratio": 2.5, "async_training.staleness": {"max_versions": 2}}, "async_training.staleness.max_versions: 2 is below the 3 versions that async_generation_ratio=2.5 admits; with policy wait lower async_generation_ratio or raise it"),
+    ("C133", {"async_generation_ratio": 9}, "async_training.staleness.max_versions: 9 versions (async_generation_ratio=9, trigger_parameter_sync_step=1) is more than 8, where training is known to degrade; set async_training.staleness.allow_above_8: true to accept it"),
+    ("C134", {"async_generation_ratio": 1, "actor_infer.generating_args.logprobs": False}, "actor_infer.generating_args.logprobs: false, but async_generation_ratio=1 needs behaviour log-probs; set it to true"),
+    ("C134", {"pg_variant": "tis", "actor_infer.generating_args.logprobs": False}, "actor_infer.generating_args.logprobs: false, but ratio_base behaviour needs behaviour log-probs; set it to true"),
+    ("C134", {"proximal_logprobs": "behaviour", "actor_infer.generating_args.logprobs": False}, "actor_infer.generating_args.logprobs: false, but proximal_logprobs behaviour needs behaviour log-probs; set it to true"),
+    ("C134", {"actor_infer.generating_args.logprobs": False}, "actor_infer.generating_args.logprobs: false, but algorithm.correction needs behaviour log-probs; set it to true"),
+    ("C135", {"async_training.max_queue_size": 3}, "async_training.max_queue_size: 3 cannot hold the 4 groups of one batch; the trainer would wait forever"),
+    ("C136", {"actor_infer.strategy_args": {"strategy_name": "hf_infer"}, "async_generation_ratio": 1, "async_training.interrupt": {"mode": "keep"}}, "async_training.interrupt.mode: keep is not possible with hf_infer; use resume"),
+    ("C137", {"async_generation_ratio": 1, "is_num_return_sequences_expand": False}, "is_num_return_sequences_expand: false cannot be resumed with async_training.interrupt.mode=resume; set it to true or use wait"),
+    ("C138", {"async_generation_ratio": 2, "async_training.staleness": {"soft_versions": 3}}, "async_training.staleness.soft_versions: 3 exceeds max_versions 2"),
+    ("C141", {"adv_estimator": "gae"}, "critic: required by adv_estimator gae"),
+    ("C142", {"kl_loss_coef": 0.1}, "reference: required by algorithm.kl_loss_coef=0.1"),
+    ("C142", {"token_kl_coef": 1}, "reference: required by algorithm.token_kl_coef=1"),
+    ("C142", {"distill_coef": 0.5}, "teacher: required by algorithm.distill_coef=0.5"),
+    ("C143", {"max_len_mask": True, "overlong_buffer": {"enable": True, "len": 4}}, "algorithm.max_len_mask: true cannot be combined with overlong_buffer.enable; keep one"),
+    ("C144", {"adv_estimator": "gigpo"}, "algorithm.adv_estimator: gigpo is for agentic configs"),
+    ("C144", {"algorithm": {"pg_options": {"ratio_level": "segment"}}}, "algorithm.pg_options.ratio_level: segment is for agentic configs"),
+    ("C145", {"eval_steps": 5}, "validation: required by eval_steps=5"),
+    ("C146", {"pg_variant": "tis", "correction": {"weight_level": "token"}}, "algorithm.correction.weight_level: token would correct twice: tis with ratio_base behaviour already carries the behaviour policy; set it to none"),
+    ("C146", {"pg_variant": "decoupled_ppo", "correction": {"weight_level": "sequence"}}, "algorithm.correction.weight_level: sequence would correct twice: decoupled_ppo with ratio_base proximal already carries the behaviour policy; set it to none"),
+    ("C147", {"actor_train.micro_batching": "packed", "actor_train.max_tokens_per_microbatch": 40, "actor_train.router_replay": True}, "actor_train.micro_batching: packed cannot be combined with router_replay"),
+    ("C148", {f"{TRAIN}.recompute_granularity": "full", "actor_train.model_args": {"disable_gradient_checkpointing": True}}, "actor_train.model_args.disable_gradient_checkpointing: true contradicts recompute_granularity=full"),
+    ("C149", {"actor_infer.generating_args.temperature": 0}, "actor_infer.generating_args.temperature: 0 is greedy: every sample of a group would be equal; use > 0"),
+    ("C150", {"correction": {"band_low": 3, "band_high": 2.5}}, "algorithm.correction: 3 exceeds 2.5"),
+    ("C150", {"correction": {"weight_lower": 2.5}}, "algorithm.correction: 2.5 exceeds 2"),
+    ("C150", {"pg_variant": "tis", "tis_lower_bound": 2}, "algorithm.pg_options: 2 exceeds 1"),
+    ("C150", {"pg_variant": "clip_cov", "algorithm": {"pg_options": {"cov_low": 6}}}, "algorithm.pg_options: 6 exceeds 5"),
+    ("C150", {"correction": {"rejections": [{**REJECT, "low": 2, "high": 1}]}}, "algorithm.correction.rejections.0: 2 exceeds 1"),
+    ("C150", {"proximal_logprobs": "behaviour", "correction": {"weight_level": "token"}}, "algorithm.correction: all weights would be 1"),
+    ("C005", {"pg_variant": "clip_cov", "algorithm": {"pg_options": {"cov_low": 5}}}, "algorithm.pg_options.cov_low: 5 must be < cov_high 5"),
+    ("C005", {"correction": {"rejections": [{"statistic": "k3", "aggregation": "token", "low": 1, "high": 2}]}}, "algorithm.correction.rejections.0.low: 1 must be null with statistic k3"),
+    ("C006", {"correction": {"rejections": [REJECT]}}, "algorithm.correction.rejections.0.high: required and not set; a rule needs a bound"),
+]  # fmt: skip
+AGENTIC_CASES = [
+    ("C103", {"actor_infer.generating_args.max_new_tokens": 1024}, "actor_infer.generating_args.max_new_tokens: 1024 leaves no room in sequence_length 1024"),
+    ("C121", {"rollout_batch_size": 24, "actor_train.training_args": {"gradient_accumulation_steps": 4}}, "rollout_batch_size: 3 groups * 8 samples = 24 samples per step, not divisible by the mini-batch 16 = per_device_train_batch_size 1 * gradient_accumulation_steps 4 * data parallel 4; use 32"),
+    ("C122", {"rollout_batch_size": 20}, "rollout_batch_size: 20 is not divisible by group_size 8"),
+    ("C122", {"val_env_manager": {"group_size": 3}}, "val_batch_size: 16 is not divisible by group_size 3"),
+    ("C123", {"train_env_manager": {"group_size": 1}}, "train_env_manager.group_size: 1 is too small for adv_estimator grpo; at least 2 samples per group"),
+    ("C124", {"actor_infer.generating_args.num_return_sequences": 2}, "actor_infer.generating_args.num_return_sequences: 2 differs from the agentic value 1; drop it"),
+    ("C125", {"train_env_manager": {"tags": ["Sokoban"]}}, "train_env_manager.tags.0: 'Sokoban' is not in custom_envs"),
+    ("C125", {"val_env_manager": {"num_groups_partition": [8, 8]}}, "val_env_manager.num_groups_partition: [8, 8] must have 1 entries with sum 16"),
+]  # fmt: skip
+
+
+def errors(path: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    return [f"{d.id} {d.key}: {d.message}" for d in caught.value.diagnostics if d.is_error]
+
+
+@pytest.mark.parametrize(("id", "edits", "message"), RLVR_CASES, ids=[c[0] for c in RLVR_CASES])
+def test_an_rlvr_config_that_breaks_one_rule_gets_one_error(files, id, edits, message):
+    assert errors(files.rlvr(edits)) == [f"{id} {message}"]
+
+
+@pytest.mark.parametrize(("id", "edits", "message"), AGENTIC_CASES, ids=[c[0] for c in AGENTIC_CASES])
+def test_an_agentic_config_that_breaks_one_rule_gets_one_error(files, id, edits, message):
+    assert errors(files.agentic(edits)) == [f"{id} {message}"]
+
+
+def test_the_bases_of_these_tests_are_good(files):
+    assert load_with_warnings(files.rlvr()).warnings == ()
+    assert load_with_warnings(files.agentic()).warnings == ()
+
+
+def test_every_rule_of_the_contract_is_among_the_cases():
+    numbers = [*range(101, 108), *range(110, 118), *range(121, 127), *range(128, 139), *range(141, 151)]
+    covered = {case[0] for case in (*RLVR_CASES, *AGENTIC_CASES)}
+    assert covered >= {f"C{n}" for n in numbers if n != 127}
+
+
+def test_all_errors_of_the_phase_come_at_once_in_order(files):
+    found = errors(files.rlvr({"response_length": None, "adv_estimator": "gae", "actor_train.world_size": 9}))
+    assert [line.split()[0] for line in found] == ["C102", "C110", "C141"]
+
+
+W = [
+    ("W02", {"async_generation_ratio": 1, "correction": {"weight_level": "none"}}, "algorithm.correction.weight_level: the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs recompute and correction.weight_level none; staleness is not corrected"),
+    ("W03", {"actor_infer.model_args": {"dtype": "fp16"}}, "actor_infer.model_args.dtype: actor_infer dtype fp16 differs from actor_train dtype bf16: expect log-prob mismatch"),
+    ("W04", {"actor_infer.generating_args.top_p": 0.9}, "actor_infer.generating_args.top_p: top_p=0.9, top_k=-1 sample from a truncated distribution; log-probs are renormalised over the kept tokens on both sides"),
+    ("W05", {f"{TRAIN}.sequence_parallel": True}, f"{TRAIN}.sequence_parallel: sequence_parallel has no effect with tensor_model_parallel_size 1"),
+    ("W06", {"reference": MEGATRON_INFER}, "reference: reference is configured but nothing uses it"),
+    ("W06", {"critic": CRITIC}, "critic: critic is configured but nothing uses it"),
+    ("W06", {"teacher": MEGATRON_INFER}, "teacher: teacher is configured but nothing uses it"),
+    ("W06", {"validation": {"data_args": DATA}}, "validation: validation is configured but nothing uses it"),
+    ("W07", {"async_generation_ratio": 2, "async_training.staleness": {"policy": "drop", "max_versions": 1}}, "async_training.staleness.policy: policy drop will discard work by design: max_versions 1 is below the 2 versions admitted"),
+    ("W08", {"async_training.staleness": {"max_versions": 3}}, "async_training.staleness: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
+    ("W08", {"async_training.interrupt": {"mode": "wait"}}, "async_training.interrupt: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
+    ("W09", {"actor_infer.device_mapping": None}, "actor_infer.device_mapping: actor_infer runs on CPU (device_mapping is null) while actor_train uses devices"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("id", "edits", "message"), W, ids=[c[0] for c in W])
+def test_an_odd_config_gets_one_warning_and_loads(files, id, edits, message):
+    warnings = load_with_warnings(files.rlvr(edits)).warnings
+    assert [f"{d.id} {d.key}: {d.message}" for d in warnings] == [f"{id} {message}"]
+
+
+def test_what_the_trainer_waits_for_is_a_rule_of_whole_groups(files):
+    """A mini-batch of 8 samples holds 4 groups of 2: streaming works; the default waits for all mini-batches."""
+    config = load(files.rlvr({"rollout_batch_size": 16, "async_training.require_batches": 2}))
+    assert config.async_training.require_batches == 2
+    assert load(files.rlvr({"rollout_batch_size": 16})).async_training.require_batches == 4
+
+
+@pytest.mark.parametrize("ratio", [0, 0.1, 0.5, 1, 2.5, 3])
+@pytest.mark.parametrize("k", [1, 2, 3, 10])
+def test_the_staleness_bound_is_the_closed_formula_in_exact_arithmetic(files, ratio, k):
+    edits = {"async_generation_ratio": ratio, "async_training": {"trigger_parameter_sync_step": k, "staleness": {"allow_above_8": True}}}
+    config = load(files.rlvr(edits))
+    tenths = (10 + round(ratio * 10)) * k
+    assert config.staleness_bound == -(-tenths // 10) - 1 == config.async_training.staleness.max_versions
+    assert config.async_training.max_queue_size == math.ceil(tenths * config.groups_per_batch / 10)
+    if k == 1:
+        assert config.staleness_bound == math.ceil(ratio)
+
+
+def test_a_step_environment_has_no_fixed_batch_to_check(files):
+    edits = {"custom_envs.FrozenLake.manager": "step", "actor_train.training_args": {"gradient_accumulation_steps": 3}}
+    assert load(files.agentic(edits)).custom_envs["FrozenLake"].manager == "step"
+
+
+@pytest.mark.parametrize(
+    ("edits", "level"),
+    [
+        ({}, "token"),
+        ({"pg_variant": "tis"}, "none"),
+        ({"pg_variant": "decoupled_ppo"}, "none"),
+        ({"pg_variant": "vanilla"}, "token"),
+        ({"pg_variant": "kimi15"}, "token"),
+        ({"algorithm": {"pg_options": {"ratio_base": "behaviour"}}}, "none"),
+        ({"proximal_logprobs": "behaviour"}, "none"),
+    ],
+)
+def test_the_default_weight_level_never_corrects_twice(files, edits, level):
+    assert load(files.rlvr(edits)).algorithm.correction.weight_level == level
