@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll_async.algorithms.masked import check_mask, clean, segment_ids_from_mask, valid_positions_first, whiten, working_dtype
+from roll_async.algorithms.masked import (
+    check_mask,
+    clean,
+    dense_segments,
+    segment_ids_from_mask,
+    valid_positions_first,
+    whiten,
+    working_dtype,
+)
 from roll_async.algorithms.rewards import GroupStatistics, group_statistics, normalise_rewards
 
 Result = tuple[Tensor, Tensor]
@@ -49,7 +56,9 @@ class _Batch:
 
 
 def _batch(inputs: AdvantageInputs) -> _Batch:
-    dtype = working_dtype(inputs.scores, inputs.token_rewards)
+    dtype = working_dtype(
+        inputs.scores, inputs.token_rewards, inputs.values, inputs.baseline_scores, inputs.step_rewards
+    )
     rows = inputs.mask.new_ones(inputs.mask.shape[0]) if inputs.row_mask is None else inputs.row_mask
     mask = inputs.mask & rows[:, None]
     if inputs.token_rewards is not None:
@@ -123,7 +132,8 @@ def gpg(inputs: AdvantageInputs, *, normalise_std: bool = False, epsilon: float 
     batch = _batch(inputs)
     rows = batch.rows.sum()
     informative = (batch.rows & ~batch.groups.equal).sum()
-    alpha = torch.where(informative > 0, rows / informative.clamp(min=1), 1.0).to(batch.scores.dtype)
+    share = rows.to(batch.scores.dtype) / informative.clamp(min=1)
+    alpha = torch.where(informative > 0, share, 1)
     return _row_constant(alpha * _group_relative(batch, normalise_std, epsilon), batch)
 
 
@@ -195,10 +205,10 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Re
     """GAE (arXiv 1506.02438) on the compacted valid tokens; the value after the last valid token is 0. Not whitened."""
     (given,) = _need(inputs, "gae", "values")
     batch = _batch(inputs)
-    dtype = working_dtype(batch.rewards, given)
+    dtype = batch.rewards.dtype
     order, inverse = valid_positions_first(batch.mask)
     values = clean(given.detach(), batch.mask, dtype).gather(1, order)
-    rewards = batch.rewards.to(dtype).gather(1, order)
+    rewards = batch.rewards.gather(1, order)
     advantages = torch.zeros_like(values)
     following_value, following = torch.zeros_like(values.sum(-1)), torch.zeros_like(values.sum(-1))
     valid = batch.mask.gather(1, order)
@@ -208,14 +218,15 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Re
         advantages[:, t] = following
         following_value = values[:, t]
     returns = advantages + values
-    return tuple(torch.where(batch.mask, x.gather(1, inverse), 0) for x in (advantages, returns))  # type: ignore[return-value]
+    back = [torch.where(batch.mask, x.gather(1, inverse), 0) for x in (advantages, returns)]
+    return back[0], back[1]
 
 
 def agentic_reinforce(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
     """Return to go over turns: G_k = (rewards of turn k) + gamma G_{k+1}, on all tokens of the turn."""
     batch = _batch(inputs)
     ids = segment_ids_from_mask(mask_BT=batch.mask) if inputs.segment_ids is None else inputs.segment_ids
-    ids = torch.where(batch.mask, ids, 0).clamp(min=0)
+    ids = dense_segments(segment_ids_BT=ids, mask_BT=batch.mask)
     per_turn = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.rewards)
     present = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.mask.to(batch.rewards.dtype)) > 0
     running, returns = torch.zeros_like(batch.scores), torch.zeros_like(batch.rewards)
@@ -298,10 +309,10 @@ def clip_advantages(*, advantages_BT: Tensor, limit: float) -> Tensor:
     """[B,T] clamped to [-limit, limit]. Raises ValueError unless limit > 0."""
     if not limit > 0:
         raise ValueError(f"limit {limit} must be > 0")
-    return advantages_BT.detach().clamp(-limit, limit)
+    return advantages_BT.detach().to(working_dtype(advantages_BT)).clamp(-limit, limit)
 
 
-ADVANTAGES: dict[str, Callable[..., Any]] = {
+ADVANTAGES: dict[str, Callable[..., Result]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,

@@ -1,4 +1,7 @@
-"""From per-token losses to one number, with denominators that do not know the micro-batch split. Shape letters: B rows, T positions."""
+"""From per-token losses to one number, with denominators that do not know the micro-batch split.
+
+Shape letters: B rows, T positions.
+"""
 
 from __future__ import annotations
 
@@ -60,33 +63,37 @@ def aggregate(
     denominators: Denominators,
     weights_BT: Tensor | None = None,
 ) -> Tensor:
-    """[] the share of these rows in the loss of the whole batch: partial aggregates of any split add up to the one-shot result.
+    """[] the share of these rows in the loss of the whole batch: partial aggregates of any split add up to the whole.
 
-    `weights_BT` are constants; a weight of exactly 0 drops the token from the numerator (its loss may be NaN) and keeps it
-    in the row's own length.
+    `weights_BT` are constants; a weight of exactly 0 drops the token from the numerator (its loss may be NaN) and keeps
+    it in the row's own length. Raises ValueError for an unknown mode.
     """
     check_mask(mask_BT)
     if mode not in AGGREGATION_MODES:
-        raise ValueError(f"Invalid loss_agg_mode: {mode!r} is not one of {' | '.join(AGGREGATION_MODES)}")
+        raise ValueError(f"aggregation mode {mode!r} is not one of {' | '.join(AGGREGATION_MODES)}")
     dtype = working_dtype(loss_BT, weights_BT)
-    used = mask_BT
+    count = denominators.global_tokens if mode == "token-mean" else denominators.global_sequences
+    used = mask_BT if count else torch.zeros_like(mask_BT)
     if weights_BT is not None:
         weights = clean(weights_BT.detach(), mask_BT, dtype)
-        used = mask_BT & (weights != 0)
+        used = used & (weights != 0)
     x = clean(loss_BT, used, dtype)
     if weights_BT is not None:
         x = x * weights
     if mode == "token-mean":
-        return x.sum() / max(1, denominators.global_tokens)
+        return x.sum() / max(1, count)
     rows = x.sum(-1)
     if mode == "seq-mean-token-mean":
         rows = rows / mask_BT.sum(-1).clamp(min=1).to(dtype)
-    total = rows.sum() / max(1, denominators.global_sequences)
+    total = rows.sum() / max(1, count)
     return total / denominators.normalizer_length if mode == "seq-mean-token-sum-norm" else total
 
 
 def reduce_metrics(*, parts: Sequence[dict[str, Tensor]], denominators: Denominators) -> dict[str, float]:
-    """Merge loss metrics of micro-batches and ranks: `_max`/`_min` keys by max/min, every other key summed, then per valid token."""
+    """Merge loss metrics of micro-batches and ranks: `_max`/`_min` keys by max/min, others summed, then per token.
+
+    Reads the tensors: call it after the step. An extreme that is still infinite (nothing was valid) is left out.
+    """
     merged: dict[str, float] = {}
     for part in parts:
         for key, tensor in part.items():

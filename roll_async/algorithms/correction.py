@@ -1,7 +1,8 @@
-"""Train/engine correction: importance weights, bands and rejections for rho = pi_train / pi_rollout. Shape letters: B rows, T positions.
+"""Train/engine correction: importance weights, bands and rejections for rho = pi_train / pi_rollout.
 
-All bounds are bounds on rho, never on 1 / rho. TIS: weight_level token, upper 2. IcePop (arXiv 2510.18855): token, band 0.5-5, no upper.
-MIS: sequence with a band. See docs_roll/algorithms/correction.md for recipes.
+Shape letters: B rows, T positions. All bounds are bounds on rho, never on 1 / rho. TIS: weight_level token, upper 2.
+IcePop (arXiv 2510.18855): token, band 0.5-5, no upper. MIS: sequence with a band. Recipes are in
+docs_roll/algorithms/correction.md.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from roll_async.algorithms.masked import check_mask, clean, working_dtype
-from roll_async.algorithms.policy_loss_options import check, check_choice, check_finite
+from roll_async.algorithms.policy_loss_options import BASES, POLICY_LOSS_OPTIONS, check, check_choice, check_finite
 from roll_async.algorithms.policy_losses import clamp_log_ratio, segment_sums
 
 WEIGHT_LEVELS = ("none", "token", "segment", "sequence", "geometric")
@@ -29,8 +31,8 @@ _CARRY_BEHAVIOUR = ("ppo", "tis", "cispo", "topr", "gspo", "gmpo", "sapo", "clip
 class RejectionRule:
     """Tokens or rows whose statistic of the log ratio is outside [low, high] leave the loss."""
 
-    statistic: str
-    aggregation: str
+    statistic: Literal["k1", "k2", "k3"]
+    aggregation: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
     low: float | None = None
     high: float | None = None
 
@@ -38,7 +40,9 @@ class RejectionRule:
         check_finite(self)
         check_choice(self, "statistic", STATISTICS)
         check_choice(self, "aggregation", AGGREGATIONS)
-        check(self, "high", self.low is not None or self.high is not None, "set, or low (a rule needs at least one bound)")
+        check(
+            self, "high", self.low is not None or self.high is not None, "set, or low (a rule needs at least one bound)"
+        )
         check(self, "low", self.low is None or (self.low > 0 and self.statistic == "k1"), "> 0, and for k1 only")
         check(self, "high", self.high is None or self.high > 0, "> 0")
         if self.low is not None and self.high is not None:
@@ -49,13 +53,13 @@ class RejectionRule:
 class CorrectionOptions:
     """How much the train-engine mismatch and staleness are corrected."""
 
-    weight_level: str = "token"
+    weight_level: Literal["none", "token", "segment", "sequence", "geometric"] = "token"
     weight_upper: float | None = 2.0
     weight_lower: float | None = None
     band_low: float | None = None
     band_high: float | None = None
     rejections: tuple[RejectionRule, ...] = ()
-    normalise: str = "none"
+    normalise: Literal["none", "token", "sequence"] = "none"
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -90,7 +94,10 @@ def correct(
     """Weights and keep mask per token; constants. Raises ValueError for weight_level segment without segments."""
     check_mask(mask_BT)
     dtype = working_dtype(train_logprobs_BT, rollout_logprobs_BT)
-    train, rollout = clean(train_logprobs_BT.detach(), mask_BT, dtype), clean(rollout_logprobs_BT.detach(), mask_BT, dtype)
+    train, rollout = (
+        clean(train_logprobs_BT.detach(), mask_BT, dtype),
+        clean(rollout_logprobs_BT.detach(), mask_BT, dtype),
+    )
     d = clamp_log_ratio(train - rollout)
     ratio = _level_ratio(d, mask_BT, options.weight_level, segment_ids_BT)
     inside = mask_BT
@@ -106,8 +113,12 @@ def correct(
         weights = keep.to(dtype)
         high = low = torch.zeros_like(mask_BT)
     else:
-        high = mask_BT & (ratio > options.weight_upper) if options.weight_upper is not None else torch.zeros_like(mask_BT)
-        low = mask_BT & (ratio < options.weight_lower) if options.weight_lower is not None else torch.zeros_like(mask_BT)
+        high = (
+            mask_BT & (ratio > options.weight_upper) if options.weight_upper is not None else torch.zeros_like(mask_BT)
+        )
+        low = (
+            mask_BT & (ratio < options.weight_lower) if options.weight_lower is not None else torch.zeros_like(mask_BT)
+        )
         bounded = ratio
         if options.weight_lower is not None or options.weight_upper is not None:
             bounded = ratio.clamp(options.weight_lower, options.weight_upper)
@@ -237,9 +248,10 @@ def correction_metrics(*, sums: Mapping[str, Tensor | float]) -> dict[str, float
 def interpolate_proximal(
     *, logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, version_lag_BT: Tensor, mask_BT: Tensor
 ) -> Tensor:
-    """[B,T] proximal log-probs without a forward pass (A-3PO, arXiv 2512.06547): behaviour / lag + (1 - 1 / lag) current; detached.
+    """[B,T] proximal log-probs without a forward pass (A-3PO, arXiv 2512.06547), detached.
 
-    The lag is the token's staleness in training steps. Raises ValueError for a negative lag at a valid token.
+    behaviour / lag + (1 - 1 / lag) current; the current ones where the lag is 0. The lag is the token's staleness in
+    training steps. Raises ValueError for a negative lag at a valid token.
     """
     check_mask(mask_BT)
     dtype = working_dtype(logprobs_BT, behaviour_logprobs_BT)
@@ -247,15 +259,25 @@ def interpolate_proximal(
     if not lag.is_meta and bool((lag < 0).any()):
         raise ValueError("version_lag_BT holds a negative lag at a valid token: a token cannot come from the future")
     alpha = torch.where(lag > 0, 1 / lag.clamp(min=1).to(dtype), 0)
-    current, behaviour = clean(logprobs_BT.detach(), mask_BT, dtype), clean(behaviour_logprobs_BT.detach(), mask_BT, dtype)
+    current, behaviour = (
+        clean(logprobs_BT.detach(), mask_BT, dtype),
+        clean(behaviour_logprobs_BT.detach(), mask_BT, dtype),
+    )
     return alpha * behaviour + (1 - alpha) * current
 
 
 def check_no_double_correction(*, loss_name: str, ratio_base: str, weight_level: str) -> None:
     """Raise ValueError when the loss already carries the behaviour policy and the correction would weight it again."""
+    for name, value, choices in (
+        ("loss_name", loss_name, tuple(POLICY_LOSS_OPTIONS)),
+        ("ratio_base", ratio_base, BASES),
+        ("weight_level", weight_level, WEIGHT_LEVELS),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name} {value!r} is not one of {' | '.join(choices)}")
     carries = loss_name == "decoupled_ppo" or (ratio_base == "behaviour" and loss_name in _CARRY_BEHAVIOUR)
     if weight_level != "none" and carries:
         raise ValueError(
-            f"correction.weight_level {weight_level!r} would correct twice: {loss_name} with ratio_base {ratio_base} already "
-            "carries the behaviour policy; set it to none"
+            f"correction.weight_level {weight_level!r} would correct twice: {loss_name} with ratio_base {ratio_base} "
+            "already carries the behaviour policy; set it to none"
         )

@@ -1,10 +1,13 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without spread carry no gradient. Shape letter: B rows."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without spread carry no gradient.
+
+Shape letter: B rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +26,15 @@ class GroupFilterResult:
 
 
 def filter_groups(
-    *, values_B: Tensor, group_index_B: Tensor, variance_threshold: float = 1e-8, singletons: str = "keep"
+    *,
+    values_B: Tensor,
+    group_index_B: Tensor,
+    variance_threshold: float = 1e-8,
+    singletons: Literal["keep", "drop"] = "keep",
 ) -> GroupFilterResult:
-    """Keep a group iff the population variance of its metric exceeds the threshold; a non-finite value drops it as invalid."""
+    """Keep a group iff the variance (population) of its metric exceeds the threshold and every value is finite."""
     keep = torch.zeros_like(group_index_B, dtype=torch.bool)
-    counters = dict.fromkeys(
+    counters: dict[str, int] = dict.fromkeys(
         ("seen", "kept", "dropped_equal", "dropped_invalid", "dropped_singleton", "singletons"), 0
     )
     for index in torch.unique(group_index_B).tolist():

@@ -1,4 +1,4 @@
-"""Does a group of values carry signal? Pure Python, for the rollout, where a group is judged the moment it completes."""
+"""Does a group of values carry signal? Pure Python: the rollout judges a group the moment it completes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ def population_variance(values: Sequence[float]) -> float:
 
 
 def group_verdict(values: Sequence[float], *, variance_threshold: float = 1e-8, singletons: str = "keep") -> str:
-    """keep, dropped_equal, dropped_invalid or dropped_singleton. Never compares with 0: identical 0.1s have a variance of 1e-34."""
-    if variance_threshold < 0:
+    """keep, dropped_equal, dropped_invalid or dropped_singleton.
+
+    Never compares with 0: identical 0.1s have a variance of 1e-34.
+    """
+    if not variance_threshold >= 0:
         raise ValueError(f"variance_threshold {variance_threshold} must be >= 0")
     if singletons not in ("keep", "drop"):
         raise ValueError(f"singletons {singletons!r} is not one of keep | drop")

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from roll_async.algorithms.logprobs import scaled_chunk, token_chunks
 from roll_async.algorithms.masked import check_mask, clean, working_dtype
 from roll_async.algorithms.policy_losses import clamp_log_ratio
 
@@ -16,7 +17,7 @@ _K3_LIMIT = 10.0
 
 
 def kl_estimate(*, logprobs_BT: Tensor, ref_logprobs_BT: Tensor, mask_BT: Tensor, estimator: str) -> Tensor:
-    """[B,T] per token, 0 where masked. A `+` keeps the value and takes the gradient of k2, which is that of the true KL."""
+    """[B,T] per token, 0 where masked. A `+` keeps the value and takes the gradient of k2, that of the true KL."""
     check_mask(mask_BT)
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"KL estimator {estimator!r} is not one of {' | '.join(KL_ESTIMATORS)}")
@@ -25,7 +26,7 @@ def kl_estimate(*, logprobs_BT: Tensor, ref_logprobs_BT: Tensor, mask_BT: Tensor
     value = _plain(d, estimator.removesuffix("+"))
     if estimator.endswith("+"):
         k2 = d * d / 2
-        value = k2 + (value - k2).detach()
+        value = value.detach() + (k2 - k2.detach())
     return torch.where(mask_BT, value, 0)
 
 
@@ -43,37 +44,38 @@ def _plain(d: Tensor, name: str) -> Tensor:
 
 
 class _FullKl(torch.autograd.Function):
-    """sum_v p (log p - log q), chunk by chunk; saves references and [N] numbers only."""
+    """sum_v p (log p - log q), chunk by chunk; saves references and [B,T] numbers. At most 3 chunks are alive."""
 
     @staticmethod
-    def forward(ctx, logits_NV: Tensor, ref_NV: Tensor, mask_N: Tensor, temperature: float, chunk: int) -> Tensor:  # noqa: ANN001
-        dtype = working_dtype(logits_NV, ref_NV)
-        out = torch.zeros(logits_NV.shape[0], dtype=dtype, device=logits_NV.device)
-        for start in range(0, logits_NV.shape[0], chunk):
-            part = slice(start, start + chunk)
-            log_p, log_q = _log_softmaxes(logits_NV[part], ref_NV[part], mask_N[part], temperature, dtype)
-            out[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
-        ctx.save_for_backward(logits_NV, ref_NV, mask_N, out)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return torch.where(mask_N, out, 0)
+    def forward(ctx, logits: Tensor, ref: Tensor, mask: Tensor, temperature: float, chunk_tokens: int) -> Tensor:  # noqa: ANN001
+        out = torch.zeros(mask.shape, dtype=working_dtype(logits, ref), device=logits.device)
+        for part in token_chunks(mask.shape, chunk_tokens):
+            log_p, log_ratio = _log_ratio(logits[part], ref[part], mask[part], temperature, out.dtype)
+            out[part] = log_p.exp_().mul_(log_ratio).sum(-1)
+        ctx.save_for_backward(logits, ref, mask, out)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        return torch.where(mask, out, 0)
 
     @staticmethod
-    def backward(ctx, grad_N: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-        logits_NV, ref_NV, mask_N, out = ctx.saved_tensors
-        grad = torch.zeros_like(logits_NV)
-        for start in range(0, logits_NV.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p, log_q = _log_softmaxes(logits_NV[part], ref_NV[part], mask_N[part], ctx.temperature, out.dtype)
-            slope = log_p.exp() * (log_p - log_q - out[part, None]) / ctx.temperature
-            scale = torch.where(mask_N[part], grad_N[part], 0)[:, None]
-            grad[part] = torch.where(mask_N[part, None], slope * scale, 0).to(grad.dtype)
+    def backward(ctx, grad_BT: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+        logits, ref, mask, out = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        scale = torch.where(mask, grad_BT, 0) / ctx.temperature
+        for part in token_chunks(mask.shape, ctx.chunk_tokens):
+            log_p, log_ratio = _log_ratio(logits[part], ref[part], mask[part], ctx.temperature, out.dtype)
+            log_ratio.sub_(out[part].unsqueeze(-1)).mul_(scale[part].unsqueeze(-1))
+            grad[part] = log_p.exp_().mul_(log_ratio)
         return grad, None, None, None, None
 
 
-def _log_softmaxes(logits: Tensor, ref: Tensor, mask: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    keep = mask[:, None]
-    log_p = torch.log_softmax(torch.where(keep, logits, 0).to(dtype) / temperature, -1)
-    return log_p, torch.log_softmax(torch.where(keep, ref, 0).to(dtype) / temperature, -1)
+def _log_ratio(
+    logits: Tensor, ref: Tensor, mask: Tensor, temperature: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Fresh (log p, log p - log q) of one chunk; where masked both are those of equal logits, so the second is 0."""
+    log_p, log_q = scaled_chunk(logits, mask, temperature, dtype), scaled_chunk(ref, mask, temperature, dtype)
+    for z in (log_p, log_q):
+        z.sub_(torch.logsumexp(z, -1, keepdim=True))
+    return log_p, torch.sub(log_p, log_q, out=log_q)
 
 
 def full_kl(
@@ -81,17 +83,11 @@ def full_kl(
 ) -> Tensor:
     """[B,T] exact KL of the two next-token distributions; gradient to `logits_BTV` only, memory of one chunk."""
     check_mask(mask_BT)
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be > 0")
-    vocabulary = logits_BTV.shape[-1]
-    flat = _FullKl.apply(
-        logits_BTV.reshape(-1, vocabulary),
-        ref_logits_BTV.detach().reshape(-1, vocabulary),
-        mask_BT.reshape(-1),
-        temperature,
-        chunk_tokens,
-    )
-    return flat.view_as(mask_BT)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens {chunk_tokens} must be >= 1")
+    return _FullKl.apply(logits_BTV, ref_logits_BTV.detach(), mask_BT, temperature, chunk_tokens)
 
 
 def kl_in_reward(
@@ -103,7 +99,7 @@ def kl_in_reward(
     coefficient: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """[B,T] rewards - coefficient * kl, detached. `logprobs` are the proximal ones, or the behaviour ones if there are none."""
+    """[B,T] rewards - coefficient * kl, detached. `logprobs`: proximal, or behaviour if there are none."""
     kl = kl_estimate(
         logprobs_BT=logprobs_BT.detach(), ref_logprobs_BT=ref_logprobs_BT, mask_BT=mask_BT, estimator=estimator
     )
@@ -119,7 +115,7 @@ def update_kl_coefficient(
         raise ValueError(f"observed_kl {observed_kl} must be a finite number")
     if target is None:
         return coefficient
-    if target <= 0:
+    if not target > 0:
         raise ValueError(f"target {target} must be > 0")
     error = min(0.2, max(-0.2, observed_kl / target - 1))
     return coefficient * (1 + error * num_samples / horizon)

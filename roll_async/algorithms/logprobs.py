@@ -1,16 +1,18 @@
-"""Log-probs of given tokens from logits, one chunk of the vocabulary matrix at a time.
+"""Log-probs of given tokens from logits, one chunk of tokens at a time.
 
-Shape letters: B rows, T positions, N = B*T flattened tokens, V vocabulary, P vocabulary shards.
+Shape letters: B rows, T positions, N = B*T flattened tokens, V vocabulary, P vocabulary shards. Logits are never
+flattened or copied as a whole: flattening a view such as `logits[:, :-1]` would copy what the chunks avoid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from roll_async.algorithms.masked import check_mask
+from roll_async.algorithms.masked import check_mask, working_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +23,32 @@ class TokenLogprobs:
     entropy: Tensor | None  # [B,T]
 
 
+def token_chunks(shape: Sequence[int], chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Index pairs that cover a [B,T] grid in order, each of at most `chunk_tokens` tokens: rows, or a part of one."""
+    num_rows, length = shape
+    if length <= chunk_tokens:
+        step = chunk_tokens // max(1, length)
+        yield from ((slice(row, row + step), slice(0, length)) for row in range(0, num_rows, step))
+        return
+    for row in range(num_rows):
+        for start in range(0, length, chunk_tokens):
+            yield slice(row, row + 1), slice(start, start + chunk_tokens)
+
+
+def scaled_chunk(logits: Tensor, mask: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+    """[b,t,V] a fresh copy of logits / temperature in `dtype`, 0 where masked."""
+    z = logits.to(dtype, copy=True)
+    if mask is not None:
+        z.masked_fill_(~mask.unsqueeze(-1), 0)
+    return z.div_(temperature) if temperature != 1 else z
+
+
 @dataclass(frozen=True, slots=True)
 class _Sampling:
     temperature: float
     top_k: int
     top_p: float
-    chunk: int
+    chunk_tokens: int
     with_entropy: bool
 
     @property
@@ -34,84 +56,74 @@ class _Sampling:
         return self.top_k > 0 or self.top_p < 1
 
 
-def _scaled(logits_NV: Tensor, mask_N: Tensor | None, sampling: _Sampling, dtype: torch.dtype) -> Tensor:
-    """[n,V] a fresh chunk of logits / temperature, in `dtype`, 0 where masked."""
-    z = logits_NV.to(dtype, copy=True)
-    if mask_N is not None:
-        z.masked_fill_(~mask_N[:, None], 0)
-    return z.div_(sampling.temperature) if sampling.temperature != 1 else z
-
-
-def _kept(z: Tensor, tokens_N: Tensor, sampling: _Sampling) -> Tensor:
-    """[n,V] bool: what top-k, then top-p leave, and always the sampled token."""
-    vocabulary = z.shape[-1]
-    keep = torch.ones_like(z, dtype=torch.bool)
-    if 0 < sampling.top_k < vocabulary:
-        keep = z >= z.topk(sampling.top_k, dim=-1).values[:, -1:]
+def _drop_truncated(z: Tensor, tokens: Tensor, sampling: _Sampling) -> None:
+    """In place: -inf at what top-k, then top-p cut off; the sampled token (last axis of 1) always stays."""
+    cut = torch.zeros_like(z, dtype=torch.bool)
+    if 0 < sampling.top_k < z.shape[-1]:
+        cut = z < z.topk(sampling.top_k, dim=-1).values[..., -1:]
     if sampling.top_p < 1:
-        probs = torch.softmax(z.masked_fill(~keep, -torch.inf), -1)
+        probs = torch.softmax(z.masked_fill(cut, -torch.inf), -1)
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        del probs
         before = ordered.cumsum(-1).sub_(ordered)
-        keep = keep & torch.zeros_like(keep).scatter(-1, order, before < sampling.top_p)
-    return keep.scatter(-1, tokens_N[:, None], True)
+        del ordered
+        cut |= torch.zeros_like(cut).scatter_(-1, order, before >= sampling.top_p)
+    z.masked_fill_(cut.scatter_(-1, tokens, False), -torch.inf)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward saves the inputs by reference and O(N) numbers; backward recomputes chunk by chunk into one gradient buffer."""
+    """Forward saves references and [B,T] numbers; backward recomputes chunk by chunk into one gradient buffer."""
 
     @staticmethod
-    def forward(ctx, logits_NV: Tensor, tokens_N: Tensor, mask_N: Tensor | None, sampling: _Sampling) -> tuple[Tensor, Tensor]:  # noqa: ANN001
-        dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
-        count = logits_NV.shape[0]
-        logprobs, entropy, log_z, full_log_z = (torch.zeros(count, dtype=dtype, device=logits_NV.device) for _ in range(4))
-        for start in range(0, count, sampling.chunk):
-            part = slice(start, min(start + sampling.chunk, count))
-            mask = None if mask_N is None else mask_N[part]
-            tokens = tokens_N[part]
-            z = _scaled(logits_NV[part], mask, sampling, dtype)
-            target = z.gather(-1, tokens[:, None])[:, 0]
-            full = torch.logsumexp(z, -1)
+    def forward(ctx, logits: Tensor, tokens: Tensor, mask: Tensor | None, sampling: _Sampling) -> tuple[Tensor, Tensor]:  # noqa: ANN001
+        dtype = working_dtype(logits)
+        # log_z: log-sum-exp of all z. log_kept: log of the probability mass that truncation leaves, 0 without it.
+        logprobs, entropy, log_z, log_kept = (
+            torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(4)
+        )
+        for part in token_chunks(tokens.shape, sampling.chunk_tokens):
+            z = scaled_chunk(logits[part], None if mask is None else mask[part], sampling.temperature, dtype)
+            norm, index = torch.logsumexp(z, -1, keepdim=True), tokens[part].unsqueeze(-1)
+            log_z[part] = norm.squeeze(-1)
+            if not sampling.with_entropy and not sampling.truncated:
+                logprobs[part] = (z.gather(-1, index) - norm).squeeze(-1)
+                continue
+            z.sub_(norm)
+            logprobs[part] = z.gather(-1, index).squeeze(-1)
             if sampling.with_entropy:
-                probs = torch.softmax(z, -1)
-                entropy[part] = full - probs.mul_(z).sum(-1)
-                del probs
-            norm = full
+                entropy[part] = -z.exp().mul_(z).sum(-1)
             if sampling.truncated:
-                norm = torch.logsumexp(z.masked_fill_(~_kept(z, tokens, sampling), -torch.inf), -1)
-            logprobs[part], log_z[part], full_log_z[part] = target - norm, norm, full
-        if mask_N is not None:
-            logprobs.masked_fill_(~mask_N, 0)
-            entropy.masked_fill_(~mask_N, 0)
-        ctx.save_for_backward(logits_NV, tokens_N, mask_N, log_z, full_log_z, entropy)
+                _drop_truncated(z, index, sampling)
+                log_kept[part] = torch.logsumexp(z, -1)
+        logprobs -= log_kept
+        if mask is not None:
+            logprobs.masked_fill_(~mask, 0)
+            entropy.masked_fill_(~mask, 0)
+        ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
         ctx.sampling = sampling
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-        logits_NV, tokens_N, mask_N, log_z, full_log_z, entropy = ctx.saved_tensors
+        logits, tokens, mask, log_z, log_kept, entropy = ctx.saved_tensors
         sampling: _Sampling = ctx.sampling
-        grad = torch.empty_like(logits_NV)
-        if mask_N is not None:
-            grad_logprobs, grad_entropy = grad_logprobs * mask_N, grad_entropy * mask_N
-        for start in range(0, logits_NV.shape[0], sampling.chunk):
-            part = slice(start, min(start + sampling.chunk, logits_NV.shape[0]))
-            mask, tokens = None if mask_N is None else mask_N[part], tokens_N[part]
-            z = _scaled(logits_NV[part], mask, sampling, log_z.dtype)
-            slope = torch.zeros_like(z) if sampling.with_entropy else None
-            if slope is not None:  # d entropy / d z = -p (log p + entropy)
-                torch.sub(z, full_log_z[part, None], out=slope)
-                probs = slope.exp()
-                slope.add_(entropy[part, None]).mul_(probs).mul_(-grad_entropy[part, None])
-                del probs
+        grad = torch.empty_like(logits)
+        for part in token_chunks(tokens.shape, sampling.chunk_tokens):
+            kept = None if mask is None else mask[part]
+            gain, entropy_gain = grad_logprobs[part], grad_entropy[part]
+            if kept is not None:
+                gain, entropy_gain = torch.where(kept, gain, 0), torch.where(kept, entropy_gain, 0)
+            gain, index = (gain / sampling.temperature).unsqueeze(-1), tokens[part].unsqueeze(-1)
+            z = scaled_chunk(logits[part], kept, sampling.temperature, log_z.dtype).sub_(log_z[part].unsqueeze(-1))
+            slope = None
+            if sampling.with_entropy:  # d entropy / d z = -p (log p + entropy)
+                slope = z.exp().mul_(-(entropy_gain / sampling.temperature).unsqueeze(-1))
+                slope.mul_(z + entropy[part].unsqueeze(-1))
             if sampling.truncated:
-                z.masked_fill_(~_kept(z, tokens, sampling), -torch.inf)
-            z.sub_(log_z[part, None]).exp_().mul_(-grad_logprobs[part, None])
-            z.scatter_add_(-1, tokens[:, None], grad_logprobs[part, None])
-            if slope is not None:
-                z.add_(slope)
-            grad[part] = z.div_(sampling.temperature) if sampling.temperature != 1 else z
-        if mask_N is not None:
-            grad.masked_fill_(~mask_N[:, None], 0)
+                _drop_truncated(z, index, sampling)
+                z.sub_(log_kept[part].unsqueeze(-1))
+            z.exp_().mul_(-gain).scatter_add_(-1, index, gain)
+            grad[part] = z if slope is None else z.add_(slope)
         return grad, None, None, None
 
 
@@ -126,10 +138,11 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
 ) -> TokenLogprobs:
-    """Log-prob of each token under softmax(logits / temperature), renormalised over what top-k and top-p keep; entropy untruncated.
+    """Log-prob of each token under softmax(logits / temperature), renormalised over what top-k, then top-p keep.
 
-    Beyond logits and their gradient at most 3 * chunk_tokens * V * 4 bytes are alive (8 * with truncation). Raises ValueError
-    for temperature <= 0, top_p outside (0, 1], chunk_tokens < 1.
+    The sampled token is always kept; what is kept is a constant for the gradient; the entropy is that of the full
+    softmax. Beyond logits and their gradient at most 3 * chunk_tokens * V * 4 bytes are alive (8 with truncation).
+    Raises ValueError for temperature <= 0, top_p outside (0, 1], chunk_tokens < 1.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be > 0")
@@ -140,18 +153,19 @@ def token_logprobs(
     if mask_BT is not None:
         check_mask(mask_BT)
     tokens = tokens_BT if mask_BT is None else torch.where(mask_BT, tokens_BT, 0)
-    logprobs, entropy = _TokenLogprobs.apply(
-        logits_BTV.reshape(-1, logits_BTV.shape[-1]),
-        tokens.reshape(-1),
-        None if mask_BT is None else mask_BT.reshape(-1),
-        _Sampling(temperature, top_k, top_p, chunk_tokens, with_entropy),
-    )
-    shape = tokens_BT.shape
-    return TokenLogprobs(logprobs=logprobs.view(shape), entropy=entropy.view(shape) if with_entropy else None)
+    sampling = _Sampling(temperature, top_k, top_p, chunk_tokens, with_entropy)
+    logprobs, entropy = _TokenLogprobs.apply(logits_BTV, tokens, mask_BT, sampling)
+    return TokenLogprobs(logprobs=logprobs, entropy=entropy if with_entropy else None)
 
 
 def merge_vocab_shards(*, max_PN: Tensor, sumexp_PN: Tensor, target_logit_PN: Tensor) -> Tensor:
-    """[N] log-prob from per-shard (max z, sum exp(z - max), z of the token or 0). Stable for any finite input."""
-    highest = max_PN.amax(0)
-    total = (sumexp_PN * torch.exp(max_PN - highest)).sum(0)
-    return target_logit_PN.sum(0) - (highest + torch.log(total))
+    """[N] log-prob from per-shard (max z, sum exp(z - its max), z of the token if the shard owns it, else 0).
+
+    Stable for any finite input. Example: logits 2 1 | 0 -1 and token 1 give max 2 | 0, sumexp 1.367879 | 1.367879,
+    target 1 | 0, result -1.440190.
+    """
+    dtype = working_dtype(max_PN, sumexp_PN, target_logit_PN)
+    shard_max = max_PN.to(dtype)
+    highest = shard_max.amax(0)
+    total = (sumexp_PN.to(dtype) * torch.exp(shard_max - highest)).sum(0)
+    return target_logit_PN.to(dtype).sum(0) - (highest + torch.log(total))

@@ -24,11 +24,25 @@ def clean(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def segment_ids_from_mask(*, mask_BT: Tensor) -> Tensor:
-    """[B,T] int64: the k-th run of consecutive True in a row gets k (from 0); -1 where masked. A turn of an agent is one run."""
+    """[B,T] int64: the k-th run of consecutive True in a row gets k (from 0); -1 where masked.
+
+    A turn of an agent is one run: compute it before staleness masks cut holes into turns.
+    """
     check_mask(mask_BT)
     before = torch.nn.functional.pad(mask_BT[:, :-1], (1, 0), value=False)
     starts = mask_BT & ~before
     return torch.where(mask_BT, starts.long().cumsum(-1) - 1, -1)
+
+
+def dense_segments(*, segment_ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B,T] int64: the segment ids of each row renumbered 0, 1, ... in increasing order, 0 where masked.
+
+    Any numbering becomes an index below T: per-segment sums are a scatter of fixed size, no largest id is read.
+    """
+    unused = torch.iinfo(torch.int64).max
+    ordered, order = torch.where(mask_BT, segment_ids_BT.long(), unused).sort(dim=-1, stable=True)
+    rank = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).long().cumsum(-1)
+    return torch.where(mask_BT, torch.zeros_like(rank).scatter(1, order, rank), 0)
 
 
 def masked_mean(*, values_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -39,7 +53,7 @@ def masked_mean(*, values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def whiten(*, values_BT: Tensor, mask_BT: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """[B,T] (x - mean) / sqrt(var + epsilon) over the valid tokens of the whole tensor, unbiased variance; 0 with fewer than 2."""
+    """[B,T] (x - mean) / sqrt(var + epsilon) over all valid tokens, unbiased var; 0 with fewer than 2; detached."""
     check_mask(mask_BT)
     dtype = working_dtype(values_BT)
     x = clean(values_BT.detach(), mask_BT, dtype)
@@ -51,6 +65,6 @@ def whiten(*, values_BT: Tensor, mask_BT: Tensor, epsilon: float = 1e-8) -> Tens
 
 
 def valid_positions_first(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(order, inverse) [B,T]: a stable permutation that moves the valid tokens of each row to its front, and its inverse."""
+    """(order, inverse) [B,T]: a stable permutation that moves the valid tokens of each row to its front, and back."""
     order = torch.argsort((~mask_BT).to(torch.int8), dim=-1, stable=True)
     return order, torch.argsort(order, dim=-1)

@@ -1,4 +1,4 @@
-"""Options of the policy losses. Ratio clips are distances from 1; names and defaults as in docs_roll/algorithms/policy_losses.md."""
+"""Options of the policy losses. Ratio clips are distances from 1. Formulas: docs_roll/algorithms/policy_losses.md."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PpoOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoupledPpoOptions:
-    """Decoupled PPO (arXiv 2110.00641, AReaL arXiv 2505.24298): PPO around the proximal policy, weighted to the behaviour policy."""
+    """Decoupled PPO (arXiv 2110.00641, arXiv 2505.24298): PPO around the proximal policy times proximal / behaviour."""
 
     ratio_base: str = "proximal"
     ratio_level: str = "token"

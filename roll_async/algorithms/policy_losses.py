@@ -1,19 +1,19 @@
 """Policy losses: per token, not aggregated. Shape letters: B rows, T token positions.
 
-delta_t = logprob_t - base_t. The ratio of a token, segment or row keeps each token's own slope: its value is the exponential of
-the mean (or sum) of delta over the set, its gradient that of the token's own log-prob (GSPO arXiv 2507.18071, eq. 15).
+delta_t = logprob_t - base_t. The ratio of a token, segment or row keeps each token's own slope: its value is the
+exponential of the mean (or sum) of delta over the set, its gradient that of the token's own log-prob (GSPO-token, arXiv
+2507.18071).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll_async.algorithms.masked import check_mask, clean, working_dtype
+from roll_async.algorithms.masked import check_mask, clean, dense_segments, working_dtype
 from roll_async.algorithms.policy_loss_options import (
     CispoOptions,
     ClipCovOptions,
@@ -52,7 +52,15 @@ class PolicyLossInputs:
     def __post_init__(self) -> None:
         check_mask(self.mask)
         shape = self.mask.shape
-        for name in ("logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages", "ref_logprobs", "segment_ids", "selection"):
+        for name in (
+            "logprobs",
+            "proximal_logprobs",
+            "behaviour_logprobs",
+            "advantages",
+            "ref_logprobs",
+            "segment_ids",
+            "selection",
+        ):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)} like mask")
@@ -78,8 +86,14 @@ def clamp_log_ratio(x: Tensor) -> Tensor:
 
 
 def _terms(inputs: PolicyLossInputs, ratio_base: str) -> _Terms:
-    tensors = (inputs.logprobs, inputs.proximal_logprobs, inputs.behaviour_logprobs, inputs.advantages, inputs.scores)
-    dtype = working_dtype(*tensors)
+    dtype = working_dtype(
+        inputs.logprobs,
+        inputs.proximal_logprobs,
+        inputs.behaviour_logprobs,
+        inputs.advantages,
+        inputs.scores,
+        inputs.ref_logprobs,
+    )
     base = inputs.proximal_logprobs if ratio_base == "proximal" else inputs.behaviour_logprobs
     logprobs = clean(inputs.logprobs, inputs.mask, dtype)
     delta = logprobs - clean(base.detach(), inputs.mask, dtype)
@@ -87,13 +101,13 @@ def _terms(inputs: PolicyLossInputs, ratio_base: str) -> _Terms:
 
 
 def segment_sums(x_BT: Tensor, segment_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """([B,T] sum of x over the token's segment, [B,T] number of its tokens); 0 where masked. `x_BT` is 0 where masked."""
-    ids = torch.where(mask_BT, segment_ids_BT, 0).clamp(min=0)
-    valid = mask_BT.to(x_BT.dtype)
-    # Turn numbers are smaller than the number of tokens, so T slots per row always suffice.
-    sums = torch.zeros_like(x_BT).scatter_add(1, ids, x_BT * valid).gather(1, ids)
-    counts = torch.zeros_like(x_BT).scatter_add(1, ids, valid).gather(1, ids)
-    return torch.where(mask_BT, sums, 0), torch.where(mask_BT, counts, 0)
+    """([B,T] sum of x over the token's segment, [B,T] number of its tokens); 0 where masked, as `x_BT` is."""
+    ids = dense_segments(segment_ids_BT=segment_ids_BT, mask_BT=mask_BT)
+    # float64: a device adds in any order, and the result must not show it.
+    x, valid = x_BT.double(), mask_BT.double()
+    sums = torch.zeros_like(x).scatter_add(1, ids, x * valid).gather(1, ids)
+    counts = torch.zeros_like(x).scatter_add(1, ids, valid).gather(1, ids)
+    return torch.where(mask_BT, sums, 0).to(x_BT.dtype), torch.where(mask_BT, counts, 0).to(x_BT.dtype)
 
 
 def _ratio(terms: _Terms, level: str, segment_ids: Tensor | None) -> Tensor:
@@ -121,7 +135,9 @@ def _finish(loss: Tensor, terms: _Terms, ratio: Tensor, extra: Metrics) -> tuple
     limited = clamp_log_ratio(delta)
     metrics = {
         "policy/ratio": torch.where(mask, ratio, 0).sum(),
-        "policy/ratio_max": torch.where(mask, ratio, -torch.inf).amax() if mask.numel() else ratio.new_tensor(-torch.inf),
+        "policy/ratio_max": torch.where(mask, ratio, -torch.inf).amax()
+        if mask.numel()
+        else ratio.new_tensor(-torch.inf),
         "policy/ratio_min": torch.where(mask, ratio, torch.inf).amin() if mask.numel() else ratio.new_tensor(torch.inf),
         "policy/kl_k1": -delta.sum(),
         "policy/kl_k3": torch.where(mask, torch.exp(limited) - 1 - limited, 0).sum(),
@@ -291,7 +307,7 @@ def m2po(inputs: PolicyLossInputs, *, options: M2poOptions) -> tuple[Tensor, Met
     return _finish(torch.where(kept, -terms.advantages * ratio, 0), terms, ratio, {"policy/kept": kept})
 
 
-POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Any]]]] = {
+POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Metrics]]] = {
     "vanilla": vanilla,
     "gpg": gpg,
     "ppo": ppo,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -66,8 +67,12 @@ def group_statistics(values_B: Tensor, group_index_B: Tensor, counted_B: Tensor)
     mean = zeros.scatter_add(0, group, x) / count.clamp(min=1)
     centred = torch.where(counted_B, values_B - mean[group], 0)
     std = torch.sqrt(zeros.scatter_add(0, group, centred * centred) / (count - 1).clamp(min=1))
-    highest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, group, torch.where(counted_B, values_B, -torch.inf), "amax")
-    lowest = torch.full_like(zeros, torch.inf).scatter_reduce(0, group, torch.where(counted_B, values_B, torch.inf), "amin")
+    highest = torch.full_like(zeros, -torch.inf).scatter_reduce(
+        0, group, torch.where(counted_B, values_B, -torch.inf), "amax"
+    )
+    lowest = torch.full_like(zeros, torch.inf).scatter_reduce(
+        0, group, torch.where(counted_B, values_B, torch.inf), "amin"
+    )
     return GroupStatistics(count=count[group], mean=mean[group], std=std[group], equal=(highest <= lowest)[group])
 
 
@@ -81,7 +86,11 @@ def normalise_rewards(
     row_mask_B: Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """[B] (x - m) / (s + epsilon). No division where s is undefined or exactly 0; m of equal rows gives exactly 0; excluded rows 0."""
+    """[B] (x - m) / (s + epsilon); excluded rows 0.
+
+    No division where s is undefined or 0; rows that are all equal minus their mean give exactly 0. Raises ValueError
+    for an unknown choice and for running without moments.
+    """
     for name, value in (("mean", mean), ("std", std)):
         if value not in NORM_TYPES:
             raise ValueError(f"{name} {value!r} is not one of {' | '.join(NORM_TYPES)}")
@@ -124,9 +133,10 @@ def clip_rewards(*, scores_B: Tensor, limit: float) -> Tensor:
 def overlong_penalty(
     *, lengths_B: Tensor, max_length: int, buffer_length: int, factor: float = 1.0, clamp: bool = True
 ) -> Tensor:
-    """[B] soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 down to -factor over the last buffer_length tokens.
+    """[B] soft overlong punishment (DAPO, arXiv 2503.14476): 0 down to -factor over the last buffer_length tokens.
 
-    `lengths_B`: generated tokens, end-of-sequence included, tool and observation tokens excluded. clamp=False has no lower limit.
+    `lengths_B`: generated tokens with the end-of-sequence token, without tool and observation tokens. clamp=False goes
+    on beyond -factor for longer responses.
     """
     if buffer_length <= 0 or buffer_length > max_length:
         raise ValueError(f"buffer_length {buffer_length} must be in [1, max_length {max_length}]")
@@ -137,7 +147,7 @@ def overlong_penalty(
 
 
 def max_length_keep(*, lengths_B: Tensor, max_length: int) -> Tensor:
-    """[B] bool: overlong filtering, rows cut at the limit leave the loss (their scores stay in the group statistics)."""
+    """[B] bool: overlong filtering, rows cut at the limit leave the loss; their scores stay in the group statistics."""
     return lengths_B < max_length
 
 
@@ -151,7 +161,9 @@ def difficulty_keep(
     return counted & (mean > low) & (mean < high)
 
 
-def staleness_keep(*, version_lag_BT: Tensor, mask_BT: Tensor, max_lag: int, level: str) -> Tensor:
+def staleness_keep(
+    *, version_lag_BT: Tensor, mask_BT: Tensor, max_lag: int, level: Literal["token", "sequence"]
+) -> Tensor:
     """[B,T] bool, within the mask: tokens (or whole rows) whose lag in versions is at most max_lag."""
     check_mask(mask_BT)
     if level == "token":

@@ -43,7 +43,7 @@ def select_clip_cov(
     random_keys_BT: Tensor,
     options: ClipCovOptions,
 ) -> Tensor:
-    """Tokens whose loss is switched off: covariance inside (cov_low, cov_high), not clipped already, smallest random keys first."""
+    """Tokens whose loss is switched off: covariance in (cov_low, cov_high), not clipped, smallest random keys first."""
     check_mask(mask_BT)
     if not bool(mask_BT.any()):
         return torch.zeros_like(mask_BT)
