@@ -314,7 +314,8 @@ class Checker:
             near = closest(name, names)
             if near:
                 return f"did you mean '{section}.{near}'?" if section else f"did you mean '{near}'?"
-            if found := self._paths.close(name):
+            found = self._paths.close(name)
+            if found is not None and found.rpartition(".")[0] != section:
                 return f"did you mean '{found}'?"
         return f"{section or 'the file'} has: {', '.join(names) or 'no keys'}"
 

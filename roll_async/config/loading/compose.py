@@ -102,15 +102,16 @@ def _include_names(defaults: Node) -> list[str]:
 
 def _parse_file(path: Path) -> Node:
     file = str(path)
+    if "\0" in file:
+        raise refuse("C008", "(file)", file, 1, "not readable as YAML: no such file")
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise refuse("C008", "(file)", file, 1, "not readable as YAML: not a file")
-        with open(path, "rb") as stream:
+        is_regular = stat.S_ISREG(os.stat(path).st_mode)
+        with open(path if is_regular else os.devnull, "rb") as stream:
             raw = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise refuse("C008", "(file)", file, 1, f"not readable as YAML: {error.strerror}") from None
-    except ValueError:  # a NUL in the name
-        raise refuse("C008", "(file)", file, 1, "not readable as YAML: no such file") from None
+    if not is_regular:
+        raise refuse("C008", "(file)", file, 1, "not readable as YAML: not a file")
     root = parse(decode(raw, file), file)
     if not isinstance(root.value, dict):
         raise refuse("C008", "(file)", file, root.line, f"not readable as YAML: {_not_a_map(root)}")

@@ -94,7 +94,7 @@ class _Resolver:
     def _target(self, name: str, node: Node, path: str, depth: int) -> tuple[Node, int, int]:
         """The resolved value at `name`, as seen from the key `path`."""
         if name not in self._known:
-            if name in self._failed:
+            if name in self._failed and name not in self._chain:
                 raise _Stop
             self._enter(name, node, path)
             try:
@@ -149,6 +149,7 @@ def resolve_references(root: Node) -> Node:
         resolved = resolver.resolve(root, "", 1)[0]
     except _Stop:
         resolved = root
+    assert resolved is not root or resolver.errors, "a value that can not be resolved has its error"
     if resolver.errors:
         raise ConfigError(tuple(resolver.errors))
     assert isinstance(resolved.value, dict)

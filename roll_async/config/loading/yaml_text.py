@@ -207,6 +207,7 @@ class _Parser:
     def _key(self, event: yaml.Event) -> str:
         """A map key. An anchor on it names a string like any other value."""
         key = self._node(event, 1)[0].value if isinstance(event, ScalarEvent | AliasEvent) else None
+        self._num_values -= 1  # keys are not values
         if not isinstance(key, str):
             what = (
                 f"key {event.value[:80]!r} is not a string; quote it"

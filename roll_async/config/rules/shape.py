@@ -7,6 +7,7 @@ from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, 
 from roll_async.config.schema_options import GROUP_RELATIVE
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
+    DataArguments,
     MegatronInferConfig,
     MegatronTrainConfig,
     SglangConfig,
@@ -242,16 +243,8 @@ def domains(config: PipelineConfig) -> Findings:
     """C128, C130."""
     if not isinstance(config, RLVRConfig):
         return
-    data = config.actor_train.data_args
-    probs = data.domain_interleave_probs if data is not None else None
-    if probs is not None:
-        key = "actor_train.data_args.domain_interleave_probs"
-        for domain in probs:
-            if domain not in config.rewards:
-                yield "C128", key, f"domain '{domain}' is not in rewards"
-        total = sum(exact(p) for p in probs.values())
-        if abs(total - 1) > exact(1e-6):
-            yield "C128", key, f"sum is {number(float(total))}, not 1"
+    yield from _shares("actor_train.data_args", config.actor_train.data_args, config)
+    yield from _shares("validation.data_args", config.validation and config.validation.data_args, config)
     owner: dict[str, str] = {}
     for domain, reward in config.rewards.items():
         if not reward.tag_included and len(config.rewards) > 1:
@@ -259,6 +252,19 @@ def domains(config: PipelineConfig) -> Findings:
         for tag in reward.tag_included:
             if owner.setdefault(tag, domain) != domain:
                 yield "C130", "rewards", f"tag '{tag}' is in domains {owner[tag]} and {domain}"
+
+
+def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Findings:
+    probs = data.domain_interleave_probs if data is not None else None
+    if probs is None:
+        return
+    key = f"{section}.domain_interleave_probs"
+    for domain in probs:
+        if domain not in config.rewards:
+            yield "C128", key, f"domain '{domain}' is not in rewards"
+    total = sum(exact(p) for p in probs.values())
+    if abs(total - 1) > exact(1e-6):
+        yield "C128", key, f"sum is {number(float(total))}, not 1"
 
 
 RULES = (

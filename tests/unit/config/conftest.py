@@ -82,10 +82,14 @@ class Files:
         return str(path)
 
     def rlvr(self, edits: dict | None = None) -> str:
-        return self.text(json.dumps(edited(RLVR, edits or {}), indent=1))
+        return self.tree(edited(RLVR, edits or {}))
 
     def agentic(self, edits: dict | None = None) -> str:
-        return self.text(json.dumps(edited(AGENTIC, edits or {}), indent=1))
+        return self.tree(edited(AGENTIC, edits or {}))
+
+    def tree(self, tree: dict) -> str:
+        # YAML has no surrogate pairs, and reads U+2028 as a line break.
+        return self.text(json.dumps(tree, indent=1, ensure_ascii=False).replace("\u2028", "\\u2028"))
 
 
 @pytest.fixture
