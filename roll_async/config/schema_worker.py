@@ -91,8 +91,8 @@ class DataArguments:
 
     file_name: tuple[str, ...] = required(form="files")
     """Paths, one or a list; json, jsonl or parquet by suffix."""
-    template: str = "native"
-    """Chat template: native = the tokenizer's own, else qwen2_5, qwen3, chatml, base."""
+    template: Literal["native", "qwen2_5", "qwen3", "chatml", "base"] = "native"
+    """Chat template; native = the tokenizer's own."""
     messages: str | None = derived()
     """Column with chat turns; default: messages, unless `prompt` names a column."""
     prompt: str | None = None

@@ -75,13 +75,17 @@ class _Reader:
 
 
 def _existing(target: Path) -> Path | None:
+    """The file as named or with `.yaml`; what is there but no regular file only if nothing else is."""
+    other = None
     for candidate in (target, target.with_name(target.name + ".yaml")) if target.name else ():
         try:
-            os.stat(candidate)
+            is_regular = stat.S_ISREG(os.stat(candidate).st_mode)
         except (OSError, ValueError):  # not there, or a name no file can have
             continue
-        return candidate
-    return None
+        if is_regular:
+            return candidate
+        other = other or candidate
+    return other
 
 
 def _include_names(defaults: Node) -> list[str]:
@@ -153,7 +157,9 @@ def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
         message = "expected KEY=VALUE"
         if separator and not value.strip():
             message += "; use KEY=null to clear"
-        if not OVERRIDE.match(text) or not value.strip() or "" in key.split("."):
+        if key == "defaults":
+            message = "expected KEY=VALUE; defaults are read from files only"
+        if not OVERRIDE.match(text) or not value.strip() or "" in key.split(".") or key == "defaults":
             errors.append(Diagnostic(id="C015", key=key or "(file)", file=place, line=0, message=message))
             continue
         try:

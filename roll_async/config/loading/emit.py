@@ -12,6 +12,8 @@ from roll_async.config.schema_worker import WorkerConfig
 
 _BARE = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+-]*(,? [A-Za-z0-9_./@+-]+)*")
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+_MAX_SIMPLE_KEY = 1000
+"""Characters; YAML reads a longer key only after `?`."""
 _DERIVED = (
     "samples_per_group", "groups_per_batch", "samples_per_batch", "data_parallel_size", "mini_batch_size",
     "optimizer_steps_per_batch", "num_servers", "sync_window_groups", "staleness_bound", "is_async", "colocated",
@@ -48,13 +50,19 @@ def _effective(section: dict[str, Plain], worker: WorkerConfig, role: str) -> di
             kept[name] = section[name]
     if kept.get("data_args", "") is None:
         del kept["data_args"]
+    ids = worker.device_mapping
+    if ids is not None and ids == tuple(range(ids[0], ids[-1] + 1)):
+        kept["device_mapping"] = f"range({ids[0]}, {ids[-1] + 1})"
     return kept
 
 
 def _map(tree: dict[str, Plain], indent: int) -> list[str]:
     lines = []
     for key, value in tree.items():
-        lines += _entry(f"{' ' * indent}{_text(key, is_key=True)}:", value, indent + 2)
+        head = f"{' ' * indent}{_text(key, is_key=True)}:"
+        if len(head) > _MAX_SIMPLE_KEY:
+            head = f"{' ' * indent}? {_text(key, is_key=True)}\n{' ' * indent}:"
+        lines += _entry(head, value, indent + 2)
     return lines
 
 

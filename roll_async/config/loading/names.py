@@ -175,7 +175,8 @@ class Renamer:
         """Put `node` at its canonical place; maps that are already there are joined key by key."""
         for depth in range(1, len(target)):
             above = find(self.root, target[:depth])
-            if above is not None and not isinstance(above.value, dict):
+            is_cleared = above is not None and above.value is None and above.from_override
+            if above is not None and not isinstance(above.value, dict) and not is_cleared:
                 return  # the section itself has the wrong type, which the check reports
         present = find(self.root, target)
         if present is None:

@@ -105,6 +105,29 @@ def test_numbers_survive_the_round_trip(files):
     assert [(type(v), v) for v in again] == [(type(v), v) for v in numbers]
 
 
+def test_long_keys_and_many_devices_survive_the_round_trip(files):
+    edits = {
+        "rollout_batch_size": 65_000, "num_return_sequences_in_group": 2,
+        "actor_train.device_mapping": "range(0,65000)", "actor_train.training_args": {},
+        "actor_infer.device_mapping": "range(0,65000)",
+    }  # fmt: skip
+    path = files.rlvr(edits)
+    key = "k" * 3000
+    text = f"defaults: [run]\ntracking:\n  tracker_kwargs:\n    ? {key}\n    : [{{a: 1}}]\n"
+    config = load(files.text(text, "top.yaml"))
+    assert config.tracking.tracker_kwargs == {key: [{"a": 1}]}
+    assert load(files.text(dump(config), "again.yaml")) == config
+    assert load(path).actor_train.device_mapping == tuple(range(65_000))
+
+
+def test_the_pure_python_parser_reads_the_same():
+    """PyYAML built without libyaml: slower, same result."""
+    path = str(REPOSITORY / "configs/dapo_qwen2.5_32b.yaml")
+    code = f"from roll_async.config.api import load, dump; print(dump(load({path!r})))"
+    without = "import yaml; yaml.__with_libyaml__ = False; del yaml.CSafeLoader; "
+    assert run_python(without + code) == run_python(code)
+
+
 def test_roles_keep_only_what_has_an_effect(files):
     edits = {
         "reference": files.WORKER, "critic": files.CRITIC, "teacher": {"strategy_args": {"strategy_name": "hf_infer"}},

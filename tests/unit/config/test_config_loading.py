@@ -37,6 +37,7 @@ RLVR_CASES = [
     ("C003", {"async_training": {"staleness": {"soft_versions": 0.5}}}, "async_training.staleness.soft_versions: expected int, got float 0.5; it counts weight versions; for a fraction of a batch use async_generation_ratio"),
     ("C004", {"actor_train.model_args": {"dtype": "bf15"}}, 'actor_train.model_args.dtype: "bf15" is not one of bf16 | fp16 | fp32; did you mean \'bf16\'?'),
     ("C004", {"actor_infer.strategy_args.strategy_config.block_size": 17}, "actor_infer.strategy_args.strategy_config.block_size: 17 is not one of 8 | 16 | 32 | 64 | 128; did you mean '16'?"),
+    ("C004", {"actor_train.data_args": {"file_name": "a.json", "template": "qwen25"}}, 'actor_train.data_args.template: "qwen25" is not one of native | qwen2_5 | qwen3 | chatml | base; did you mean \'qwen2_5\'?'),
     ("C004", {"pipeline": "rlv"}, 'pipeline: "rlv" is not one of rlvr | agentic; did you mean \'rlvr\'?'),
     ("C004", {"rewards": {"math": {"type": "math_rul"}}}, 'rewards.math.type: "math_rul" is not one of math_rule | code_sandbox | llm_judge | ifeval | multiple_choice | qa; did you mean \'math_rule\'?'),
     ("C005", {"seed": -1}, "seed: -1 must be >= 0"),
@@ -232,6 +233,7 @@ def test_null_clears(files):
         ("=3", "(file): expected KEY=VALUE"),
         ("a..b=3", "a..b: expected KEY=VALUE"),
         ("1a=3", "1a: expected KEY=VALUE"),
+        ("defaults=[a]", "defaults: expected KEY=VALUE; defaults are read from files only"),
     ],
 )
 def test_what_is_no_override_is_refused(files, text, message):
@@ -266,6 +268,12 @@ def test_includes_merge_in_order_and_self_has_its_place(files):
     assert (config.seed, config.max_steps, config.system_envs) == (2, 3, {"A": "1", "B": "2"})
     assert config.exp_name == "last"
     assert load(first).max_steps == 1
+
+
+def test_a_file_is_found_beside_a_folder_of_the_same_name(files):
+    files.rlvr({"seed": 5})
+    (files.folder / "run").mkdir()
+    assert load(files.text("defaults: [run]\n", "top.yaml")).seed == 5
 
 
 def test_includes_that_can_not_be_are_refused(files):
@@ -443,6 +451,12 @@ def test_algorithm_keys_at_the_top_level_do_not_warn(files):
     loaded = load_with_warnings(files.rlvr({"adv_estimator": "rloo", "overlong_buffer": {"len": 3}}))
     assert loaded.warnings == ()
     assert loaded.config.algorithm.adv_estimator == "rloo"
+
+
+def test_a_cleared_section_keeps_what_stands_under_its_short_name(files):
+    path = files.rlvr({"adv_estimator": "rloo", "algorithm": {"pg_variant": "gspo"}})
+    algorithm = load(path, ["algorithm=null"]).algorithm
+    assert (algorithm.adv_estimator, algorithm.pg_variant) == ("rloo", "ppo")
 
 
 def test_two_names_with_different_values_are_refused(files, monkeypatch):
