@@ -1,23 +1,157 @@
-"""From a checked config to running roles: the only place that knows every folder.
-
-    config -> Ray -> prompts, rewards, trainer, reference, critic, engines -> queue, scheduler, rollouter -> pipeline
-"""
+"""The `run` command: check, start, train, leave a report. Exit codes as in docs_roll/metrics.md."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.buffer.message_queue import MessageQueue
-from roll_async.cluster.engine_group import RayEngineClient
-from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
-from roll_async.cluster.reward_group import RayScorer
-from roll_async.cluster.runtime import RuntimeInfo, ray_runtime
-from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
-from roll_async.config.schema import RLVRConfig, WorkerConfig
+from roll_async.config.api import ConfigError, dump, load_with_warnings
+from roll_async.config.lookup import resolve_config
+from roll_async.config.schema import RLVRConfig
 
 logger = logging.getLogger(__name__)
+
+EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0, 2, 3, 4, 130
+_MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
+
+
+def run_command(args: Sequence[str], *, pipeline: str | None) -> int:
+    """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray starts."""
+    try:
+        path, overrides = resolve_config(list(args), pipeline)
+        loaded = load_with_warnings(path, overrides, pipeline)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    for warning in loaded.warnings:
+        print(warning, file=sys.stderr)
+    if not isinstance(loaded.config, RLVRConfig):
+        print(f"{path}: this launcher runs rlvr configs; use examples/start_agentic_pipeline.py", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        _check_inputs(loaded.config)
+    except ValueError as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return _run(loaded.config)
+
+
+def _check_inputs(config: RLVRConfig) -> None:
+    """What must be on this disk before anything is started. A name without a slash may be a hub name."""
+    folders = {config.pretrain, *(w.model_args.model_name_or_path for _, w in config.roles())}
+    for folder in sorted(folders):
+        looks_local = folder.startswith((".", "/")) or folder.count("/") > 1
+        if looks_local and not (Path(folder) / "config.json").is_file():
+            hint = next((f"; make it with: {maker}" for key, maker in _MAKERS.items() if key in folder), "")
+            raise ValueError(f"model folder {folder} does not exist or holds no config.json{hint}")
+    data = [config.actor_train.data_args, config.validation.data_args if config.validation else None]
+    for file in (f for part in data if part is not None for f in part.file_name):
+        if not Path(file).is_file():
+            from roll_async.prompts.rows import missing_file
+
+            raise ValueError(missing_file(file))
+
+
+def _run(config: RLVRConfig) -> int:
+    """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
+    from roll_async.buffer.errors import StallError
+    from roll_async.observe.run_folder import RunFolder
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        folder = RunFolder(config.output_dir, config.exp_name)
+        folder.write_config(dump(config))
+        folder.open_log()
+        return _run_in(config, folder)
+    except KeyboardInterrupt:
+        print("interrupted before the first step; nothing to save", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BaseException as error:
+        cause = _first_cause(error)
+        if isinstance(cause, KeyboardInterrupt):
+            return EXIT_INTERRUPTED
+        logger.error("%s: %s", type(cause).__name__, cause, exc_info=error)
+        kind = {ValueError: EXIT_USAGE, StallError: EXIT_STALLED}.get(type(cause), EXIT_ROLE_FAILED)
+        if not isinstance(cause, (ValueError, RuntimeError, ConnectionError, TimeoutError, OSError, StallError)):
+            raise
+        return kind
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _run_in(config: RLVRConfig, folder) -> int:  # noqa: ANN001 (RunFolder)
+    from roll_async.assemble import place_roles
+    from roll_async.cluster.runtime import ray_runtime
+    from roll_async.observe.progress import ProgressLine
+    from roll_async.observe.recorder import Recorder
+    from roll_async.observe.trackers import create_tracker
+
+    placements = place_roles(config)
+    tracker = create_tracker(config.tracking.track_with, folder.path, config.tracking.tracker_kwargs)
+    progress = ProgressLine(config.max_steps)
+    recorder = Recorder(folder, [tracker], progress, logging_steps=config.logging_steps)
+    where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
+    print(
+        f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x {config.samples_per_group} samples, "
+        f"ratio {config.async_generation_ratio:g}, on {where}; output in {folder.path}",
+        flush=True,
+    )
+    env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    try:
+        with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
+            end = asyncio.run(_train(config, runtime, placements, recorder, folder))
+    finally:
+        recorder.close()
+    return _report(config, folder, end)
+
+
+async def _train(config: RLVRConfig, runtime, placements, recorder, folder):  # noqa: ANN001, ANN202
+    """Start the roles, train, export. Ctrl-C and SIGTERM end the run after the step under way, with its state saved."""
+    from roll_async.assemble import Assembly
+
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        starting = asyncio.ensure_future(Assembly(config, runtime, placements, stack).build(recorder, folder.path))
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, starting.cancel)
+        try:
+            run = await starting
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, _ask_to_stop, run.pipeline)
+        recorder.begin()
+        end = await run.pipeline.run()
+        await run.actor.export_hf(str(folder.path / "hf"))
+    return end
+
+
+def _ask_to_stop(pipeline) -> None:  # noqa: ANN001 (RLVRPipeline)
+    print("\nstopping after the step under way; the state will be saved", file=sys.stderr, flush=True)
+    pipeline.request_stop()
+
+
+def _report(config: RLVRConfig, folder, end) -> int:  # noqa: ANN001 (RunFolder, RunEnd)
+    from roll_async.observe import report
+    from roll_async.pipelines.protocol import RunEnd
+
+    metrics = folder.read_metrics()
+    if metrics:
+        report.draw(metrics, folder.path / "reward.png", f"{config.exp_name}, ratio {config.async_generation_ratio:g}")
+        rows = [
+            ("model (Transformers)", str(folder.path / "hf")),
+            ("checkpoints", config.checkpoint.output_dir),
+            ("picture", str(folder.path / "reward.png")),
+        ]
+        print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
+    return EXIT_INTERRUPTED if end is RunEnd.INTERRUPTED else EXIT_FINISHED

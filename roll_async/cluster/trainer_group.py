@@ -19,7 +19,7 @@ from torch import Tensor
 from roll_async.cluster.errors import call
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.runtime import LOOPBACK
-from roll_async.config.schema import WorkerConfig
+from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
@@ -30,9 +30,7 @@ class TrainingRole:
 
     name: str
     """actor_train, critic, reference or teacher."""
-    worker: WorkerConfig
-    options: object
-    """PolicyUpdateOptions of `trainer/megatron/settings.py`."""
+    settings: MegatronSettings
 
 
 @ray.remote(max_restarts=0)
@@ -63,7 +61,7 @@ class MegatronRank:
             master_port=master_port,
             device=self._placement.device,
         )
-        self._worker = MegatronWorker(spec, self._role.worker, self._role.options)
+        self._worker = MegatronWorker(spec, self._role.settings)
         self._worker.start()
 
     def compute_logprobs(self, rows: TokenRows) -> Tensor | None:

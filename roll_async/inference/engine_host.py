@@ -33,7 +33,9 @@ class EngineHost:
 
     async def _run(self, request: GenerateRequest) -> None:
         try:
-            self._completions.append(await self._engine.generate(request))
+            # Not inside append(...): the list is swapped by `collect` while we wait.
+            completion = await self._engine.generate(request)
+            self._completions.append(completion)
         except (ValueError, RuntimeError) as error:
             self._failures.append((request.request_id, f"{type(error).__name__}: {error}"))
         finally:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from roll_async.buffer.freshness import BatchFreshness
+from roll_async.buffer.states import QueueStats
 from roll_async.schema import Group
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.synchronizer import SyncReport
+
+_GROUP_COUNTS = ("admitted", "trained", "filtered", "dropped", "failed", "buffered", "in_flight")
+CORRECTION_OFF = {"correction/kl": 0.0, "correction/ess": 1.0, "correction/rho_max": 1.0}
+"""What a step reports when no log-probs were recomputed: there is nothing to compare."""
 
 
 class StepClock:
@@ -83,19 +90,42 @@ def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     }
 
 
-def throughput_metrics(report: StepReport, clock: StepClock) -> Mapping[str, float]:
-    """Times, rates and idle shares of a step."""
+def step_metrics(
+    step: int,
+    groups: Sequence[Group],
+    report: StepReport,
+    sync: SyncReport | None,
+    clock: StepClock,
+    queue: QueueStats,
+    ages: BatchFreshness,
+    busy_s: float,
+) -> dict[str, float]:
+    """Everything one training step publishes; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which requests ran."""
     total = clock.total_s
     wait = clock.spent.get("wait_batch", 0.0)
     return {
+        **CORRECTION_OFF,
+        **report.metrics,
+        **batch_metrics(groups, step),
+        "staleness/in_flight_share": ages.in_flight_share,
+        "staleness/queue_share": ages.queue_share,
+        "staleness/age_mean_s": ages.mean_age_s,
+        "length_bias": queue.length_bias,
+        **{f"groups/{name}": float(getattr(queue, name)) for name in _GROUP_COUNTS},
+        "queue/memory_bytes": float(queue.memory_bytes),
+        "weights/version": float(queue.held_version or 0),
         "time/step_s": total,
         "time/wait_batch_s": wait,
         "time/train_s": report.train_s,
         "time/logprobs_s": report.logprobs_s,
         "time/weight_sync_s": clock.spent.get("weight_sync", 0.0),
+        "time/pause_s": sync.pause_s if sync is not None else 0.0,
+        "time/validation_s": clock.spent.get("validation", 0.0),
+        "time/save_s": clock.spent.get("save", 0.0),
         "throughput/samples_per_s": report.num_samples / total,
         "throughput/tokens_per_s": report.num_tokens / total,
         "idle/trainer": wait / total,
+        "idle/engines": max(0.0, 1 - busy_s / total),
     }
 
 

@@ -84,6 +84,7 @@ class RLVRPipeline:
     async def _train(self) -> RunEnd:
         """Consumes one batch a step; waits for the queue, unblocked by put, by the end of the data or by a stop."""
         parts, plan = self._parts, self._plan
+        busy_s = 0.0
         for step in range(plan.first_step, plan.max_steps + 1):
             clock = StepClock()
             try:
@@ -95,17 +96,22 @@ class RLVRPipeline:
             if groups is None:
                 return RunEnd.INTERRUPTED
             report = await parts.learner.learn(groups, step)
+            ages = parts.queue.freshness(step)
             await parts.queue.step_trained(step)
             self._trained = step
             sync = None
             if step % plan.sync_every == 0 and step < plan.max_steps:
                 with clock.measure("weight_sync"):
                     sync = await parts.synchronizer.push(step)
-            validation = await self._validate(step)
+            with clock.measure("validation"):
+                validation = await self._validate(step)
             if plan.save_every and step % plan.save_every == 0:
                 with clock.measure("save"):
                     await parts.checkpoint.save(step)
-            metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), parts.rollouter.stats())
+            busy_s, busy_before = parts.rollouter.stats().busy_s, busy_s
+            metrics = step_metrics(
+                step, groups, report, sync, clock, parts.queue.stats(), ages, busy_s - busy_before
+            )
             parts.observer.step(step, {**metrics, **validation})
             if self._stop.is_set():
                 return RunEnd.INTERRUPTED

@@ -1,0 +1,44 @@
+"""The checkpoints of a run: one folder per step, the newest complete one found without a pointer file."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunCheckpoints:
+    """Names, finds and prunes. A folder with its final name is complete: writers rename into it."""
+
+    folder: Path
+    max_to_keep: int = 0
+    """0 = all."""
+
+    def folder_of(self, step: int) -> Path:
+        """Where the checkpoint of a step goes."""
+        return self.folder / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        names = (p.name for p in self.folder.iterdir()) if self.folder.is_dir() else ()
+        return sorted(int(m[1]) for name in names if (m := _NAME.fullmatch(name)))
+
+    def find(self, wanted: str) -> Path | None:
+        """`latest` or a folder. None: latest of nothing. Raises ValueError for a folder that is not there."""
+        if wanted == "latest":
+            steps = self.steps()
+            return self.folder_of(steps[-1]) if steps else None
+        path = Path(wanted)
+        if not path.is_dir():
+            raise ValueError(f"checkpoint.resume_from {wanted}: no such folder")
+        return path
+
+    def prune(self) -> None:
+        """Remove the oldest beyond max_to_keep."""
+        if self.max_to_keep:
+            for step in self.steps()[: -self.max_to_keep]:
+                shutil.rmtree(self.folder_of(step))

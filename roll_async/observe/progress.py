@@ -1,0 +1,52 @@
+"""The live line: one that is rewritten on a terminal, one per step elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:03:04."""
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+class ProgressLine:
+    """Prints to stdout."""
+
+    def __init__(self, max_steps: int, *, first_step: int = 1) -> None:
+        self._max_steps, self._first_step = max_steps, first_step
+        self._live = sys.stdout.isatty()
+        self._dirty = False
+
+    def show(self, metrics: Mapping[str, float]) -> None:
+        """One step is done."""
+        step = int(metrics["step"])
+        done = step - self._first_step + 1
+        eta = metrics["time_s"] / done * (self._max_steps - step)
+        overlap = 1 - metrics["idle/trainer"]
+        line = (
+            f"step {step}/{self._max_steps}  reward {metrics['reward/mean']:.3f}  {metrics['throughput/samples_per_s']:.0f} samples/s  "
+            f"staleness {metrics['staleness/mean']:.2f}/{metrics['staleness/max']:.0f}  queue {metrics['groups/buffered']:.0f}"
+            f"+{metrics['groups/in_flight']:.0f}  overlap {overlap:.0%}  eta {duration(eta)}"
+        )
+        if self._live:
+            width = shutil.get_terminal_size().columns
+            print("\r" + line[: width - 1].ljust(width - 1), end="", flush=True)
+            self._dirty = True
+        else:
+            print(line, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.end()
+        print(text, flush=True)
+
+    def end(self) -> None:
+        """Leave the live line as it is."""
+        if self._dirty:
+            print(flush=True)
+            self._dirty = False

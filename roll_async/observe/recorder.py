@@ -1,0 +1,56 @@
+"""Everything a run tells the outside, in one object."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from roll_async.observe.progress import ProgressLine
+from roll_async.observe.run_folder import RunFolder
+from roll_async.observe.trackers import Tracker
+
+logger = logging.getLogger(__name__)
+
+REQUIRED_KEYS = (
+    "reward/mean", "reward/accuracy", "response/length_mean", "response/length_max", "staleness/mean", "staleness/max",
+    "staleness/in_flight_share", "staleness/queue_share", "staleness/masked_fraction", "length_bias", "groups/admitted",
+    "groups/trained", "groups/filtered", "groups/dropped", "groups/failed", "groups/buffered", "groups/in_flight",
+    "weights/version", "trainer/loss", "trainer/grad_norm", "trainer/learning_rate", "correction/kl", "correction/ess",
+    "correction/rho_max", "time/step_s", "time/wait_batch_s", "time/train_s", "time/logprobs_s", "time/weight_sync_s",
+    "time/pause_s", "throughput/samples_per_s", "throughput/tokens_per_s", "idle/trainer", "idle/engines",
+)  # fmt: skip
+
+
+class Recorder:
+    """`pipelines/protocol.py: Observes`: metrics.jsonl, trackers, the live line, the log."""
+
+    def __init__(self, folder: RunFolder, trackers: list[Tracker], progress: ProgressLine, *, logging_steps: int) -> None:
+        self._folder, self._trackers, self._progress = folder, trackers, progress
+        self._logging_steps = logging_steps
+        self._started = time.monotonic()
+
+    def begin(self) -> None:
+        """Start the clock of `time_s`: roles are up, training begins."""
+        self._started = time.monotonic()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One training step. Asserts that every key promised in docs_roll/metrics.md is there."""
+        missing = [key for key in REQUIRED_KEYS if key not in metrics]
+        assert not missing, f"metrics of step {step} lack {missing}"
+        full = {"step": step, "time_s": time.monotonic() - self._started, **metrics}
+        self._folder.append_metrics(full)
+        if step % self._logging_steps == 0:
+            for tracker in self._trackers:
+                tracker.log(step, full)
+        self._progress.show(full)
+
+    def event(self, name: str, **fields: float | str) -> None:
+        """A line in the log."""
+        logger.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
+
+    def close(self) -> None:
+        """Flush all sinks."""
+        self._progress.end()
+        for tracker in self._trackers:
+            tracker.close()

@@ -1,0 +1,68 @@
+"""The end of a run: a picture and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+Metrics = dict[str, float]
+
+
+def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
+    """Reward, throughput and staleness over steps as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [m["step"] for m in metrics]
+    figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, height_ratios=(3, 2, 2))
+    reward = [m["reward/mean"] for m in metrics]
+    axes[0].plot(steps, reward, color="tab:blue", alpha=0.35, linewidth=1, label="per step")
+    axes[0].plot(steps, _smooth(reward, 5), color="tab:blue", linewidth=2, label="mean of 5")
+    validated = [(m["step"], m["validation/accuracy"]) for m in metrics if "validation/accuracy" in m]
+    if validated:
+        axes[0].plot(*zip(*validated, strict=True), "o", color="tab:orange", markersize=4, label="validation accuracy")
+    axes[0].set_ylabel("reward")
+    axes[0].legend(loc="lower right")
+    axes[1].plot(steps, [m["throughput/samples_per_s"] for m in metrics], color="tab:green")
+    axes[1].set_ylabel("samples / s")
+    axes[1].set_ylim(bottom=0)
+    axes[2].plot(steps, [m["staleness/mean"] for m in metrics], color="tab:red", label="mean")
+    axes[2].step(steps, [m["staleness/max"] for m in metrics], color="tab:red", alpha=0.4, where="mid", label="max")
+    axes[2].set_ylabel("staleness (versions)")
+    axes[2].set_ylim(bottom=0)
+    axes[2].legend(loc="upper right")
+    axes[2].set_xlabel("training step")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    axes[0].set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
+    """The closing table as text; `rows` are appended."""
+    first, last = metrics[:5], metrics[-5:]
+
+    def mean(part: Sequence[Metrics], key: str) -> float:
+        return sum(m[key] for m in part) / len(part)
+
+    table = [
+        ("steps", f"{metrics[-1]['step']:.0f} in {metrics[-1]['time_s']:.0f} s"),
+        ("reward, mean of first / last 5 steps", f"{mean(first, 'reward/mean'):.3f} / {mean(last, 'reward/mean'):.3f}"),
+        ("samples/s", f"{mean(metrics, 'throughput/samples_per_s'):.1f}"),
+        ("tokens/s", f"{mean(metrics, 'throughput/tokens_per_s'):.0f}"),
+        ("staleness mean / max", f"{mean(metrics, 'staleness/mean'):.2f} / {max(m['staleness/max'] for m in metrics):.0f}"),
+        ("trainer waited for batches", f"{mean(metrics, 'idle/trainer'):.0%} of the time"),
+        ("groups trained / filtered / dropped / failed", " / ".join(
+            f"{metrics[-1][f'groups/{k}']:.0f}" for k in ("trained", "filtered", "dropped", "failed"))),
+        *rows,
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in table)
+    return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in table)
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]

@@ -1,0 +1,59 @@
+"""What a run leaves behind: `output_dir/exp_name/` with config, metrics, log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class RunFolder:
+    """The folder of one run. Creating it is the first thing a run writes."""
+
+    def __init__(self, output_dir: str, exp_name: str) -> None:
+        self.path = Path(output_dir) / exp_name
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output_dir {output_dir}: cannot create {self.path}: {error.strerror}; choose another output_dir") from error
+
+    def write_config(self, text: str) -> None:
+        """The config as resolved."""
+        (self.path / "config.yaml").write_text(text)
+
+    def open_log(self) -> None:
+        """Everything logged by roll_async goes to run.log, warnings also to stderr."""
+        root = logging.getLogger("roll_async")
+        root.setLevel(logging.INFO)
+        root.handlers.clear()
+        root.propagate = False
+        file = logging.FileHandler(self.path / "run.log")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        console = logging.StreamHandler(sys.stderr)
+        console.setLevel(logging.WARNING)
+        console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        root.addHandler(file)
+        root.addHandler(console)
+
+    def truncate_metrics(self, last_step: int) -> None:
+        """Forget lines of steps that a restored run will do again."""
+        path = self.path / "metrics.jsonl"
+        if path.is_file():
+            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= last_step]
+            path.write_text("".join(line + "\n" for line in lines))
+
+    def append_metrics(self, metrics: Mapping[str, float]) -> None:
+        """One line per step, on disk when this returns."""
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({key: _rounded(value) for key, value in metrics.items()}) + "\n")
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """All steps so far."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.8g}")

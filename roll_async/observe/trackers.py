@@ -1,0 +1,92 @@
+"""Where metrics go besides metrics.jsonl, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class Tracker(Protocol):
+    """One sink."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorboardTracker:
+    """Event files under the run folder."""
+
+    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; WANDB_API_KEY is read by its own client."""
+
+    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+        import wandb
+
+        self._run = wandb.init(dir=str(folder), **options)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow, at the tracking server its own environment names."""
+
+    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.start_run(**options)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics({k.replace("/", "."): v for k, v in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class StdoutTracker:
+    """One line of all metrics per step."""
+
+    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+        pass
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        print(f"step {step}: " + " ".join(f"{key}={value:.5g}" for key, value in sorted(metrics.items())), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "stdout": StdoutTracker,
+}
+
+
+def create_tracker(name: str, folder: Path, options: Mapping[str, object]) -> Tracker:
+    """Build a tracker. Raises ValueError naming the package that is missing."""
+    try:
+        return TRACKERS[name](folder, options)
+    except ImportError as error:
+        raise ValueError(f"tracking.track_with {name}: {error}; install it or choose another") from error

@@ -1,0 +1,160 @@
+"""Make everything the CPU demo needs: tokenizer, data, and a model warm-started on this project's own Megatron trainer.
+
+    python tools/make_demo_assets.py [--output output/demo_assets] [--force]
+
+Deterministic and idempotent: a complete folder is left as it is. About a minute on one core; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from roll_async.prompts.addition import ALPHABET, problems  # noqa: E402
+
+VERSION = 4
+VOCABULARY = 64
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 20_000, 128, 200
+WARM_STEPS, WARM_BATCH, WARM_RATE, WRONG_DIGITS = 450, 64, 2e-3, 0.1
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Character level, padded to 64 entries; the chat template is the plain content."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*SPECIAL, *ALPHABET]
+    names += [f"<unused{i}>" for i in range(VOCABULARY - len(names))]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+
+
+def make_model(folder: Path) -> None:
+    """A randomly initialised Qwen2 of about 0.6 M parameters."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=SPECIAL.index("<eos>"),
+        pad_token_id=SPECIAL.index("<pad>"),
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = SPECIAL.index("<eos>")
+    model.save_pretrained(folder)
+
+
+def write_rows(path: Path, rows: list) -> None:
+    """ROLL's columns, one JSON object a line."""
+    with open(path, "w") as file:
+        for number, problem in enumerate(rows):
+            row = {
+                "id": f"{path.stem}-{number}",
+                "tag": "addition",
+                "messages": [{"role": "user", "content": problem.prompt}],
+                "ground_truth": problem.answer,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def warm_start(source: Path, target: Path) -> float:
+    """Supervised steps with wrong digits in the solutions: right in form, often wrong in value. The last loss."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
+    from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = MegatronWorker(
+        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
+        MegatronSettings(
+            model_folder=str(source),
+            dtype="fp32",
+            optimizer=OptimizerSettings(learning_rate=WARM_RATE),
+            micro_batch_rows=WARM_BATCH,
+        ),
+    )
+    worker.start()
+    rng = random.Random(1)
+    pool = problems(NUM_TRAIN, seed=11)
+    loss = 0.0
+    for step in range(WARM_STEPS):
+        batch = [rng.choice(pool) for _ in range(WARM_BATCH)]
+        prompts = [tokenizer(p.prompt, add_special_tokens=False)["input_ids"] for p in batch]
+        answers = [
+            tokenizer(p.solution(rng, WRONG_DIGITS), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            for p in batch
+        ]
+        lengths = torch.tensor([len(p) + len(a) for p, a in zip(prompts, answers, strict=True)])
+        tokens = torch.zeros(len(batch), int(lengths.max()), dtype=torch.int64)
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens[row, : lengths[row]] = torch.tensor(prompt + answer)
+            mask[row, len(prompt) : lengths[row]] = True
+        loss = worker.supervised_update(tokens, lengths, mask)
+        if (step + 1) % 150 == 0:
+            print(f"  warm start: step {step + 1} of {WARM_STEPS}, loss {loss:.3f}", flush=True)
+    worker.export_hf(str(target))
+    return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="output/demo_assets")
+    parser.add_argument("--force", action="store_true", help="make it anew")
+    args = parser.parse_args()
+    output = Path(args.output)
+    manifest = output / "manifest.json"
+    if not args.force and manifest.is_file() and json.loads(manifest.read_text()).get("version") == VERSION:
+        print(f"demo assets are complete in {output}")
+        return
+    started = time.time()
+    temporary = output.with_name(output.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    print(f"making demo assets in {output}")
+    everything = problems(NUM_TRAIN + NUM_VALIDATION + NUM_TEST, seed=7)
+    write_rows(temporary / "train.jsonl", everything[:NUM_TRAIN])
+    write_rows(temporary / "validation.jsonl", everything[NUM_TRAIN : NUM_TRAIN + NUM_VALIDATION])
+    write_rows(temporary / "test.jsonl", everything[NUM_TRAIN + NUM_VALIDATION :])
+    make_model(temporary / "random")
+    make_tokenizer(temporary / "random")
+    loss = warm_start(temporary / "random", temporary / "model")
+    shutil.rmtree(temporary / "random")
+    (temporary / "manifest.json").write_text(json.dumps({"version": VERSION, "warm_start_loss": loss}))
+    shutil.rmtree(output, ignore_errors=True)
+    temporary.rename(output)
+    print(f"done in {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
