@@ -59,7 +59,9 @@ ESTIMATORS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "expected"), ESTIMATORS, ids=[f"{e[0]}{i}" for i, e in enumerate(ESTIMATORS)])
+@pytest.mark.parametrize(
+    ("name", "options", "expected"), ESTIMATORS, ids=[f"{e[0]}{i}" for i, e in enumerate(ESTIMATORS)]
+)
 def test_estimators_on_input_f(name, options, expected):
     advantages, _ = ADVANTAGES[name](inputs(name), **options)
     torch.testing.assert_close(advantages, rows(expected), rtol=0, atol=1.01e-6)

@@ -39,7 +39,11 @@ def rows(text, fill=math.nan):
     return result
 
 
-LOGPROBS, PROXIMAL, BEHAVIOUR = rows("-0.7 -1.2 -0.3; -2 -0.9"), rows("-0.9 -1 -0.35; -1.5 -1"), rows("-1.1 -1.05 -0.3; -1.7 -0.8")
+LOGPROBS, PROXIMAL, BEHAVIOUR = (
+    rows("-0.7 -1.2 -0.3; -2 -0.9"),
+    rows("-0.9 -1 -0.35; -1.5 -1"),
+    rows("-1.1 -1.05 -0.3; -1.7 -0.8"),
+)
 ADVANTAGES, SEGMENTS, SELECTION = rows("1.5; -0.8"), rows("0 0 1; 0 0", 9).long(), rows("1 0 1; 0 1", 1).bool()
 
 
@@ -76,7 +80,13 @@ clip_cov |  | 0 -1.228096 0; 0.640000 0 | -0.117619 | 0 -0.245619 0; 0 0
 kl_cov |  | -1.632104 -1.228096 -1.526907; 0.485225 0.984137 | -0.583549 | -0.166421 -0.245619 -0.115381; 0.097045 0.376827
 m2po |  | -2.237737 0 -1.500000; 0 0.723870 | -0.602773 | -0.447547 0 -0.300000; 0 0.144774
 """
-TYPES = {"True": True, "sequence": "sequence", "segment": "segment", "behaviour": "behaviour", "sequence_product": "sequence_product"}
+TYPES = {
+    "True": True,
+    "sequence": "sequence",
+    "segment": "segment",
+    "behaviour": "behaviour",
+    "sequence_product": "sequence_product",
+}
 
 
 def options_of(text):
@@ -109,7 +119,12 @@ def test_ppo_metrics_on_input_e():
 def test_dual_clip(bound, value, slope):
     leaf, one = torch.tensor([[-0.1]], dtype=torch.float64, requires_grad=True), torch.ones(1, 1, dtype=torch.float64)
     single = PolicyLossInputs(
-        logprobs=leaf, proximal_logprobs=-1.9 * one, behaviour_logprobs=-one, advantages=-one, mask=one.bool(), scores=one[0]
+        logprobs=leaf,
+        proximal_logprobs=-1.9 * one,
+        behaviour_logprobs=-one,
+        advantages=-one,
+        mask=one.bool(),
+        scores=one[0],
     )
     loss, _ = POLICY_LOSSES["ppo"](single, options=PpoOptions(dual_clip=bound))
     loss.sum().backward()
@@ -141,7 +156,9 @@ def test_selections():
     def picked(text):
         return rows(text, 0).bool()
 
-    kl = select_kl_cov(logprobs_BT=LOGPROBS, advantages_BT=ADVANTAGES, mask_BT=MASK, options=KlCovOptions(cov_ratio=0.4))
+    kl = select_kl_cov(
+        logprobs_BT=LOGPROBS, advantages_BT=ADVANTAGES, mask_BT=MASK, options=KlCovOptions(cov_ratio=0.4)
+    )
     assert torch.equal(kl, picked("0 0 1; 1 0"))
     for threshold, expected in ((0.04, "0 1 1; 1 1"), (0.02, "0 1 1; 0 1")):
         kept = select_m2po(
@@ -236,7 +253,10 @@ def test_interpolated_proximal():
     ],
 )
 def test_kl_estimates(estimator, logprob, value, slope):
-    leaf, one = torch.tensor([[logprob]], dtype=torch.float64, requires_grad=True), torch.ones(1, 1, dtype=torch.float64)
+    leaf, one = (
+        torch.tensor([[logprob]], dtype=torch.float64, requires_grad=True),
+        torch.ones(1, 1, dtype=torch.float64),
+    )
     kl = kl_estimate(logprobs_BT=leaf, ref_logprobs_BT=-one, mask_BT=one.bool(), estimator=estimator)
     kl.sum().backward()
     assert float(kl.detach()) == pytest.approx(value, abs=1e-6) and float(leaf.grad) == pytest.approx(slope, abs=1e-6)
@@ -255,7 +275,11 @@ def test_full_kl():
 
 def test_kl_in_reward_and_its_coefficient():
     shaped = kl_in_reward(
-        token_rewards_BT=rows("0 0 1; 0 -1"), logprobs_BT=PROXIMAL, ref_logprobs_BT=BEHAVIOUR, mask_BT=MASK, coefficient=0.1
+        token_rewards_BT=rows("0 0 1; 0 -1"),
+        logprobs_BT=PROXIMAL,
+        ref_logprobs_BT=BEHAVIOUR,
+        mask_BT=MASK,
+        coefficient=0.1,
     )
     close(shaped, rows("-0.02 -0.005 1.005; -0.02 -0.98", 0))
     known = {"coefficient": 0.2, "num_samples": 256, "target": 0.1}
