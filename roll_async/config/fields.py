@@ -56,6 +56,9 @@ def bounded(default: T, range: str) -> T:
     return _declare(default, Traits(range=range))
 
 
+# `Any` below: a field without a default of its own takes the type of its annotation.
+
+
 def derived(range: str | None = None) -> Any:
     """A value filled in from other keys when the file does not give it."""
     return _declare(None, Traits(range=range, derived=True))

@@ -376,6 +376,8 @@ class CorrectionOptions:
         )
 
 
-def option_values(options: PolicyLossOptions | AdvantageOptions) -> dict[str, object]:
+def option_values(
+    options: PolicyLossOptions | AdvantageOptions | CorrectionOptions | RejectionRule,
+) -> dict[str, object]:
     """Field names to values: the keyword arguments of the class or function of the same name in `algorithms/`."""
     return {f.name: getattr(options, f.name) for f in fields(options)}
