@@ -28,7 +28,7 @@ ALLOWED = {
     "pipelines": set(),
     "simulator": set(),
     "weight_sync": {"torch", "numpy"},
-    "cluster": {"ray", "torch"},
+    "cluster": {"ray", "torch", "psutil"},
 }
 
 
