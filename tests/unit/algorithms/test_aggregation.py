@@ -59,8 +59,9 @@ def objective(batch, rows, denominators, mode, name):
         options=CorrectionOptions(weight_level="segment", band_low=0.7), segment_ids_BT=part["segments"],
     ).weights  # fmt: skip
     inputs = PolicyLossInputs(
-        logprobs=leaf, proximal_logprobs=part["proximal"], behaviour_logprobs=part["behaviour"], mask=part["mask"],
-        advantages=part["advantages"], scores=batch.scores[rows], segment_ids=part["segments"], selection=part["selection"],
+        logprobs=leaf, proximal_logprobs=part["proximal"], behaviour_logprobs=part["behaviour"],
+        advantages=part["advantages"], mask=part["mask"], scores=batch.scores[rows],
+        segment_ids=part["segments"], selection=part["selection"],
     )  # fmt: skip
     loss, metrics = POLICY_LOSSES[name](inputs, options=POLICY_LOSS_OPTIONS[name]())
     kl = kl_estimate(logprobs_BT=leaf, ref_logprobs_BT=part["behaviour"], mask_BT=part["mask"], estimator="k3+")

@@ -84,8 +84,8 @@ def slow_correct(batch, options):
             keep = not outside and not rejected
             weights[b][t] = (min(high, max(low, ratio)) if weighted else 1.0) if keep else 0.0
             tokens.append({
-                "b": b, "t": t, "d": d[t], "keep": keep, "outside": outside, "rejected": rejected, "lag": min(8, lag[b][t]),
-                "high": weighted and ratio > high, "low": weighted and ratio < low,
+                "b": b, "t": t, "d": d[t], "keep": keep, "outside": outside, "rejected": rejected,
+                "high": weighted and ratio > high, "low": weighted and ratio < low, "lag": min(8, lag[b][t]),
             })  # fmt: skip
     kept = [x for x in tokens if x["keep"]]
     if kept and options.normalise != "none":

@@ -1,4 +1,4 @@
-"""No loss reads a tensor on the host: every one runs on the meta device, and calls no operator that would have to wait."""
+"""No loss reads a tensor on the host: each runs on the meta device and calls no operator that would have to wait."""
 
 import pytest
 import torch

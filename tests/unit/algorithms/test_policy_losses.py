@@ -14,7 +14,8 @@ CASES = [
     ("vanilla", {}),
     ("vanilla", {"ratio_base": "proximal"}),
     ("gpg", {}),
-    *[("ppo", {"ratio_level": level, "ratio_base": base}) for level in ("token", "sequence", "segment") for base in ("proximal", "behaviour")],
+    *[("ppo", {"ratio_level": level}) for level in ("token", "sequence", "segment")],
+    *[("ppo", {"ratio_level": level, "ratio_base": "behaviour"}) for level in ("token", "sequence", "segment")],
     ("ppo", {"clip_low": 0.05, "clip_high": 0.4, "dual_clip": 1.1}),
     ("ppo", {"dual_clip": None}),
     ("decoupled_ppo", {}),
@@ -230,7 +231,8 @@ def test_nothing_valid_gives_zero_that_back_propagates(name, shape):
 
     leaf = full(torch.nan).requires_grad_()
     inputs = PolicyLossInputs(
-        logprobs=leaf, proximal_logprobs=full(torch.nan), behaviour_logprobs=full(torch.inf), advantages=full(torch.nan),
+        logprobs=leaf, proximal_logprobs=full(torch.nan), behaviour_logprobs=full(torch.inf),
+        advantages=full(torch.nan),
         mask=torch.zeros(shape, dtype=torch.bool), scores=torch.full(shape[:1], torch.nan),
         segment_ids=torch.zeros(shape, dtype=torch.long), selection=torch.ones(shape, dtype=torch.bool),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Chunked log-probs: values, gradients and memory against the plain log-softmax; vocabulary shards against the whole."""
+"""Chunked log-probs: values, gradients and memory against plain log-softmax; vocabulary shards against the whole."""
 
 import itertools
 import math
