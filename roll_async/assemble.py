@@ -21,6 +21,7 @@ from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
 from roll_async.config.schema import RLVRConfig, WorkerConfig
 from roll_async.observe.recorder import Recorder
+from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.rlvr import PipelineParts, RLVRPipeline, RunPlan
 from roll_async.prompts.stream import ShuffledPrompts, load_prompts
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
@@ -88,7 +89,7 @@ class Assembly:
             placements.all, num_gpus_per_node=config.num_gpus_per_node, timeout_s=config.fault.stall_timeout
         )
 
-    async def build(self, recorder: Recorder, folder: Path) -> Assembled:
+    async def build(self, recorder: Recorder, folder: RunFolder) -> Assembled:
         """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
         config = self._config
         (train, valid), (groups, clients), scorer = await asyncio.gather(
@@ -98,7 +99,6 @@ class Assembly:
         await manager.start()
         self._stack.push_async_callback(manager.close)
         scheduler = ChatCompletionScheduler(manager, scorer, settings.scheduler_options(config))
-        queue = MessageQueue(settings.queue_options(config), self._ledger())
         learner = Learner(
             LearnerParts(
                 actor=groups["actor_train"], reference=groups.get("reference"), teacher=groups.get("teacher")
@@ -108,9 +108,11 @@ class Assembly:
         checkpoints = RunCheckpoints(
             folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep
         )
-        saver = LoopCheckpoint(config, groups["actor_train"], learner, queue, checkpoints)
-        restored = await saver.restore()
+        restored = await restore_loop(config, groups["actor_train"], learner, checkpoints)
+        folder.truncate_metrics(restored)
+        queue = MessageQueue(settings.queue_options(config), self._ledger())
         queue.restore(restored)
+        saver = LoopCheckpoint(config, groups["actor_train"], learner, queue, checkpoints)
         rollouter = Rollouter(queue, scheduler, manager, train)
         synchronizer = ParameterSynchronizer(
             groups["actor_train"],
@@ -194,6 +196,13 @@ class Assembly:
 
     def _ledger(self) -> Ledger:
         ledger = self._config.ledger
+        path = Path(ledger.path)
+        if self._config.checkpoint.resume_from is None and path.exists():
+            # A fresh run must not train groups of an older one; they are kept beside it, not lost.
+            for suffix in ("", "-wal", "-shm"):
+                old = path.with_name(path.name + suffix)
+                if old.exists():
+                    old.rename(path.with_name(path.name + ".previous" + suffix))
         return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
 
     def _transport(self) -> str:
@@ -251,16 +260,19 @@ class LoopCheckpoint:
         self._queue.checkpointed(step)
         self._checkpoints.prune()
 
-    async def restore(self) -> int:
-        """The step the run continues after; 0 for a fresh run."""
-        wanted = self._config.checkpoint.resume_from
-        if wanted is None:
-            return 0
-        folder = self._checkpoints.find(wanted)
-        if folder is None:
-            logger.info("resume_from latest: no checkpoint yet, starting fresh")
-            return 0
-        state = json.loads(await self._actor.load(str(folder)))
-        self._learner.state = LearnerState.from_json(state["learner"])
-        logger.info("resumed after step %d from %s", state["step"], folder)
-        return int(state["step"])
+
+async def restore_loop(
+    config: RLVRConfig, actor: RayTrainerGroup, learner: Learner, checkpoints: RunCheckpoints
+) -> int:
+    """Load what `checkpoint.resume_from` names; the step the run continues after, 0 for a fresh run."""
+    wanted = config.checkpoint.resume_from
+    if wanted is None:
+        return 0
+    folder = checkpoints.find(wanted)
+    if folder is None:
+        logger.info("resume_from latest: no checkpoint yet, starting fresh")
+        return 0
+    state = json.loads(await actor.load(str(folder)))
+    learner.state = LearnerState.from_json(state["learner"])
+    logger.info("resumed after step %d from %s", state["step"], folder)
+    return int(state["step"])

@@ -121,7 +121,7 @@ async def _train(config: RLVRConfig, runtime, placements, recorder, folder):  # 
 
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(Assembly(config, runtime, placements, stack).build(recorder, folder.path))
+        starting = asyncio.ensure_future(Assembly(config, runtime, placements, stack).build(recorder, folder))
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, starting.cancel)
         try:

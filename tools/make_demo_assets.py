@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roll_async.prompts.addition import ALPHABET, problems  # noqa: E402
 
-VERSION = 4
+VERSION = 5
 VOCABULARY = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 20_000, 128, 200
-WARM_STEPS, WARM_BATCH, WARM_RATE, WRONG_DIGITS = 450, 64, 2e-3, 0.1
+WARM_STEPS, WARM_BATCH, WARM_RATE, WRONG_DIGITS = 550, 64, 2e-3, 0.06
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -121,7 +121,7 @@ def warm_start(source: Path, target: Path) -> float:
             tokens[row, : lengths[row]] = torch.tensor(prompt + answer)
             mask[row, len(prompt) : lengths[row]] = True
         loss = worker.supervised_update(tokens, lengths, mask)
-        if (step + 1) % 150 == 0:
+        if (step + 1) % 110 == 0:
             print(f"  warm start: step {step + 1} of {WARM_STEPS}, loss {loss:.3f}", flush=True)
     worker.export_hf(str(target))
     return loss

@@ -1,0 +1,82 @@
+"""What the cluster tests share: a barely trained demo model, and a way to run the launcher as a user does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "rollout_batch_size=8",
+    "num_return_sequences_in_group=4",
+    "actor_train.training_args.per_device_train_batch_size=32",
+    "actor_train.training_args.gradient_accumulation_steps=1",
+    "eval_steps=0",
+    "save_steps=0",
+)
+HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
+
+
+@pytest.fixture(scope="session")
+def demo_assets(tmp_path_factory):
+    """Tokenizer, data and a model after few warm-start steps: right in form, seldom in value."""
+    pytest.importorskip("megatron.core")
+    folder = tmp_path_factory.mktemp("assets") / "demo_assets"
+    script = (
+        "import sys; sys.path.insert(0, 'tools'); import make_demo_assets as m; "
+        f"m.WARM_STEPS, m.NUM_TRAIN = 40, 2000; sys.argv = ['x', '--output', {str(folder)!r}]; m.main()"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+class Launcher:
+    """Runs `examples/start_rlvr_pipeline.py` on the assets."""
+
+    def __init__(self, assets, output):
+        self.assets, self.output = assets, output
+
+    def command(self, *overrides, config="rlvr_config_async_cpu.yaml", name="run", small=True):
+        places = (
+            f"pretrain={self.assets}/model",
+            f"actor_train.data_args.file_name={self.assets}/train.jsonl",
+            f"validation.data_args.file_name={self.assets}/validation.jsonl",
+            f"output_dir={self.output}",
+            f"exp_name={name}",
+        )
+        script = str(ROOT / "examples" / "start_rlvr_pipeline.py")
+        if config == "rlvr_gsm8k_cpu.yaml":
+            places = places[3:]
+        return [sys.executable, script, "--config", config, *places, *(SMALL if small else ()), *overrides]
+
+    def start(self, *overrides, **kwargs):
+        env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        return subprocess.Popen(
+            self.command(*overrides, **kwargs),
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *overrides, timeout=240, **kwargs):
+        process = self.start(*overrides, **kwargs)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return process.returncode, output
+
+    def metrics(self, name="run"):
+        lines = (self.output / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def launcher(demo_assets, tmp_path):
+    return Launcher(demo_assets, tmp_path)

@@ -1,0 +1,129 @@
+"""The main job on real parts: Ray, Megatron-Core, vLLM or the Hugging Face engine, run as a user runs it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import HF, ROOT
+
+pytest.importorskip("ray")
+pytest.importorskip("megatron.core")
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+def test_synchronous_training_is_on_policy_and_engine_and_trainer_agree_after_every_weight_sync(launcher):
+    pytest.importorskip("vllm")
+    code, output = launcher.run("async_generation_ratio=0", "max_steps=4")
+    assert code == 0, output
+    metrics = launcher.metrics()
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    for m in metrics:
+        assert m["staleness/max"] == 0
+        assert abs(m["correction/rho_max"] - 1) < 1e-4 and abs(m["correction/kl"]) < 1e-4
+        assert m["weights/version"] >= m["step"] - 1
+
+
+def test_one_batch_ahead_overlaps_stays_within_the_bound_and_leaves_what_it_promises(launcher):
+    pytest.importorskip("vllm")
+    transformers = pytest.importorskip("transformers")
+    code, output = launcher.run(
+        "async_generation_ratio=1", "max_steps=5", "eval_steps=2", "val_batch_size=16", "save_steps=2"
+    )
+    assert code == 0, output
+    metrics = launcher.metrics()
+    assert max(m["staleness/max"] for m in metrics) == 1
+    assert [m["step"] for m in metrics if "validation/accuracy" in m] == [2, 4]
+    folder = launcher.output / "run"
+    for name in ("config.yaml", "metrics.jsonl", "run.log", "reward.png", "ledger.sqlite", "trace.json"):
+        assert (folder / name).stat().st_size > 0, name
+    assert list((folder / "tensorboard").iterdir())
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step_00000002", "step_00000004", "step_00000005"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+    assert sum(p.numel() for p in model.parameters()) > 500_000
+    assert "step 5/5" in output and "reward, mean of first / last 5 steps" in output
+
+
+@pytest.mark.parametrize(("ratio", "bound"), [("0.5", 1), ("2", 2)])
+def test_other_ratios_run_on_the_fallback_engine_within_their_bound(launcher, ratio, bound):
+    code, output = launcher.run(f"async_generation_ratio={ratio}", "max_steps=5", HF)
+    assert code == 0, output
+    assert max(m["staleness/max"] for m in launcher.metrics()) <= bound
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K rows are not beside this checkout")
+def test_real_gsm8k_rows_run_three_steps(launcher, tmp_path):
+    import subprocess
+    import sys
+
+    tool = str(ROOT / "tools" / "make_gsm8k_assets.py")
+    assets = tmp_path / "gsm8k_assets"
+    subprocess.run([sys.executable, tool, "--source", str(GSM8K), "--output", str(assets)], check=True, timeout=120)
+    code, output = launcher.run(
+        f"pretrain={assets}/model",
+        f"actor_train.data_args.file_name={GSM8K}",
+        HF,
+        config="rlvr_gsm8k_cpu.yaml",
+        small=False,
+    )
+    assert code == 0, output
+    assert len(launcher.metrics()) == 3
+    log = (launcher.output / "run" / "run.log").read_text()
+    assert "7" in log and "longer than prompt_length" in log
+
+
+def test_an_interrupted_run_saves_its_state_and_goes_on_where_it_stopped(launcher):
+    process = launcher.start("max_steps=500", HF)
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, rest
+    stopped = launcher.metrics()[-1]["step"]
+    code, output = launcher.run(f"max_steps={stopped + 2}", "checkpoint.resume_from=latest", HF)
+    assert code == 0, output
+    assert [m["step"] for m in launcher.metrics()] == list(range(1, stopped + 3))
+
+
+def test_killing_the_driver_leaves_no_process_behind(launcher):
+    psutil = pytest.importorskip("psutil")
+    process = launcher.start("max_steps=500", HF)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 5
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        left = [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+        if not left:
+            break
+        time.sleep(0.2)
+    assert left == []
+
+
+def test_a_dying_engine_ends_the_run_with_its_error_and_not_a_hang(launcher):
+    psutil = pytest.importorskip("psutil")
+    process = launcher.start("max_steps=500", HF)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    engine = next(c for c in children if "EngineReplica" in " ".join(c.cmdline()))
+    engine.kill()
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 3
+    assert "actor_infer-0" in output and "Traceback" not in output
+
+
+def test_missing_assets_and_wrong_keys_are_one_readable_line_before_anything_starts(launcher):
+    launcher.assets = Path("output/no_demo_assets")
+    code, output = launcher.run()
+    assert code == 2 and "make demo-assets" in output and "Traceback" not in output
+    code, output = launcher.run("async_generation_ration=1")
+    assert code == 2 and "did you mean 'async_generation_ratio'" in output
