@@ -94,12 +94,14 @@ def _run_in(config: RLVRConfig, folder) -> int:  # noqa: ANN001 (RunFolder)
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.recorder import Recorder
+    from roll_async.observe.trace import Trace
     from roll_async.observe.trackers import create_tracker
 
     placements = place_roles(config)
     tracker = create_tracker(config.tracking.track_with, folder.path, config.tracking.tracker_kwargs)
     progress = ProgressLine(config.max_steps)
-    recorder = Recorder(folder, [tracker], progress, logging_steps=config.logging_steps)
+    trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
+    recorder = Recorder(folder, [tracker], progress, logging_steps=config.logging_steps, trace=trace)
     where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
     print(
         f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x {config.samples_per_group} samples, "

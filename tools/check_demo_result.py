@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.rewards.exact_match import ExactMatch  # noqa: E402
+from roll_async.rewards.exact_match import ExactMatch
 
 
 def accuracy(folder: str, data: str, temperature: float, seed: int = 0) -> float:

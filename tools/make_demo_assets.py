@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.prompts.addition import ALPHABET, problems  # noqa: E402
+from roll_async.prompts.addition import ALPHABET, problems
 
 VERSION = 5
 VOCABULARY = 64

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.prompts.rows import missing_file  # noqa: E402
+from roll_async.prompts.rows import missing_file
 
 VOCABULARY = 2048
 

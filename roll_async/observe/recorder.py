@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.run_folder import RunFolder
+from roll_async.observe.trace import Trace
 from roll_async.observe.trackers import Tracker
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,17 @@ REQUIRED_KEYS = (
 class Recorder:
     """`pipelines/protocol.py: Observes`: metrics.jsonl, trackers, the live line, the log."""
 
-    def __init__(self, folder: RunFolder, trackers: list[Tracker], progress: ProgressLine, *, logging_steps: int) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        trackers: list[Tracker],
+        progress: ProgressLine,
+        *,
+        logging_steps: int,
+        trace: Trace | None = None,
+    ) -> None:
         self._folder, self._trackers, self._progress = folder, trackers, progress
+        self._trace = trace
         self._logging_steps = logging_steps
         self._started = time.monotonic()
 
@@ -49,8 +59,15 @@ class Recorder:
         """A line in the log."""
         logger.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
 
+    def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
+        """Something that took time, for the trace."""
+        if self._trace is not None:
+            self._trace.span(track, name, start_s, end_s, **args)
+
     def close(self) -> None:
         """Flush all sinks."""
         self._progress.end()
+        if self._trace is not None:
+            self._trace.write()
         for tracker in self._trackers:
             tracker.close()

@@ -25,6 +25,7 @@ class StepClock:
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self.spent: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -33,7 +34,9 @@ class StepClock:
         try:
             yield
         finally:
-            self.spent[name] = self.spent.get(name, 0.0) + self._loop.time() - started
+            ended = self._loop.time()
+            self.spent[name] = self.spent.get(name, 0.0) + ended - started
+            self.spans.append((name, started, ended))
 
     @property
     def total_s(self) -> float:

@@ -28,6 +28,9 @@ class Observes(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One training step's metrics, see design.md section 10."""
 
+    def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
+        """Something that took time, in seconds of the loop."""
+
     def event(self, name: str, **fields: float | str) -> None:
         """Something worth a line in the log: a validation, a weight push, a stop."""
 

@@ -14,7 +14,7 @@ opens the next batch only when its weights are held. Queue: one producer (Rollou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from roll_async.buffer.message_queue import EndOfData, MessageQueue
 from roll_async.pipelines.metrics import StepClock, step_metrics
 from roll_async.pipelines.protocol import Learns, Observes, RunEnd, Saves
 from roll_async.rollout.rollouter import Rollouter
+from roll_async.schema import Group
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
 T = TypeVar("T")
@@ -95,7 +96,8 @@ class RLVRPipeline:
                 return RunEnd.END_OF_DATA
             if groups is None:
                 return RunEnd.INTERRUPTED
-            report = await parts.learner.learn(groups, step)
+            with clock.measure("learn"):
+                report = await parts.learner.learn(groups, step)
             ages = parts.queue.freshness(step)
             await parts.queue.step_trained(step)
             self._trained = step
@@ -113,9 +115,17 @@ class RLVRPipeline:
                 step, groups, report, sync, clock, parts.queue.stats(), ages, busy_s - busy_before
             )
             parts.observer.step(step, {**metrics, **validation})
+            self._trace(step, groups, clock)
             if self._stop.is_set():
                 return RunEnd.INTERRUPTED
         return RunEnd.FINISHED
+
+    def _trace(self, step: int, groups: Sequence[Group], clock: StepClock) -> None:
+        observer = self._parts.observer
+        for name, started, ended in clock.spans:
+            observer.span("trainer", name, started, ended, step=step)
+        for group in groups:
+            observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=step)
 
     async def _validate(self, step: int) -> Mapping[str, float]:
         """Generation for training stands still while the validation prompts run, and goes on afterwards."""
