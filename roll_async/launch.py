@@ -76,7 +76,8 @@ def _run(config: RLVRConfig) -> int:
         cause = _first_cause(error)
         if isinstance(cause, KeyboardInterrupt):
             return EXIT_INTERRUPTED
-        logger.error("%s: %s", type(cause).__name__, cause, exc_info=error)
+        logger.error("%s: %s", type(cause).__name__, cause)
+        logger.info("where it came from:", exc_info=error)
         kind = {ValueError: EXIT_USAGE, StallError: EXIT_STALLED}.get(type(cause), EXIT_ROLE_FAILED)
         if not isinstance(cause, (ValueError, RuntimeError, ConnectionError, TimeoutError, OSError, StallError)):
             raise

@@ -17,7 +17,6 @@ SMALL = (
     "eval_steps=0",
     "save_steps=0",
 )
-HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import HF, ROOT
 
 pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
 
+ROOT = Path(__file__).resolve().parents[2]
+HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
