@@ -228,10 +228,9 @@ def agentic_reinforce(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
     ids = segment_ids_from_mask(mask_BT=batch.mask) if inputs.segment_ids is None else inputs.segment_ids
     ids = dense_segments(segment_ids_BT=ids, mask_BT=batch.mask)
     per_turn = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.rewards)
-    present = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.mask.to(batch.rewards.dtype)) > 0
     running, returns = torch.zeros_like(batch.scores), torch.zeros_like(batch.rewards)
     for k in range(per_turn.shape[1] - 1, -1, -1):
-        running = torch.where(present[:, k], per_turn[:, k] + gamma * running, running)
+        running = per_turn[:, k] + gamma * running
         returns[:, k] = running
     result = torch.where(batch.mask, returns.gather(1, ids), 0)
     return result, result

@@ -277,3 +277,34 @@ def test_the_behaviour_policy_is_corrected_once():
         check_no_double_correction(loss_name=name, ratio_base="behaviour", weight_level="token")
     with pytest.raises(ValueError, match="vanilla"):
         check_no_double_correction(loss_name="pppo", ratio_base="behaviour", weight_level="none")
+
+
+def one_row(d, mask=None, **options):
+    """Weights of a row with log ratios `d`."""
+    train = torch.tensor([d], dtype=torch.float64)
+    valid = torch.ones_like(train).bool() if mask is None else torch.tensor([mask]).bool()
+    return correct(
+        train_logprobs_BT=train, rollout_logprobs_BT=torch.zeros_like(train), mask_BT=valid,
+        options=CorrectionOptions(weight_level="none", **options),
+    )  # fmt: skip
+
+
+def test_bounds_are_inside():
+    half, double = math.log(0.5), math.log(2.0)
+    for aggregation in ("token", "sequence_max"):
+        rule = RejectionRule(statistic="k1", aggregation=aggregation, low=0.5, high=2.0)
+        assert one_row([half, double], rejections=(rule,)).keep.all()
+    assert one_row([0.0], band_low=1.0, band_high=1.0).keep.all()
+    assert one_row([2.0], rejections=(RejectionRule(statistic="k2", aggregation="token", high=2.0),)).keep.all()
+
+
+def test_masked_tokens_do_not_reject_their_row():
+    rule = RejectionRule(statistic="k1", aggregation="sequence_max", low=1.5)
+    kept = one_row([0.5, math.nan, 0.6], [True, False, True], rejections=(rule,)).keep
+    assert kept.tolist() == [[True, False, True]]
+
+
+def test_squared_row_ratios_are_clamped_once_more():
+    sums = one_row([5.0, 5.0, 5.0]).sums
+    assert float(sums["correction/sequence_rho_squared"]) == pytest.approx(math.exp(20.0))
+    assert float(one_row([-5.0, -6.0]).sums["correction/sequence_rho_squared"]) == pytest.approx(math.exp(-20.0))

@@ -301,6 +301,18 @@ def test_the_slope_is_zero_where_the_log_ratio_is_clamped():
     assert slope(19.0) == pytest.approx(math.exp(19.0)) and slope(21.0) == 0.0
 
 
+def test_the_regulariser_of_kimi15_is_not_clamped():
+    leaf, one = torch.tensor([[-50.0]], dtype=torch.float64, requires_grad=True), torch.ones(1, 1, dtype=torch.float64)
+    inputs = PolicyLossInputs(
+        logprobs=leaf, proximal_logprobs=-10 * one, behaviour_logprobs=one, advantages=0 * one,
+        mask=one.bool(), scores=one[0],
+    )  # fmt: skip
+    loss, metrics = POLICY_LOSSES["kimi15"](inputs, options=POLICY_LOSS_OPTIONS["kimi15"](kimi15_tau=0.5))
+    loss.sum().backward()
+    assert float(loss.detach()) == float(metrics["policy/regulariser"]) == 0.25 * 40**2
+    assert float(leaf.grad) == -20.0
+
+
 def test_missing_segments_and_selections_are_refused(make_batch):
     inputs = make_batch(1).inputs()
     for name in ("ppo", "decoupled_ppo", "tis", "cispo", "topr"):

@@ -115,6 +115,13 @@ def test_a_nan_gradient_at_a_masked_position_stays_there():
     assert torch.isfinite(leaf.grad).all() and torch.equal(leaf.grad[~mask], torch.zeros_like(leaf.grad[~mask]))
 
 
+def test_top_p_stops_once_its_mass_is_reached():
+    logits = torch.zeros(1, 1, 2, dtype=torch.float64)  # two halves: after the first the mass is exactly 0.5
+    for token, top_p, expected in ((0, 0.5, 0.0), (1, 0.5, math.log(0.5)), (0, 0.51, math.log(0.5))):
+        result = token_logprobs(logits_BTV=logits, tokens_BT=torch.tensor([[token]]), top_p=top_p)
+        assert float(result.logprobs) == pytest.approx(expected)
+
+
 def test_without_a_mask_every_position_counts():
     logits, tokens, _ = make(1)
     everywhere = token_logprobs(logits_BTV=logits, tokens_BT=tokens)
