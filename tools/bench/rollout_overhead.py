@@ -1,6 +1,6 @@
 """Generation through scheduler + Ray against the same vLLM engine called directly, same prompts.
 
-    python tools/bench/rollout_overhead.py [--model output/demo_assets/model] [--requests 512] [--rounds 3]
+    python tools/bench/rollout_overhead.py [--model output/demo_assets/model] [--requests 1024] [--rounds 5]
 
 Two engines of the same settings, one in this process and one in a Ray actor behind the server manager, take turns; the
 median round of each counts. Every request generates the same number of tokens.
@@ -69,8 +69,8 @@ async def measure(model: str, count: int, rounds: int) -> tuple[list[float], lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="output/demo_assets/model")
-    parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     from roll_async.cluster.runtime import ray_runtime
 

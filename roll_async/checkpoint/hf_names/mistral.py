@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_names.dense import EMBEDDING, NORMS, ATTENTION, MLP
+from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, MLP, NORMS
 from roll_async.checkpoint.hf_names.table import Family
 
 FAMILY = Family("mistral", ("MistralForCausalLM",), (*EMBEDDING, *NORMS, *ATTENTION, *MLP), {})
