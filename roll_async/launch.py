@@ -35,6 +35,9 @@ def run_command(args: Sequence[str], *, pipeline: str | None) -> int:
         print(f"{path}: this launcher runs rlvr configs; use examples/start_agentic_pipeline.py", file=sys.stderr)
         return EXIT_USAGE
     try:
+        from roll_async.support import refuse_unsupported
+
+        refuse_unsupported(loaded.config)
         _check_inputs(loaded.config)
     except ValueError as error:
         print(f"{path}: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ LAYER = {
     "rollout": 4,
     "pipelines": 5, "cluster": 5,
     "simulator": 6,
-    "assemble_settings": 7, "assemble": 8, "launch": 9, "bench": 9, "cli": 10,
+    "assemble_settings": 7, "support": 7, "assemble": 8, "launch": 9, "bench": 9, "cli": 10,
 }  # fmt: skip
 
 ALLOWED = {

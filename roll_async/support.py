@@ -1,0 +1,79 @@
+"""Settings that a checked config may hold and this version cannot honour: refused before anything starts, never ignored."""
+
+from __future__ import annotations
+
+from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, RLVRConfig, WorkerConfig
+from roll_async.inference.backends import ENGINES
+from roll_async.weight_sync.transports import SENDERS
+
+
+def refuse_unsupported(config: RLVRConfig) -> None:
+    """Raise ValueError naming key, value and remedy of the first such setting; docs_roll/status.md lists them."""
+    problems = [*_roles(config), *_engine(config), *_loop(config)]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _roles(config: RLVRConfig) -> list[str]:
+    problems = []
+    for name, role in config.roles():
+        problems += _model(name, role)
+        strategy = role.strategy_args.strategy_config
+        if isinstance(strategy, MegatronTrainConfig | MegatronInferConfig):
+            problems += _megatron(name, role, strategy)
+        elif name in ("reference", "teacher"):
+            problems.append(f"{name}.strategy_args.strategy_name={role.strategy_args.strategy_name} is not there yet; use megatron_infer")
+    return problems
+
+
+def _model(name: str, role: WorkerConfig) -> list[str]:
+    problems = []
+    if role.model_args.lora_rank:
+        problems.append(f"{name}.model_args.lora_rank={role.model_args.lora_rank} is not there yet; set it to 0")
+    if role.model_args.freeze_module_prefix:
+        problems.append(f"{name}.model_args.freeze_module_prefix is not there yet; remove it")
+    return problems
+
+
+def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | MegatronInferConfig) -> list[str]:
+    problems = []
+    for key in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if getattr(strategy, key) > 1:
+            problems.append(f"{name}..{key}={getattr(strategy, key)} is not there yet; set it to 1")
+    if strategy.transformer_impl == "transformer_engine":
+        problems.append(f"{name}..transformer_impl=transformer_engine is not there yet; use auto")
+    if isinstance(strategy, MegatronTrainConfig):
+        if (strategy.virtual_pipeline_model_parallel_size or 1) > 1:
+            problems.append(f"{name}..virtual_pipeline_model_parallel_size is not there yet; remove it")
+        for key in ("overlap_grad_reduce", "overlap_param_gather", "optimizer_cpu_offload"):
+            if getattr(strategy, key):
+                problems.append(f"{name}..{key}=true is not there yet; set it to false")
+    if role.micro_batching == "packed":
+        problems.append(f"{name}.micro_batching=packed is not there yet; use dynamic")
+    if role.router_replay:
+        problems.append(f"{name}.router_replay=true is not there yet; set it to false")
+    return problems
+
+
+def _engine(config: RLVRConfig) -> list[str]:
+    problems = []
+    strategy = config.actor_infer.strategy_args.strategy_name
+    if strategy not in ENGINES:
+        problems.append(f"actor_infer.strategy_args.strategy_name={strategy} is not there yet; use {' or '.join(ENGINES)}")
+    if config.weight_sync.transport not in ("auto", *SENDERS):
+        problems.append(f"weight_sync.transport={config.weight_sync.transport} is not there yet; use auto or {' or '.join(SENDERS)}")
+    return problems
+
+
+def _loop(config: RLVRConfig) -> list[str]:
+    problems = []
+    if config.async_training.require_batches != config.mini_batches_per_batch:
+        problems.append("async_training.require_batches smaller than a whole step is not there yet; remove it")
+    if config.tracking.prometheus_port is not None:
+        problems.append("tracking.prometheus_port is not there yet; remove it")
+    if config.tracking.rollout_dump_dir is not None:
+        problems.append("tracking.rollout_dump_dir is not there yet; remove it")
+    for domain, reward in config.rewards.items():
+        if reward.type in ("code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa"):
+            problems.append(f"rewards.{domain}.type={reward.type} is not there yet; use math_rule, exact_match or a dotted path")
+    return problems
