@@ -1,6 +1,7 @@
 """Reward workers behind a Ray actor: text is decoded and scored there, never in the driver.
 
-One call per sample: scoring costs far more than a call, and a slow sample must not hold back its neighbours.
+Traffic is batched both ways, like that of the engines: `submit` carries what finished in the same moment, `collect` brings
+back whatever is scored. A slow sample holds back nobody, because answers are not tied to the call their question came in.
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from roll_async.cluster.errors import call
 from roll_async.config.schema import RewardConfig
 from roll_async.schema import Prompt, Reward, Sample
 
+_COALESCE_S = 0.005
+"""How long the first of a batch waits for company: far less than a reward takes."""
+Question = tuple[int, Prompt, Sample]
+Answer = tuple[int, Reward | None, str]
+"""(number, reward, why there is none)."""
 
-@ray.remote(max_restarts=0, max_concurrency=4096)
+
+@ray.remote(max_restarts=0, max_concurrency=64)
 class RewardHost:
     """The worker pools of all domains on one node."""
 
     def __init__(self, rewards: Mapping[str, RewardConfig], tokenizer_folder: str) -> None:
         self._rewards, self._tokenizer_folder = rewards, tokenizer_folder
+        self._answers: list[Answer] = []
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start the worker processes of every domain."""
@@ -32,21 +42,46 @@ class RewardHost:
         self._router = RewardRouter(self._rewards)
         await self._router.start()
 
-    async def score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """One sample. Raises ConnectionError for an outage."""
-        text = self._tokenizer.decode(list(sample.response_token_ids), skip_special_tokens=True)
-        return await self._router.score(prompt, text)
+    async def submit(self, questions: Sequence[Question]) -> None:
+        """Start scoring; returns at once."""
+        ids = [list(sample.response_token_ids) for _, _, sample in questions]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for (number, prompt, _), text in zip(questions, texts, strict=True):
+            task = asyncio.create_task(self._score(number, prompt, text))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _score(self, number: int, prompt: Prompt, text: str) -> None:
+        try:
+            answer: Answer = (number, await self._router.score(prompt, text), "")
+        except ConnectionError as error:
+            answer = (number, None, str(error))
+        self._answers.append(answer)
+        self._news.set()
+
+    async def collect(self) -> list[Answer]:
+        """Wait for at least one answer, then a moment for others."""
+        await self._news.wait()
+        await asyncio.sleep(_COALESCE_S)
+        self._news.clear()
+        answers, self._answers = self._answers, []
+        return answers
 
     async def close(self) -> None:
         await self._router.close()
 
 
 class RayScorer:
-    """`rollout/protocol.py: Scorer` over one or more RewardHosts, in turn."""
+    """`rollout/protocol.py: Scorer` over one RewardHost."""
 
-    def __init__(self, hosts: Sequence[ActorHandle]) -> None:
-        self._hosts = hosts
-        self._next = 0
+    def __init__(self, host: ActorHandle) -> None:
+        self._host = host
+        self._waiting: dict[int, asyncio.Future[Reward]] = {}
+        self._outbox: list[Question] = []
+        self._number = 0
+        self._sending: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._gone: str | None = None
 
     @classmethod
     async def start(cls, rewards: Mapping[str, RewardConfig], tokenizer_folder: str, env: Mapping[str, str]) -> RayScorer:
@@ -54,17 +89,56 @@ class RayScorer:
         options = {"num_cpus": 1, "runtime_env": {"env_vars": {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}}
         host = RewardHost.options(**options, name="rewards-0").remote(dict(rewards), tokenizer_folder)
         await call("rewards", host.start.remote())
-        return cls([host])
+        scorer = cls(host)
+        scorer._reading = asyncio.create_task(scorer._read(), name="reward reader")
+        return scorer
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """Score one sample on the next host."""
-        host = self._hosts[self._next]
-        self._next = (self._next + 1) % len(self._hosts)
-        return await call("rewards", host.score.remote(prompt, sample))
+        """Score one sample. Raises ConnectionError for an outage, also when the host is gone."""
+        if self._gone is not None:
+            raise ConnectionError(self._gone)
+        number, self._number = self._number, self._number + 1
+        result = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._outbox.append((number, prompt, sample))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send(), name="reward sender")
+        try:
+            return await result
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _send(self) -> None:
+        while self._outbox:
+            await asyncio.sleep(_COALESCE_S)
+            batch, self._outbox = self._outbox, []
+            try:
+                await call("rewards", self._host.submit.remote(batch))
+            except ConnectionError as error:
+                self._lose(str(error))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                for number, reward, problem in await call("rewards", self._host.collect.remote()):
+                    result = self._waiting.get(number)
+                    if result is None or result.done():
+                        continue
+                    if reward is None:
+                        result.set_exception(ConnectionError(problem))
+                    else:
+                        result.set_result(reward)
+        except ConnectionError as error:
+            self._lose(str(error))
+
+    def _lose(self, reason: str) -> None:
+        self._gone = reason
+        for result in self._waiting.values():
+            if not result.done():
+                result.set_exception(ConnectionError(reason))
 
     async def close(self) -> None:
         """Stop the worker processes."""
-        closing = [asyncio.wrap_future(h.close.remote().future()) for h in self._hosts]
-        await asyncio.wait(closing, timeout=5)
-        for host in self._hosts:
-            ray.kill(host)
+        if self._reading is not None:
+            self._reading.cancel()
+        await asyncio.wait([asyncio.wrap_future(self._host.close.remote().future())], timeout=5)
+        ray.kill(self._host)
