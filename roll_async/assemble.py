@@ -1,4 +1,6 @@
-"""Starts the roles of a run and couples them: config -> trainer, engines, rewards -> queue, scheduler, rollouter -> pipeline."""
+"""Starts the roles of a run and couples them: config -> trainer, engines, rewards -> queue, scheduler, rollouter ->
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class Assembled:
 class Assembly:
     """Starts roles in parallel and closes all of them when its stack closes."""
 
-    def __init__(self, config: RLVRConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, config: RLVRConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack
+    ) -> None:
         self._config, self._runtime, self._placements, self._stack = config, runtime, placements, stack
         self._pool = NodePool(
             placements.all, num_gpus_per_node=config.num_gpus_per_node, timeout_s=config.fault.stall_timeout
@@ -100,9 +104,7 @@ class Assembly:
         self._stack.push_async_callback(manager.close)
         scheduler = ChatCompletionScheduler(manager, scorer, settings.scheduler_options(config))
         learner = Learner(
-            LearnerParts(
-                actor=groups["actor_train"], reference=groups.get("reference"), teacher=groups.get("teacher")
-            ),
+            LearnerParts(actor=groups["actor_train"], reference=groups.get("reference"), teacher=groups.get("teacher")),
             settings.learner_options(config),
         )
         checkpoints = RunCheckpoints(
@@ -159,7 +161,9 @@ class Assembly:
 
     async def _models(self) -> tuple[dict[str, RayTrainerGroup], list[RayEngineClient]]:
         env = dict(self._config.system_envs)
-        training = [self._start_training(name, worker, env) for name, worker in self._config.roles() if name != "actor_infer"]
+        training = [
+            self._start_training(name, worker, env) for name, worker in self._config.roles() if name != "actor_infer"
+        ]
         engines = [self._start_engine(p, env) for p in self._placements.engines]
         started = await asyncio.gather(*training, *engines)
         groups = started[: len(training)]

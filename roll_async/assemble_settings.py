@@ -62,7 +62,9 @@ def learner_options(config: RLVRConfig) -> LearnerOptions:
 
 
 def megatron_settings(config: RLVRConfig, role: WorkerConfig) -> MegatronSettings:
-    """One Megatron role; with an optimizer and a loss when it trains. Raises ValueError for what Megatron cannot do yet."""
+    """One Megatron role; with an optimizer and a loss when it trains. Raises ValueError for what Megatron cannot do
+    yet.
+    """
     strategy = role.strategy_args.strategy_config
     assert isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
     sampling = config.actor_infer.generating_args

@@ -1,4 +1,6 @@
-"""`roll-async bench`: run the budget scripts of `tools/bench/` one after the other; each prints one JSON line per case."""
+"""`roll-async bench`: run the budget scripts of `tools/bench/` one after the other; each prints one JSON line per
+case.
+"""
 
 from __future__ import annotations
 

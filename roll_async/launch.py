@@ -22,7 +22,9 @@ _MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make
 
 
 def run_command(args: Sequence[str], *, pipeline: str | None) -> int:
-    """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray starts."""
+    """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray
+    starts.
+    """
     try:
         path, overrides = resolve_config(list(args), pipeline)
         loaded = load_with_warnings(path, overrides, pipeline)

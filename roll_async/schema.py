@@ -1,10 +1,13 @@
 """The nouns of the system: what travels between folders.
 
-Token ids are `array('i')` (int32), log-probs `array('f')` (float32): compact, picklable, and readable by torch without a
+Token ids are `array('i')` (int32), log-probs `array('f')` (float32): compact, picklable, and readable by torch without
+a
 copy (`torch.frombuffer`). They are never changed after construction.
 
-Worked example. Prompt `[5, 6]`, the model answers `[7, 8]` under version 3, is interrupted, and goes on with `[9]` under
-version 4: one `Completion` with `token_ids=[7, 8, 9]`, three log-probs and `version_runs=((3, 2), (4, 1))`. Trained at step 5
+Worked example. Prompt `[5, 6]`, the model answers `[7, 8]` under version 3, is interrupted, and goes on with `[9]`
+under
+version 4: one `Completion` with `token_ids=[7, 8, 9]`, three log-probs and `version_runs=((3, 2), (4, 1))`. Trained at
+step 5
 its staleness is 5 - 3 = 2: a sample is as old as its oldest trained token.
 
 Shape letters: B rows (one row = one sample), T token positions of the padded batch.
@@ -90,14 +93,18 @@ class Completion:
     """Seconds from submission to the end, on the engine's clock."""
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.logprobs) == sum(n for _, n in self.version_runs), "one log-prob and version per token"
+        assert len(self.token_ids) == len(self.logprobs) == sum(n for _, n in self.version_runs), (
+            "one log-prob and version per token"
+        )
 
 
 class RewardStatus(str, Enum):
     """A score exists only with OK. An outage is not a wrong answer."""
 
     OK = "ok"
-    TIMEOUT = "timeout"  # the sample's own computation took too long; scored by the scorer's own rule, never as an outage
+    TIMEOUT = (
+        "timeout"  # the sample's own computation took too long; scored by the scorer's own rule, never as an outage
+    )
     OUTAGE = "outage"  # the scorer could not work; the sample has no score
 
 

@@ -1,4 +1,6 @@
-"""Settings that a checked config may hold and this version cannot honour: refused before anything starts, never ignored."""
+"""Settings that a checked config may hold and this version cannot honour: refused before anything starts, never
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def _roles(config: RLVRConfig) -> list[str]:
         if isinstance(strategy, MegatronTrainConfig | MegatronInferConfig):
             problems += _megatron(name, role, strategy)
         elif name in ("reference", "teacher"):
-            problems.append(f"{name}.strategy_args.strategy_name={role.strategy_args.strategy_name} is not there yet; use megatron_infer")
+            problems.append(
+                f"{name}.strategy_args.strategy_name={role.strategy_args.strategy_name} is not there yet; use megatron_infer"
+            )
     return problems
 
 
@@ -59,9 +63,13 @@ def _engine(config: RLVRConfig) -> list[str]:
     problems = []
     strategy = config.actor_infer.strategy_args.strategy_name
     if strategy not in ENGINES:
-        problems.append(f"actor_infer.strategy_args.strategy_name={strategy} is not there yet; use {' or '.join(ENGINES)}")
+        problems.append(
+            f"actor_infer.strategy_args.strategy_name={strategy} is not there yet; use {' or '.join(ENGINES)}"
+        )
     if config.weight_sync.transport not in ("auto", *SENDERS):
-        problems.append(f"weight_sync.transport={config.weight_sync.transport} is not there yet; use auto or {' or '.join(SENDERS)}")
+        problems.append(
+            f"weight_sync.transport={config.weight_sync.transport} is not there yet; use auto or {' or '.join(SENDERS)}"
+        )
     return problems
 
 
@@ -75,5 +83,7 @@ def _loop(config: RLVRConfig) -> list[str]:
         problems.append("tracking.rollout_dump_dir is not there yet; remove it")
     for domain, reward in config.rewards.items():
         if reward.type in ("code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa"):
-            problems.append(f"rewards.{domain}.type={reward.type} is not there yet; use math_rule, exact_match or a dotted path")
+            problems.append(
+                f"rewards.{domain}.type={reward.type} is not there yet; use math_rule, exact_match or a dotted path"
+            )
     return problems

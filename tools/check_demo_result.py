@@ -1,6 +1,6 @@
 """Greedy accuracy of a checkpoint on fresh addition problems, in plain Transformers.
 
-    python tools/check_demo_result.py FOLDER [--data output/demo_assets/test.jsonl] [--threshold 0.9] [--temperature 0]
+python tools/check_demo_result.py FOLDER [--data output/demo_assets/test.jsonl] [--threshold 0.9] [--temperature 0]
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ ASSETS = ROOT / "output" / "demo_assets"
 def demo(steps: int) -> list[dict]:
     """The demo on one device: synchronous, because two roles that share a device take turns."""
     if not (ASSETS / "manifest.json").is_file():
-        subprocess.run([sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", str(ASSETS)], check=True)
+        subprocess.run(
+            [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", str(ASSETS)], check=True
+        )
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", "rlvr_config_sync_cpu.yaml",
@@ -63,7 +65,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("skipped: no CUDA device")
         return 0
-    about = {"name": "gpu/device", "device": torch.cuda.get_device_name(0), "torch": torch.__version__, "python": platform.python_version()}
+    about = {
+        "name": "gpu/device",
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     print(json.dumps(about), flush=True)
     ok = True
     for name in args.only or SUITE:

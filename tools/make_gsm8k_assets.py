@@ -1,4 +1,5 @@
-"""Tokenizer and a randomly initialised model for `configs/rlvr_gsm8k_cpu.yaml`: the data path is real, the model knows nothing.
+"""Tokenizer and a randomly initialised model for `configs/rlvr_gsm8k_cpu.yaml`: the data path is real, the model knows
+nothing.
 
     python tools/make_gsm8k_assets.py [--source data/gsm8k/train.jsonl] [--output output/gsm8k_assets]
 

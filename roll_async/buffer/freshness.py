@@ -108,7 +108,9 @@ class BatchFreshness:
         tokens, age = sum(by_versions.values()), in_flight + queue
         ages_s = [now_s - group.admitted_s for group in groups]
         soft = max_versions if soft_versions is None else soft_versions
-        stale = [g for g in groups if g.oldest_version is not None and staleness(step=step, version=g.oldest_version) > soft]
+        stale = [
+            g for g in groups if g.oldest_version is not None and staleness(step=step, version=g.oldest_version) > soft
+        ]
         over = sum(count for lag, count in by_versions.items() if lag > max_versions)
         return cls(
             step=step,

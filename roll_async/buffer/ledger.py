@@ -1,7 +1,9 @@
 """Durable log of groups: SQLite in WAL mode, one row per group.
 
-A finished group is durable before it counts as buffered. "Consumed by step t" is written in the same transaction that records
-step t. Accounting is by position in the prompt stream: a position is done, buffered, or to be generated, never two of them.
+A finished group is durable before it counts as buffered. "Consumed by step t" is written in the same transaction that
+records
+step t. Accounting is by position in the prompt stream: a position is done, buffered, or to be generated, never two of
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Finished groups between rollout and trainer: admission, the staleness bound, exactly-once accounting.
 
-One instance per run, on one event loop; no call holds anything across a wait. The arithmetic is in `staleness.py`, what is
-durable in `ledger.py`. Every group is in exactly one `GroupState`, and the counts add up at every instant (invariant 2).
+One instance per run, on one event loop; no call holds anything across a wait. The arithmetic is in `staleness.py`,
+what is
+durable in `ledger.py`. Every group is in exactly one `GroupState`, and the counts add up at every instant (invariant
+2).
 """
 
 from __future__ import annotations
@@ -259,7 +261,8 @@ class MessageQueue:
         self._notify()
 
     def restore(self, step: int) -> None:
-        """Continue after training step `step`: what the ledger holds within the bound is buffered, every other open prompt comes again.
+        """Continue after training step `step`: what the ledger holds within the bound is buffered, every other open
+        prompt comes again.
 
         A group sampled by weights newer than the restored step is generated again: those weights do not exist any more.
         """

@@ -1,21 +1,27 @@
 """The arithmetic of the staleness contract: admission, deadline, look-ahead. Pure functions of integers.
 
 Indexing. Training steps count from 1; weight version v holds the weights after step v; version 0 is the initial model.
-Step t starts from version t - 1, the freshest there can be, so the staleness of a token of version v trained at step t is
+Step t starts from version t - 1, the freshest there can be, so the staleness of a token of version v trained at step t
+is
 `t - 1 - v`, and a group admitted at version v must be trained by step `v + M + 1`, M = max_versions.
 
-Why the look-ahead rule is enough. Call a set of groups schedulable after step t iff for every s > t the groups of the set
+Why the look-ahead rule is enough. Call a set of groups schedulable after step t iff for every s > t the groups of the
+set
 due by step s number at most (s - t) * G, the groups that steps t + 1 ... s train.
 
 1. Taking keeps it: that is the rule itself (`is_schedulable` of what is left behind).
 2. Admission keeps it. A slot given out while the engines hold v is due by D = v + M + 1, no group is due later, and the
    admission rule leaves at most ceil((v + (1 + r) * k) * G) - t * G groups. With M + 1 >= (1 + r) * k that is at most
-   (v + M + 1 - t) * G = (D - t) * G, an integer, so the rounding costs nothing. Deadlines before D do not see the new group.
+   (v + M + 1 - t) * G = (D - t) * G, an integer, so the rounding costs nothing. Deadlines before D do not see the new
+   group.
 3. Release removes groups, and the trainer waits while no batch can be taken.
 
-So from a schedulable set the G oldest groups can always be taken once they are finished: the groups due by s without the G
-oldest are at most (s - t) * G - G = (s - (t + 1)) * G, or none are left. The trainer therefore never waits for a group that
-cannot come, and no group is ever over the bound. "Overdue groups first" without the look-ahead lets younger groups be taken
+So from a schedulable set the G oldest groups can always be taken once they are finished: the groups due by s without
+the G
+oldest are at most (s - t) * G - G = (s - (t + 1)) * G, or none are left. The trainer therefore never waits for a group
+that
+cannot come, and no group is ever over the bound. "Overdue groups first" without the look-ahead lets younger groups be
+taken
 until more than G fall due at one step; the step after it, some of them are over the bound.
 """
 
@@ -48,9 +54,11 @@ def staleness_bound(*, ratio: float, sync_every: int) -> int:
 
 
 def admission_limit(*, version: WeightVersion, ratio: float, sync_every: int, groups_per_batch: int) -> int:
-    """Groups that may be admitted in total while every engine holds `version`: ceil((p + 1 + r) * W), p = version / k, W = k * G.
+    """Groups that may be admitted in total while every engine holds `version`: ceil((p + 1 + r) * W), p = version / k,
+    W = k * G.
 
-    p is a fraction after a resume from a step that is not a multiple of k; the limit is then tighter than at the next push.
+    p is a fraction after a resume from a step that is not a multiple of k; the limit is then tighter than at the next
+    push.
     """
     window = sync_every * groups_per_batch
     return ceil((Fraction(version, sync_every) + 1 + exact_ratio(ratio)) * window)
@@ -85,7 +93,8 @@ def largest_excess(
 def is_schedulable(
     *, left_by_version: Mapping[WeightVersion, int], step: int, groups_per_batch: int, max_versions: int
 ) -> bool:
-    """True iff after step `step` every group left can be trained in time: due by s at most (s - step) * G, for every s >= step.
+    """True iff after step `step` every group left can be trained in time: due by s at most (s - step) * G, for every s
+    >= step.
 
     `left_by_version`: groups left behind, in flight or finished, by the version they were admitted at.
     """

@@ -73,9 +73,13 @@ class QueueOptions:
     def __post_init__(self) -> None:
         bound = self.staleness_bound
         if self.policy is StalenessPolicy.WAIT and self.bound_versions < bound:
-            raise ValueError(f"max_versions {self.max_versions} is below the {bound} versions admitted; with policy wait raise it")
+            raise ValueError(
+                f"max_versions {self.max_versions} is below the {bound} versions admitted; with policy wait raise it"
+            )
         if self.max_queue_size is not None and self.max_queue_size < self.groups_per_batch:
-            raise ValueError(f"max_queue_size {self.max_queue_size} cannot hold the {self.groups_per_batch} groups of one batch")
+            raise ValueError(
+                f"max_queue_size {self.max_queue_size} cannot hold the {self.groups_per_batch} groups of one batch"
+            )
 
     @property
     def staleness_bound(self) -> int:
@@ -104,7 +108,8 @@ class QueueOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueStats:
-    """Counts of the run. admitted = trained + filtered + dropped + failed + training + buffered + in_flight, at every instant.
+    """Counts of the run. admitted = trained + filtered + dropped + failed + training + buffered + in_flight, at every
+    instant.
 
     `training` is 0 between `step_trained` and the next `take_batch`.
     """

@@ -59,7 +59,9 @@ class HfFolder:
 def write_hf_folder(
     target: str, tensors: Iterator[tuple[str, Tensor]], *, like: str, dtype: str, shard_bytes: int = 4 << 30
 ) -> None:
-    """Stream tensors into a folder with the configuration and tokenizer of `like`. Peak memory: one shard. `dtype` is a torch name."""
+    """Stream tensors into a folder with the configuration and tokenizer of `like`. Peak memory: one shard. `dtype` is
+    a torch name.
+    """
     from safetensors.torch import save_file
 
     folder = Path(target)

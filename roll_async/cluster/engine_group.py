@@ -1,7 +1,7 @@
 """Engine replicas as Ray actors, and the client the scheduler and the synchronizer talk to.
 
-    AsyncLLMServerManager -- RayEngineClient.submit / collect --> EngineReplica (EngineHost over one Engine)
-    ParameterSynchronizer -- RayEngineClient.begin_update ... commit -->      "
+AsyncLLMServerManager -- RayEngineClient.submit / collect --> EngineReplica (EngineHost over one Engine)
+ParameterSynchronizer -- RayEngineClient.begin_update ... commit -->      "
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ class RoleFailed(RuntimeError):
 
 
 async def call(role: str, awaitable: Awaitable[T]) -> T:
-    """Await a remote call. A dead process is a ConnectionError, a failed call raises the role's own error named by role."""
+    """Await a remote call. A dead process is a ConnectionError, a failed call raises the role's own error named by
+    role.
+    """
     try:
         return await awaitable
     except (ActorDiedError, ActorUnavailableError, RayActorError) as error:

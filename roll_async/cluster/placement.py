@@ -1,6 +1,7 @@
 """Device mappings to processes: which node, which GPUs, how many threads.
 
-`device_mapping` null: `world_size` CPU processes. Else device id d is GPU d % num_gpus_per_node of node d // num_gpus_per_node.
+`device_mapping` null: `world_size` CPU processes. Else device id d is GPU d % num_gpus_per_node of node d //
+num_gpus_per_node.
 A process of a training role owns one device; a replica of an engine owns tensor * pipeline devices.
 """
 
@@ -15,7 +16,8 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _GPU_SHARE = 0.01
-"""Ray accounts GPUs per process; roles may share a device, so each takes a sliver and CUDA_VISIBLE_DEVICES says which."""
+"""Ray accounts GPUs per process; roles may share a device, so each takes a sliver and CUDA_VISIBLE_DEVICES says which.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

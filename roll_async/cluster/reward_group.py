@@ -1,7 +1,9 @@
 """Reward workers behind a Ray actor: text is decoded and scored there, never in the driver.
 
-Traffic is batched both ways, like that of the engines: `submit` carries what finished in the same moment, `collect` brings
-back whatever is scored. A slow sample holds back nobody, because answers are not tied to the call their question came in.
+Traffic is batched both ways, like that of the engines: `submit` carries what finished in the same moment, `collect`
+brings
+back whatever is scored. A slow sample holds back nobody, because answers are not tied to the call their question came
+in.
 """
 
 from __future__ import annotations
@@ -84,9 +86,14 @@ class RayScorer:
         self._gone: str | None = None
 
     @classmethod
-    async def start(cls, rewards: Mapping[str, RewardConfig], tokenizer_folder: str, env: Mapping[str, str]) -> RayScorer:
+    async def start(
+        cls, rewards: Mapping[str, RewardConfig], tokenizer_folder: str, env: Mapping[str, str]
+    ) -> RayScorer:
         """Start the reward workers. Raises ValueError for a reward that can not be built."""
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}}
+        options = {
+            "num_cpus": 1,
+            "runtime_env": {"env_vars": {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
+        }
         host = RewardHost.options(**options, name="rewards-0").remote(dict(rewards), tokenizer_folder)
         await call("rewards", host.start.remote())
         scorer = cls(host)

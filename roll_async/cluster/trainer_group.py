@@ -140,7 +140,9 @@ class RayTrainerGroup:
         if embedded:
             env = {**env, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         ranks = [
-            MegatronRank.options(**pool.options(p, dict(env)), name=f"{role.name}-{p.index}", max_concurrency=1).remote(role, p)
+            MegatronRank.options(**pool.options(p, dict(env)), name=f"{role.name}-{p.index}", max_concurrency=1).remote(
+                role, p
+            )
             for p in placements
         ]
         group = cls(role.name, ranks, bucket_bytes)
@@ -169,8 +171,12 @@ class RayTrainerGroup:
         ref = ray.put(rows)
         return (await self._all(lambda r: r.update_values.remote(ref, step)))[0]
 
-    async def export_weights(self, version: int, transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """The plan, then every bucket, then the digest. The next bucket is gathered while the caller uses the present one."""
+    async def export_weights(
+        self, version: int, transport: str, verify: str
+    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """The plan, then every bucket, then the digest. The next bucket is gathered while the caller uses the present
+        one.
+        """
         plans = await self._all(lambda r: r.export_begin.remote(transport, verify, version, self._bucket_bytes))
         yield next(p for p in plans if p is not None)
         pending = asyncio.ensure_future(self._all(lambda r: r.export_next.remote()))

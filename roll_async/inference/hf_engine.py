@@ -1,6 +1,7 @@
 """Transformers' continuous batching behind the Engine protocol: the engine that needs nothing extra.
 
-One manager per sampling setting is what Transformers has, so the first request decides temperature, top-k and top-p of a
+One manager per sampling setting is what Transformers has, so the first request decides temperature, top-k and top-p of
+a
 generation wave; a request with other settings waits until the running ones are done, then the manager is started anew.
 Tokens are streamed, because a cancelled request gets no final output.
 """

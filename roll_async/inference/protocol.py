@@ -79,7 +79,9 @@ class Engine(Protocol):
         """
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; their `generate` calls have returned (FinishReason.ABORT) before this returns. Unknown ids are ignored."""
+        """End these requests; their `generate` calls have returned (FinishReason.ABORT) before this returns. Unknown
+        ids are ignored.
+        """
 
     async def pause(self, mode: PauseMode) -> None:
         """After this returns no token is sampled until `resume`. New `generate` calls wait."""
@@ -92,7 +94,9 @@ class Engine(Protocol):
         """Load the tensors of one bucket; returns when the bucket's memory may be reused."""
 
     async def finish_update(self) -> str:
-        """Digest over what was loaded (see `weight_sync/digest.py`); resets the prefix cache. Raises RuntimeError if tensors of the plan are missing."""
+        """Digest over what was loaded (see `weight_sync/digest.py`); resets the prefix cache. Raises RuntimeError if
+        tensors of the plan are missing.
+        """
 
     async def commit(self, version: WeightVersion) -> None:
         """Tokens sampled from now on carry this version."""

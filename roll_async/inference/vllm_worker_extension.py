@@ -28,7 +28,9 @@ class WeightUpdateExtension:
         initialize_layerwise_reload(self._roll_model)
 
     def roll_load_bucket(self, pickled: bytes) -> None:
-        """Load one `Bucket` (vLLM's own encoding would lose its type). Tensors are copied: a layer is assembled when all its parts have come."""
+        """Load one `Bucket` (vLLM's own encoding would lose its type). Tensors are copied: a layer is assembled when
+        all its parts have come.
+        """
         bucket: Bucket = pickle.loads(pickled)
         device = self.model_runner.device  # type: ignore[attr-defined]
         tensors = []
@@ -46,7 +48,9 @@ class WeightUpdateExtension:
         return self._roll_digest.hexdigest()
 
     def _roll_repack_tied_head(self) -> None:
-        """A tied output layer gets no tensor of its own, so vLLM's reload leaves its packed CPU copy at the old weights."""
+        """A tied output layer gets no tensor of its own, so vLLM's reload leaves its packed CPU copy at the old
+        weights.
+        """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         for module in self._roll_model.modules():

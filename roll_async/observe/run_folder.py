@@ -17,7 +17,9 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"output_dir {output_dir}: cannot create {self.path}: {error.strerror}; choose another output_dir") from error
+            raise ValueError(
+                f"output_dir {output_dir}: cannot create {self.path}: {error.strerror}; choose another output_dir"
+            ) from error
 
     def write_config(self, text: str) -> None:
         """The config as resolved."""

@@ -9,7 +9,9 @@ _MAX_EVENTS = 200_000
 
 
 class Trace:
-    """Collects spans by track; written when the run ends, whichever way. Past the limit the newest spans are left out and counted."""
+    """Collects spans by track; written when the run ends, whichever way. Past the limit the newest spans are left out
+    and counted.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -71,7 +71,9 @@ def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
     scores = [s.reward.score for s in samples if s.reward is not None]
     return SampleFacts(
         rewards=tuple(scores),
-        accuracies=tuple(s.reward.metrics.get("acc", float(s.reward.score > 0)) for s in samples if s.reward is not None),
+        accuracies=tuple(
+            s.reward.metrics.get("acc", float(s.reward.score > 0)) for s in samples if s.reward is not None
+        ),
         lengths=tuple(sum(s.loss_mask) for s in samples),
         staleness=tuple(lags),
         staleness_weights=tuple(weights),
@@ -103,7 +105,9 @@ def step_metrics(
     ages: BatchFreshness,
     busy_s: float,
 ) -> dict[str, float]:
-    """Everything one training step publishes; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which requests ran."""
+    """Everything one training step publishes; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which
+    requests ran.
+    """
     total = clock.total_s
     wait = clock.spent.get("wait_batch", 0.0)
     return {

@@ -69,7 +69,9 @@ class RLVRPipeline:
         self._stop.set()
 
     async def run(self) -> RunEnd:
-        """Push the first weights, then generate and train until the end. Errors of any role are raised after all loops stopped."""
+        """Push the first weights, then generate and train until the end. Errors of any role are raised after all loops
+        stopped.
+        """
         parts, plan = self._parts, self._plan
         await parts.synchronizer.push(self._trained)
         async with asyncio.TaskGroup() as tasks:
@@ -111,9 +113,7 @@ class RLVRPipeline:
                 with clock.measure("save"):
                     await parts.checkpoint.save(step)
             busy_s, busy_before = parts.rollouter.stats().busy_s, busy_s
-            metrics = step_metrics(
-                step, groups, report, sync, clock, parts.queue.stats(), ages, busy_s - busy_before
-            )
+            metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), ages, busy_s - busy_before)
             parts.observer.step(step, {**metrics, **validation})
             self._trace(step, groups, clock)
             if self._stop.is_set():

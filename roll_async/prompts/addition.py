@@ -1,6 +1,7 @@
 """The demo task: addition of multi-digit numbers with a digit-by-digit scratchpad.
 
-`58+367=` is answered `8+7+0=15;5+6+1=12;0+3+1=4;=425`: one step per digit from the right (digits and carry), then the sum.
+`58+367=` is answered `8+7+0=15;5+6+1=12;0+3+1=4;=425`: one step per digit from the right (digits and carry), then the
+sum.
 The length of an answer grows with its digits, so lengths vary as they do in real reasoning.
 """
 

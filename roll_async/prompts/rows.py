@@ -125,7 +125,11 @@ def _messages(record: dict, columns: Columns) -> tuple[Mapping[str, str], ...]:
         turns = record["prompt"]
     else:
         raise KeyError(columns.messages)
-    if not isinstance(turns, (list, tuple)) or not turns or not all(isinstance(t, dict) and {"role", "content"} <= set(t) for t in turns):
+    if (
+        not isinstance(turns, (list, tuple))
+        or not turns
+        or not all(isinstance(t, dict) and {"role", "content"} <= set(t) for t in turns)
+    ):
         raise ValueError("the chat must be a non-empty list of {role, content}")
     return tuple({"role": str(t["role"]), "content": str(t["content"])} for t in turns)
 

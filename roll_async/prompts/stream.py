@@ -76,7 +76,9 @@ def domain_of(row: Row, domains: Mapping[str, tuple[str, ...]]) -> str | None:
 
 
 class ShuffledPrompts:
-    """`rollout/protocol.py: PromptSource`. Position -> (domain, epoch, row) by arithmetic and a seeded shuffle per epoch."""
+    """`rollout/protocol.py: PromptSource`. Position -> (domain, epoch, row) by arithmetic and a seeded shuffle per
+    epoch.
+    """
 
     def __init__(
         self,
@@ -117,7 +119,9 @@ class ShuffledPrompts:
 
 
 def _interleave(shares: Mapping[str, float], *, period: int) -> list[str]:
-    """A repeating pattern in which every prefix holds each domain as close to its share as possible (largest deficit first)."""
+    """A repeating pattern in which every prefix holds each domain as close to its share as possible (largest deficit
+    first).
+    """
     counts = dict.fromkeys(shares, 0)
     pattern = []
     for position in range(1, period + 1):

@@ -36,7 +36,9 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], template: str) -> list[int]:
-    """Token ids of a chat, ready for the assistant's answer. Raises ValueError for an unknown template or a tokenizer without one."""
+    """Token ids of a chat, ready for the assistant's answer. Raises ValueError for an unknown template or a tokenizer
+    without one.
+    """
     if template not in TEMPLATES:
         raise ValueError(f"template {template!r} is not one of {' | '.join(TEMPLATES)}")
     chosen = TEMPLATES[template]

@@ -18,4 +18,8 @@ class ExactMatch:
         if not found:
             return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"no {self._marker!r} in the answer")
         right = answer.strip() == ground_truth.strip()
-        return Verdict(score=float(right), acc=float(right), reason="" if right else f"{answer.strip()[:80]!r} is not {ground_truth!r}")
+        return Verdict(
+            score=float(right),
+            acc=float(right),
+            reason="" if right else f"{answer.strip()[:80]!r} is not {ground_truth!r}",
+        )

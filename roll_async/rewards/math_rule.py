@@ -1,4 +1,6 @@
-"""Mathematical answers, compared by math-verify: the last boxed expression, or the last `Answer:` line, after the thinking."""
+"""Mathematical answers, compared by math-verify: the last boxed expression, or the last `Answer:` line, after the
+thinking.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ class MathRule:
         if len(stated) > _MAX_ANSWER_CHARS:
             return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"the answer has {len(stated)} characters")
         right = same_value(stated, ground_truth)
-        return Verdict(score=float(right), acc=float(right), reason="" if right else f"{stated[:80]!r} is not {ground_truth[:80]!r}")
+        return Verdict(
+            score=float(right),
+            acc=float(right),
+            reason="" if right else f"{stated[:80]!r} is not {ground_truth[:80]!r}",
+        )
 
 
 def same_value(stated: str, reference: str) -> bool:

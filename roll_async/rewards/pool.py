@@ -2,7 +2,8 @@
 
     score --> queue --> worker (one task running, one waiting in its pipe) --> verdict
 
-A worker that hangs or dies is replaced by a warm spare; the task it ran gets TIMEOUT or is retried once, the one behind it
+A worker that hangs or dies is replaced by a warm spare; the task it ran gets TIMEOUT or is retried once, the one
+behind it
 goes to another worker as if nothing had happened.
 """
 
@@ -53,7 +54,13 @@ class _Worker:
         self.tasks: deque[_Task] = deque()
 
     async def start(self) -> None:
-        command = (sys.executable, "-m", "roll_async.rewards.worker", self._options.reward, str(self._options.memory_mb))
+        command = (
+            sys.executable,
+            "-m",
+            "roll_async.rewards.worker",
+            self._options.reward,
+            str(self._options.memory_mb),
+        )
         self.process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

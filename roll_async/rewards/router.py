@@ -1,4 +1,6 @@
-"""Prompts to the scorer of their domain. Every domain has workers and a queue of its own: a slow one does not stall the rest."""
+"""Prompts to the scorer of their domain. Every domain has workers and a queue of its own: a slow one does not stall
+the rest.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ from roll_async.rewards.registry import create_reward
 
 
 def _limit(memory_mb: int) -> None:
-    """Memory is bounded, so that an exploding expression ends in MemoryError or a dead worker, never in a swapping host."""
+    """Memory is bounded, so that an exploding expression ends in MemoryError or a dead worker, never in a swapping
+    host.
+    """
     limit = memory_mb << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -42,7 +44,12 @@ def main() -> None:
                 "status": "ok",
             }
         except Exception as error:  # the model's text or a user's reward: counted as an outage, never as a score
-            answer = {"score": 0.0, "metrics": {}, "reason": f"{type(error).__name__}: {error}"[:500], "status": "outage"}
+            answer = {
+                "score": 0.0,
+                "metrics": {},
+                "reason": f"{type(error).__name__}: {error}"[:500],
+                "status": "outage",
+            }
         answer["scoring_s"] = time.perf_counter() - started
         answers.write(json.dumps(answer) + "\n")
 

@@ -168,7 +168,9 @@ class ChatCompletionScheduler:
         return sample.reward.score if sample.reward is not None else None
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """The reward; an outage or a hang is retried with backoff and then fails the group. A time-out is no score either."""
+        """The reward; an outage or a hang is retried with backoff and then fails the group. A time-out is no score
+        either.
+        """
         reason = ""
         for attempt in range(self._options.sample_retries + 1):
             if attempt:
@@ -188,7 +190,9 @@ class ChatCompletionScheduler:
         raise RewardOutage(f"reward of sample {sample.sample_id} (domain {prompt.domain}): {reason}")
 
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Sample]:
-        """One scored sample per prompt, without filter or early stop, in the foreground. Failed ones are left out, logged."""
+        """One scored sample per prompt, without filter or early stop, in the foreground. Failed ones are left out,
+        logged.
+        """
         work = [self._sample(p, f"{name}/{i}", sampling, None, foreground=True) for i, p in enumerate(prompts)]
         done = await asyncio.gather(*work, return_exceptions=True)
         samples = []
@@ -204,9 +208,11 @@ class ChatCompletionScheduler:
     async def generate_sequences(
         self, prompts: Sequence[Prompt], num_groups: int, *, validation: bool = False, first_id: int = 0
     ) -> RolloutResult:
-        """One round: generate until `num_groups` groups are kept, then stop early. With `validation` every prompt counts and none is cut.
+        """One round: generate until `num_groups` groups are kept, then stop early. With `validation` every prompt
+        counts and none is cut.
 
-        Raises ValueError ("Generated too many. Please check your data.") when `max_num_gen_batches` batches did not suffice;
+        Raises ValueError ("Generated too many. Please check your data.") when `max_num_gen_batches` batches did not
+        suffice;
         nothing is lost, the prompts are the caller's.
         """
         options = self._options
@@ -254,7 +260,9 @@ class ChatCompletionScheduler:
         )
 
     async def _early_stop(self, running: dict[asyncio.Task[GroupOutcome], int], first_id: int) -> list[int]:
-        """Abort what still runs: collect the request ids, wait until the servers acknowledge, then end the tasks. Positions of the prompts."""
+        """Abort what still runs: collect the request ids, wait until the servers acknowledge, then end the tasks.
+        Positions of the prompts.
+        """
         ids = [
             f"{first_id + index}.0/{i}" for index in running.values() for i in range(self._options.samples_per_group)
         ]

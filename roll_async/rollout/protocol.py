@@ -26,7 +26,9 @@ class EngineClient(Protocol):
         """Wait for at least one completion or failure. At most one `collect` is outstanding per replica."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """When this returns none of them runs any more; what they generated comes with `collect` (FinishReason.ABORT). Unknown ids are ignored."""
+        """When this returns none of them runs any more; what they generated comes with `collect` (FinishReason.ABORT).
+        Unknown ids are ignored.
+        """
 
     async def pause(self, mode: PauseMode) -> None:
         """When this returns the replica samples no token until `resume`."""
@@ -37,13 +39,17 @@ class EngineClient(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores one finished sample. Raises ConnectionError for an outage (retried with backoff), never returns one as a score."""
+    """Scores one finished sample. Raises ConnectionError for an outage (retried with backoff), never returns one as a
+    score.
+    """
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward: ...
 
 
 class PromptSource(Protocol):
-    """A deterministic stream of prompts, addressed by position: the ledger accounts by position, so a restart needs no cursor file."""
+    """A deterministic stream of prompts, addressed by position: the ledger accounts by position, so a restart needs no
+    cursor file.
+    """
 
     def at(self, index: int) -> Prompt | None:
         """The prompt at this position of the shuffled, domain-mixed stream; None from the end of the data on."""

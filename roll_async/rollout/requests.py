@@ -20,7 +20,9 @@ class Interrupted(Exception):
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:
-    """A request that has not ended. Every attempt has an id of its own, so a late reply of an earlier one is never taken for it."""
+    """A request that has not ended. Every attempt has an id of its own, so a late reply of an earlier one is never
+    taken for it.
+    """
 
     request: GenerateRequest
     result: asyncio.Future[Completion]

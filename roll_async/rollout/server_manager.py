@@ -4,7 +4,8 @@
                    ^                                                             |
                    +---- requeued with its tokens <---- reader <----collect------+
 
-Dispatch is event-driven: every freed slot is refilled at once. Calls to a replica carry batches. No lock is held across a wait.
+Dispatch is event-driven: every freed slot is refilled at once. Calls to a replica carry batches. No lock is held
+across a wait.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class ServerStats:
 
 
 class AsyncLLMServerManager:
-    """All replicas of `actor_infer`. `start` before use, `close` at the end; failures of the readers surface in `wait_failed`."""
+    """All replicas of `actor_infer`. `start` before use, `close` at the end; failures of the readers surface in
+    `wait_failed`.
+    """
 
     def __init__(self, clients: Sequence[EngineClient], options: ManagerOptions) -> None:
         self._options = options
@@ -151,7 +154,8 @@ class AsyncLLMServerManager:
     ) -> Completion:
         """Run a request to its end, over as many replicas and weight versions as it takes.
 
-        `affinity`: requests with the same key go to one replica while it lives. `foreground`: runs also while `set_aside` holds the others back.
+        `affinity`: requests with the same key go to one replica while it lives. `foreground`: runs also while
+        `set_aside` holds the others back.
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
         """
         pending = PendingRequest(request, asyncio.get_running_loop().create_future(), affinity, foreground)
@@ -195,7 +199,8 @@ class AsyncLLMServerManager:
     async def interrupt(self, mode: str, timeout_s: float) -> None:
         """Bring all replicas to a stand-still within `timeout_s`, whatever the length of a sample.
 
-        wait: nothing new starts, running requests finish; what is not finished by half of the time is treated as resume.
+        wait: nothing new starts, running requests finish; what is not finished by half of the time is treated as
+        resume.
         resume: running requests stop and keep their tokens. abort: they are discarded. keep: they stay in the engine.
         Raises TimeoutError naming the replicas that did not stop.
         """
@@ -232,7 +237,9 @@ class AsyncLLMServerManager:
         self._pump()
 
     async def set_aside(self, aside: bool) -> None:
-        """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False: they go on."""
+        """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False: they
+        go on.
+        """
         self._foreground_only = aside
         if aside:
             await self._abort_on_servers([p for p in self._all_in_flight() if not p.foreground])

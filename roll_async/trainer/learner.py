@@ -123,7 +123,9 @@ class Learner:
         self.state = LearnerState(token_kl_coef=options.token_kl_coef)
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
-        """Train on whole groups. `step` counts from 1; the batch's tokens have staleness step - 1 - version + 1 = step - version."""
+        """Train on whole groups. `step` counts from 1; the batch's tokens have staleness step - 1 - version + 1 = step
+        - version.
+        """
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
         batch = await asyncio.to_thread(collate, groups, step=step, domains=options.domains)
         rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
@@ -169,7 +171,9 @@ class Learner:
     def _signal(
         self, batch: TrainBatch, known: Tensor, reference: Tensor | None, teacher: Tensor | None, values: Tensor | None
     ) -> _Signal:
-        """Scores to advantages, and the mask of trained tokens. `known` [B,T]: best known log-probs of the current weights."""
+        """Scores to advantages, and the mask of trained tokens. `known` [B,T]: best known log-probs of the current
+        weights.
+        """
         options = self._options
         scores, metrics = self._shaped_scores(batch)
         token_rewards = None
@@ -321,7 +325,8 @@ class Learner:
 
 
 def _version_lag(batch: TrainBatch) -> Tensor:
-    """[B,T] staleness of each sampled token in steps: the batch trains at `step`, version v holds the weights after step v.
+    """[B,T] staleness of each sampled token in steps: the batch trains at `step`, version v holds the weights after
+    step v.
 
     Step t starts from version t - 1, which is the freshest possible: its staleness is counted as 0.
     """

@@ -73,16 +73,22 @@ class TrainerGroup(ScoringGroup, Protocol):
     """The ranks of `actor_train`. Data-parallel splitting is its own business: callers hand in whole batches."""
 
     async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
-        """All optimizer steps of one training step. Metrics: loss, grad_norm, learning_rate, policy/..., num_optimizer_steps."""
+        """All optimizer steps of one training step. Metrics: loss, grad_norm, learning_rate, policy/...,
+        num_optimizer_steps.
+        """
 
     def export_weights(self, version: int, transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """First the plan, then its buckets in order, then the digest. A bucket's memory may be reused when the iterator is advanced."""
+        """First the plan, then its buckets in order, then the digest. A bucket's memory may be reused when the
+        iterator is advanced.
+        """
 
     async def save(self, folder: str, step: int, state: bytes) -> None:
         """Write a checkpoint with the caller's own `state`; atomic: `folder` exists only when it is complete."""
 
     async def load(self, folder: str) -> bytes:
-        """Restore model, optimizer, schedule and RNG; returns the caller's `state`. Raises ValueError naming a bad file."""
+        """Restore model, optimizer, schedule and RNG; returns the caller's `state`. Raises ValueError naming a bad
+        file.
+        """
 
     async def export_hf(self, folder: str) -> None:
         """Write a transformers-loadable folder (safetensors with index, config, tokenizer)."""

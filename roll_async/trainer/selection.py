@@ -20,7 +20,9 @@ def select_tokens(
     mask: Tensor,
     seed: int,
 ) -> Tensor | None:
-    """[B,T] bool for clip_cov, kl_cov and m2po, None for every other loss. `proximal` [B,T] stands for the current log-probs."""
+    """[B,T] bool for clip_cov, kl_cov and m2po, None for every other loss. `proximal` [B,T] stands for the current
+    log-probs.
+    """
     base = batch.behaviour_logprobs if getattr(options, "ratio_base", "") == "behaviour" else proximal
     match options:
         case ClipCovOptions():

@@ -1,7 +1,7 @@
 """Flat buckets of HF-named tensors: what a trainer exports and an engine loads.
 
 A bucket is one contiguous block of bytes with a table of contents. Where the bytes are is the transport's business:
-`location` names a shared-memory file, a checkpoint folder, or nothing when the bytes travel by other means.
+`location` names a shared-memory file, an address to pull from, or a device handle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bucket:
     slots: tuple[TensorSlot, ...]
     num_bytes: int
     location: str
-    """Transport-specific: a path for shm and filesystem."""
+    """Where a receiver finds the bytes; each transport says what it writes here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,13 +28,16 @@ class Digest:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def update(self, slot: TensorSlot, data: Tensor) -> None:
-        """Add one tensor. `data`: its bytes, uint8 [num_bytes], on the host."""
+        """Add one tensor. `data`: its bytes, uint8 [num_bytes], on any device; only the bytes that are read leave it."""
         self._hash.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.num_bytes};".encode())
         if self._verify == "full":
-            self._hash.update(data.numpy().data)
+            self._hash.update(data.cpu().numpy().data)
         elif self._verify == "sample":
-            for start in _window_starts(slot.num_bytes):
-                self._hash.update(data[start : start + _WINDOW_BYTES].numpy().data)
+            windows = [data[start : start + _WINDOW_BYTES] for start in _window_starts(slot.num_bytes)]
+            if data.is_cuda:  # one transfer for all windows instead of one each
+                windows = [torch.cat(windows).cpu()] if windows else []
+            for window in windows:
+                self._hash.update(window.numpy().data)
 
     def hexdigest(self) -> str:
         """Digest of everything added so far."""
@@ -48,6 +51,11 @@ def _window_starts(num_bytes: int) -> list[int]:
     return [last * i // (_NUM_WINDOWS - 1) for i in range(_NUM_WINDOWS)]
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as uint8 [num_bytes] where it is; a copy only if it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The tensor's memory as uint8 [num_bytes] on the host; a copy only if it is not contiguous or not on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor.detach().cpu())

@@ -38,7 +38,8 @@ def plan_buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> It
 
 
 def unpack(bucket: Bucket, data: Tensor) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-    """(slot, bytes, tensor) of every tensor in a bucket. `data`: uint8 [>= bucket.num_bytes]; results are views of it."""
+    """(slot, bytes, tensor) of every tensor in a bucket. `data`: uint8 [>= bucket.num_bytes]; results are views of it.
+    """
     for slot in bucket.slots:
         raw = data[slot.offset : slot.offset + slot.num_bytes]
         yield slot, raw, raw.view(getattr(torch, slot.dtype)).view(slot.shape)

@@ -1,6 +1,7 @@
 """Weights through shared memory of one host: the sender fills two files in turn, receivers map them.
 
-The files live in /dev/shm (a temporary folder where there is none) and carry the run's marker in their name, so that the
+The files live in /dev/shm (a temporary folder where there is none) and carry the run's marker in their name, so that
+the
 reaper removes them when a process is killed.
 """
 
@@ -118,7 +119,9 @@ class ShmSender:
 
 
 def open_bucket(bucket: Bucket) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-    """(slot, bytes, tensor) of a bucket written by `ShmSender`; read-only views, valid while the sender keeps the bucket."""
+    """(slot, bytes, tensor) of a bucket written by `ShmSender`; read-only views, valid while the sender keeps the
+    bucket.
+    """
     with open(bucket.location, "rb") as file:
         mapped = mmap.mmap(file.fileno(), bucket.num_bytes, access=mmap.ACCESS_COPY)
     yield from unpack(bucket, torch.frombuffer(mapped, dtype=torch.uint8))

@@ -2,7 +2,8 @@
 
     trainer.export_weights --bucket--> replica 0..n-1 (concurrently) ; the next bucket is gathered while this one loads
 
-A replica serves a version only after it proved that it holds it. A failed attempt leaves the replicas paused at most until the
+A replica serves a version only after it proved that it holds it. A failed attempt leaves the replicas paused at most
+until the
 retries are used up; a replica that keeps failing is taken out and reported, the run goes on with the others.
 """
 
@@ -113,7 +114,9 @@ class ParameterSynchronizer:
         self.version: WeightVersion | None = None
 
     async def push(self, version: WeightVersion) -> SyncReport:
-        """Bring every replica to `version`. Raises SyncFailed when none could be brought there, TimeoutError when engines do not pause."""
+        """Bring every replica to `version`. Raises SyncFailed when none could be brought there, TimeoutError when
+        engines do not pause.
+        """
         loop, options = asyncio.get_running_loop(), self._options
         started = loop.time()
         self.state = SyncState.PAUSING

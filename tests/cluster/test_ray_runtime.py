@@ -1,4 +1,6 @@
-"""Embedded Ray: loopback only, and nothing is left behind however the driver ends. Each driver is a process of its own."""
+"""Embedded Ray: loopback only, and nothing is left behind however the driver ends. Each driver is a process of its
+own.
+"""
 
 import os
 import signal

@@ -53,12 +53,16 @@ def imports(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("path", [p for p in files() if p.name == "__init__.py"], ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [p for p in files() if p.name == "__init__.py"], ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_package_initialisers_are_empty(path):
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize("path", [p for p in files() if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [p for p in files() if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_a_folder_imports_only_from_lower_layers(path):
     mine = part(path)
     for name, line in imports(path):

@@ -1,10 +1,13 @@
-"""Asynchronous against synchronous: same seeds, same number of samples, `async_generation_ratio` 0 against 1, in one run.
+"""Asynchronous against synchronous: same seeds, same number of samples, `async_generation_ratio` 0 against 1, in one
+run.
 
     python tools/bench/async_vs_sync.py [--steps 16] [KEY=VALUE ...]
 
-The setting is chosen so that generation and training take about as long and neither is bookkeeping: a random model of 2.7 M
+The setting is chosen so that generation and training take about as long and neither is bookkeeping: a random model of
+2.7 M
 parameters, 64 samples a step, 24 requests at a time. T_gen and T_train come from the synchronous run, where they do not
-overlap: the wait for a batch, and the rest of the step. `bound` = (T_gen + T_train) / max(T_gen, T_train) is what perfect
+overlap: the wait for a batch, and the rest of the step. `bound` = (T_gen + T_train) / max(T_gen, T_train) is what
+perfect
 overlap would give; `ratio` = speedup / bound. Uses the tokenizer and data of the demo assets (`make demo-assets`).
 """
 
@@ -53,7 +56,13 @@ def make_model(assets: Path, folder: Path) -> None:
 
     torch.manual_seed(0)
     config = Qwen2Config.from_pretrained(assets / "model")
-    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }
     Qwen2ForCausalLM(Qwen2Config(**{**config.to_dict(), **shape, "layer_types": None})).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (assets / "model" / name).is_file():

@@ -30,7 +30,10 @@ def requests(count: int, round_name: str) -> list:
 
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
     prompt = array("i", [3 + i % 10 for i in range(PROMPT_TOKENS)])
-    return [GenerateRequest(request_id=f"{round_name}-{i}", prompt_token_ids=prompt, sampling=sampling) for i in range(count)]
+    return [
+        GenerateRequest(request_id=f"{round_name}-{i}", prompt_token_ids=prompt, sampling=sampling)
+        for i in range(count)
+    ]
 
 
 async def timed(generate, batch: list) -> float:

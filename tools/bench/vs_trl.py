@@ -1,9 +1,12 @@
-"""TRL's GRPOTrainer against this project: same checkpoint, prompts, 32 x 8 samples a step, learning rate, temperature; in turn.
+"""TRL's GRPOTrainer against this project: same checkpoint, prompts, 32 x 8 samples a step, learning rate, temperature;
+in turn.
 
     python tools/bench/vs_trl.py [--steps 40] [--assets output/demo_assets] [--venv output/bench_trl/venv]
 
-TRL gets a virtual environment of its own, made here. Both runs may use all cores. samples/s leaves out start-up and the first
-5 steps; accuracy is measured afterwards by the same code for both: temperature 1 on the held-out problems, 5 samples each.
+TRL gets a virtual environment of its own, made here. Both runs may use all cores. samples/s leaves out start-up and
+the first
+5 steps; accuracy is measured afterwards by the same code for both: temperature 1 on the held-out problems, 5 samples
+each.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 5
 
-TRL_RUN = r'''
+TRL_RUN = r"""
 import json, os, sys, time
 import torch
 from datasets import Dataset
@@ -54,14 +57,17 @@ trainer.train()
 model.save_pretrained(output + "/final"); tokenizer.save_pretrained(output + "/final")
 rewards = [h["reward"] for h in trainer.state.log_history if "reward" in h]
 print("RESULT " + json.dumps({"times": times, "rewards": rewards}))
-'''
+"""
 
 
 def run_trl(python: str, assets: Path, output: Path, steps: int, rate: float) -> dict:
     """samples/s, reward curve and folder of TRL's run."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count())}
     done = subprocess.run(
-        [python, "-c", TRL_RUN, str(assets), str(output), str(steps), str(rate)], env=env, capture_output=True, text=True
+        [python, "-c", TRL_RUN, str(assets), str(output), str(steps), str(rate)],
+        env=env,
+        capture_output=True,
+        text=True,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:

@@ -5,4 +5,6 @@ from __future__ import annotations
 from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, MLP, NORMS, QK_NORM
 from roll_async.checkpoint.hf_names.table import Family
 
-FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORM, *MLP), {"qk_layernorm": True})
+FAMILY = Family(
+    "qwen3", ("Qwen3ForCausalLM",), (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORM, *MLP), {"qk_layernorm": True}
+)

@@ -1,7 +1,9 @@
 """The declarative mapping between Megatron and Hugging Face parameter names.
 
-A family is a list of rows: a Megatron name pattern (both spellings: local layers and Transformer Engine), the HF names it
-corresponds to, how tensors are combined, and along which dimension tensor parallelism splits the Megatron tensor. `{i}` is the layer, `{e}` the expert.
+A family is a list of rows: a Megatron name pattern (both spellings: local layers and Transformer Engine), the HF names
+it
+corresponds to, how tensors are combined, and along which dimension tensor parallelism splits the Megatron tensor.
+`{i}` is the layer, `{e}` the expert.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Family:
             found = re.fullmatch(_regex(row.megatron), megatron_name)
             if found:
                 return Match(row=row, hf_names=tuple(name.format(**found.groupdict()) for name in row.hf))
-        raise ValueError(f"{self.name}: no Hugging Face name for the Megatron parameter {megatron_name!r}; add a row to hf_names")
+        raise ValueError(
+            f"{self.name}: no Hugging Face name for the Megatron parameter {megatron_name!r}; add a row to hf_names"
+        )
 
 
 def _regex(pattern: str) -> str:

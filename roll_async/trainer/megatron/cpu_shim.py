@@ -1,6 +1,7 @@
 """Lets megatron-core 0.16 run without CUDA: its modules see a proxy of `torch` in which "cuda" means the CPU.
 
-`torch` itself keeps its behaviour for everybody else, but for `Tensor.cuda`. With CUDA at hand nothing here does anything.
+`torch` itself keeps its behaviour for everybody else, but for `Tensor.cuda`. With CUDA at hand nothing here does
+anything.
 `tests/cluster/test_megatron_cpu_shim.py` checks each patched name, so that a new megatron-core fails loudly.
 """
 

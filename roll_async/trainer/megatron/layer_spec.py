@@ -18,7 +18,9 @@ from torch import Tensor
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """Megatron's own wrapper refuses sequence parallelism; its gradient only needs the all-reduce this attribute asks for."""
+    """Megatron's own wrapper refuses sequence parallelism; its gradient only needs the all-reduce this attribute asks
+    for.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -43,7 +45,9 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class SdpaAttention(MegatronModule):
-    """Causal core attention: padded [S,B,H,D], packed [N,H,D], and context parallel by gathering keys and values (zigzag)."""
+    """Causal core attention: padded [S,B,H,D], packed [N,H,D], and context parallel by gathering keys and values
+    (zigzag).
+    """
 
     def __init__(
         self,

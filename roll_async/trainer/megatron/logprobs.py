@@ -1,4 +1,5 @@
-"""Log-probs under tensor parallelism: each rank holds a shard of the vocabulary, and no rank ever holds all of it in float32.
+"""Log-probs under tensor parallelism: each rank holds a shard of the vocabulary, and no rank ever holds all of it in
+float32.
 
 Shape letters: N flattened tokens, V the local vocabulary shard.
 """
@@ -18,7 +19,9 @@ _CHUNK_TOKENS = 1024
 def next_token_logprobs(
     logits: Tensor, tokens: Tensor, mask: Tensor, settings: MegatronSettings, group: dist.ProcessGroup, *, with_entropy: bool
 ) -> TokenLogprobs:
-    """Log-prob of token t from the logits at t - 1; 0 where not in the mask. `logits` [B,T,V or shard], `tokens`, `mask` [B,T]."""
+    """Log-prob of token t from the logits at t - 1; 0 where not in the mask. `logits` [B,T,V or shard], `tokens`,
+    `mask` [B,T].
+    """
     target = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
     wanted = torch.nn.functional.pad(mask[:, 1:], (0, 1), value=False)
     if group.size() == 1:
@@ -47,7 +50,9 @@ def _shift(x: Tensor) -> Tensor:
 
 
 class _ShardedLogprobs(torch.autograd.Function):
-    """Three reductions per chunk (max, sum, target); gradient (1[v = token] - softmax_v) g / temperature on the own shard."""
+    """Three reductions per chunk (max, sum, target); gradient (1[v = token] - softmax_v) g / temperature on the own
+    shard.
+    """
 
     @staticmethod
     def forward(ctx, logits, tokens, mask, temperature, group, with_entropy):  # noqa: ANN001, ANN205

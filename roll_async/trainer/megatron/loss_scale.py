@@ -1,7 +1,8 @@
 """Undoing the framework's averaging, in this one place.
 
 With a (loss, metrics) loss function Megatron-Core multiplies by the context-parallel size, divides by the number of
-micro-batches, and its DDP averages gradients over data- and context-parallel ranks. Our aggregates are already shares of the whole
+micro-batches, and its DDP averages gradients over data- and context-parallel ranks. Our aggregates are already shares
+of the whole
 batch, to be summed; context parallelism cancels because every rank back-propagates its own tokens only.
 """
 

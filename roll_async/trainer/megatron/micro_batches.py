@@ -26,7 +26,8 @@ class MicroBatch:
 
 
 def split_rows(lengths: Sequence[int], settings: MegatronSettings, *, rows_per_batch: int) -> list[list[int]]:
-    """Row numbers of each micro-batch; rows of like length go together, so padding is small. Any split gives the same loss.
+    """Row numbers of each micro-batch; rows of like length go together, so padding is small. Any split gives the same
+    loss.
 
     fixed: `rows_per_batch` rows each. dynamic: as many rows as fit `max_tokens_per_microbatch` with padding.
     """

@@ -1,6 +1,7 @@
 """One Megatron rank: scores given tokens, takes optimizer steps, saves and exports. Synchronous, plain torch.
 
-Every rank is handed the whole batch and takes its data-parallel part: counts over the batch need no communication, and the
+Every rank is handed the whole batch and takes its data-parallel part: counts over the batch need no communication, and
+the
 loss of a token does not depend on which rank holds it. Shape letters: B rows, T positions.
 """
 
@@ -217,7 +218,9 @@ class MegatronWorker:
         fields: Mapping[str, Tensor | None],
         loss_of: LossOfMicroBatch,
     ) -> dict:
-        """Forward and backward over the micro-batches of these rows, clip, Adam. Metrics, and `parts` of all ranks to reduce."""
+        """Forward and backward over the micro-batches of these rows, clip, Adam. Metrics, and `parts` of all ranks to
+        reduce.
+        """
         self._model.module.train()
         settings = self._settings.optimizer
         assert settings is not None
@@ -244,7 +247,8 @@ class MegatronWorker:
     def _run(
         self, batches: list[MicroBatch], loss_of: LossOfMicroBatch, *, forward_only: bool
     ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-        """Megatron's schedule over the micro-batches; losses and metric sums of this rank (last pipeline stage only)."""
+        """Megatron's schedule over the micro-batches; losses and metric sums of this rank (last pipeline stage only).
+        """
         scale = framework_scale(
             num_micro_batches=len(batches), data_parallel_size=parallel_state.get_data_parallel_world_size()
         )
@@ -332,7 +336,9 @@ class MegatronWorker:
         rank_state.save(folder, mine, rank=self._spec.rank, world_size=self._spec.world_size, step=step, state=state)
 
     def load(self, folder: str) -> bytes:
-        """Restore what `save` wrote on the same layout; returns the caller's state. Raises ValueError naming a bad file."""
+        """Restore what `save` wrote on the same layout; returns the caller's state. Raises ValueError naming a bad
+        file.
+        """
         mine, state = rank_state.load(folder, rank=self._spec.rank, world_size=self._spec.world_size)
         self._model.module.load_state_dict(mine["model"])
         with cpu_shim.cuda_type_names():
