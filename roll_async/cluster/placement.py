@@ -100,7 +100,7 @@ class NodePool:
 
     def options(self, placement: ProcessPlacement, env: dict[str, str]) -> dict[str, object]:
         """Ray actor options of one process."""
-        options: dict[str, object] = {"num_cpus": 1, "runtime_env": {"env_vars": {**env, **placement.env}}}
+        options: dict[str, object] = {"num_cpus": 1, "runtime_env": {"env_vars": {**placement.env, **env}}}
         if placement.gpu_ids:
             assert self._group is not None
             options["num_gpus"] = _GPU_SHARE * len(placement.gpu_ids)
