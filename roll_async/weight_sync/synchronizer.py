@@ -112,6 +112,7 @@ class ParameterSynchronizer:
         self.param_sync_count = 0
         self.sync_failures = 0
         self.version: WeightVersion | None = None
+        self._deadline = 0.0
 
     async def push(self, version: WeightVersion) -> SyncReport:
         """Bring every replica to `version`. Raises SyncFailed when none could be brought there, TimeoutError when
@@ -155,21 +156,25 @@ class ParameterSynchronizer:
         for attempt in range(1, self._options.max_retries + 2):
             if attempt > 1:
                 self.sync_failures += 1
-                logger.warning("Parameter sync: version %d attempt %d failed: %s; trying again", version, attempt - 1, failures)
+                logger.warning(
+                    "Parameter sync: version %d attempt %d failed: %s; trying again", version, attempt - 1, failures
+                )
                 await asyncio.sleep(self._options.retry_delay_s)
             alive = {r.name for r in self._replicas()}
             waiting = [r for r in waiting if r.name in alive]
             try:
-                async with asyncio.timeout(self._options.timeout_s):
-                    num_bytes, failures = await self._transfer(version, waiting)
-            except TimeoutError:
-                failures = {r.name: f"not done within sync_timeout {self._options.timeout_s:g} s" for r in waiting}
+                num_bytes, failures = await self._transfer(version, waiting)
+            except TimeoutError:  # of the trainer: no replica can have the version
+                failures = {r.name: f"the trainer sent nothing within {self._late()}" for r in waiting}
             waiting = [r for r in waiting if r.name in failures]
             if not waiting:
                 return num_bytes, attempt
         self.sync_failures += 1
         if len(waiting) == len(self._replicas()):
-            raise SyncFailed(f"Parameter sync: version {version} reached no engine after {self._options.max_retries} retries: {failures}")
+            raise SyncFailed(
+                f"Parameter sync: version {version} reached no engine after {self._options.max_retries} retries: "
+                f"{failures}"
+            )
         for replica in waiting:
             logger.error("Parameter sync: %s is taken out: %s", replica.name, failures[replica.name])
             await self._take_out(replica.name, failures[replica.name])
@@ -181,8 +186,13 @@ class ParameterSynchronizer:
         failures: dict[str, str] = {}
         num_bytes, digest = 0, ""
         export = self._source.export_weights(version, self._options.transport, self._options.verify)
+        self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         try:
-            async for item in export:
+            while True:
+                async with asyncio.timeout_at(self._deadline):
+                    item = await anext(export, None)
+                if item is None:
+                    break
                 left = [r for r in replicas if r.name not in failures]
                 if isinstance(item, UpdatePlan):
                     await self._each(left, failures, lambda r, plan=item: r.begin_update(plan))
@@ -207,9 +217,28 @@ class ParameterSynchronizer:
     async def _each(
         self, replicas: Sequence[Replica], failures: dict[str, str], call: Callable[[Replica], Awaitable[None]]
     ) -> None:
-        results = await asyncio.gather(*(call(r) for r in replicas), return_exceptions=True)
-        for replica, result in zip(replicas, results, strict=True):
-            if isinstance(result, (RuntimeError, ConnectionError, ValueError, OSError)):
-                failures[replica.name] = f"{type(result).__name__}: {result}"
-            elif isinstance(result, BaseException):
-                raise result
+        """Call all at once. Who is not done at the deadline has failed; the others get a deadline of their own, so that
+        a hanging replica costs time and not the version.
+        """
+        if not replicas:
+            return
+        loop = asyncio.get_running_loop()
+        calls = {asyncio.ensure_future(call(r)): r for r in replicas}
+        try:
+            done, late = await asyncio.wait(calls, timeout=max(0.0, self._deadline - loop.time()))
+        finally:
+            for task in calls:
+                task.cancel()
+        for task in late:
+            failures[calls[task].name] = f"not done within {self._late()}"
+        if late:
+            self._deadline = loop.time() + self._options.timeout_s
+        for task in done:
+            error = task.exception()
+            if isinstance(error, (RuntimeError, ConnectionError, ValueError, OSError)):
+                failures[calls[task].name] = f"{type(error).__name__}: {error}"
+            elif error is not None:
+                raise error
+
+    def _late(self) -> str:
+        return f"sync_timeout {self._options.timeout_s:g} s"
