@@ -1,0 +1,132 @@
+"""Tensors to buckets and back, byte for byte; and the digest that proves it."""
+
+import pytest
+import torch
+
+from roll_async.weight_sync.bucket import Bucket, TensorSlot
+from roll_async.weight_sync.digest import Digest, as_bytes
+from roll_async.weight_sync.packing import pack, plan_buckets, size_of, unpack
+
+TENSORS = {
+    "embedding": torch.arange(35, dtype=torch.float32).view(7, 5),
+    "half": torch.arange(3, dtype=torch.float16) / 3,
+    "scalar": torch.tensor(2.5),
+    "strided": torch.arange(12, dtype=torch.bfloat16).view(3, 4).T,
+    "large": torch.arange(500, dtype=torch.float32),
+    "last": torch.ones(1, 1, 3),
+}
+
+
+def buckets_of(tensors, bucket_bytes):
+    return list(plan_buckets(iter(tensors.items()), bucket_bytes))
+
+
+def slot_of(name, tensor):
+    size = tensor.numel() * tensor.element_size()
+    return TensorSlot(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        offset=0,
+        num_bytes=size,
+    )
+
+
+def digest_of(tensors, verify="full"):
+    digest = Digest(verify)
+    for name, tensor in tensors.items():
+        digest.update(slot_of(name, tensor), as_bytes(tensor))
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 200, 4096])
+def test_every_tensor_comes_back_as_it_was_whatever_the_size_of_a_bucket(bucket_bytes):
+    found = {}
+    for index, planned in enumerate(buckets_of(TENSORS, bucket_bytes)):
+        data = torch.full((size_of(planned),), 255, dtype=torch.uint8)
+        pack(planned, data)
+        slots = tuple(slot for slot, _ in planned)
+        for slot, raw, tensor in unpack(Bucket(index=index, slots=slots, num_bytes=len(data), location=""), data):
+            assert len(raw) == slot.num_bytes
+            found[slot.name] = tensor
+    assert list(found) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 200, 4096])
+def test_buckets_keep_to_their_size_unless_one_tensor_is_larger(bucket_bytes):
+    for planned in buckets_of(TENSORS, bucket_bytes):
+        assert len(planned) == 1 or size_of(planned) <= bucket_bytes
+
+
+def test_tensors_do_not_overlap_and_are_aligned_for_every_type():
+    for planned in buckets_of(TENSORS, 1 << 20):
+        end = 0
+        for slot, _ in planned:
+            assert slot.offset % 16 == 0 and slot.offset >= end
+            end = slot.offset + slot.num_bytes
+
+
+def test_planning_asks_for_no_more_tensors_than_one_bucket_holds():
+    asked = []
+
+    def stream():
+        for name, tensor in TENSORS.items():
+            asked.append(name)
+            yield name, tensor
+
+    first = next(plan_buckets(stream(), 200))
+    assert [slot.name for slot, _ in first] == ["embedding", "half", "scalar", "strided"]
+    assert asked == ["embedding", "half", "scalar", "strided", "large"]
+
+
+@pytest.mark.parametrize("position", [0, 1023, 1024, 1999])
+def test_one_changed_byte_changes_the_full_digest(position):
+    changed = {name: t.clone() for name, t in TENSORS.items()}
+    changed["large"].view(torch.uint8)[position] ^= 1
+    assert digest_of(changed) != digest_of(TENSORS)
+
+
+def test_the_full_digest_sees_a_swap_of_equal_shapes_a_new_shape_a_new_type_and_a_missing_tensor():
+    one, two = torch.zeros(4), torch.ones(4)
+    base = digest_of({"a": one, "b": two})
+    assert base == digest_of({"a": one.clone(), "b": two.clone()})
+    different = [
+        {"a": two, "b": one},
+        {"b": two, "a": one},
+        {"a": one.view(2, 2), "b": two},
+        {"a": one.view(torch.int32), "b": two},
+        {"a": one},
+    ]
+    assert base not in [digest_of(tensors) for tensors in different]
+    assert len({digest_of(tensors) for tensors in different}) == len(different)
+
+
+@pytest.mark.parametrize("size", [10, 16 * 1024, 16 * 1024 + 4, 1 << 20])
+def test_the_sampled_digest_sees_the_ends_and_a_stale_tensor_of_any_size(size):
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    base = digest_of({"a": tensor}, "sample")
+    for change in (0, size - 1, slice(None)):
+        changed = tensor.clone()
+        changed[change] = 1
+        assert digest_of({"a": changed}, "sample") != base
+
+
+def test_the_sampled_digest_reads_only_part_of_a_large_tensor():
+    tensor = torch.zeros(1 << 20, dtype=torch.uint8)
+    changed = tensor.clone()
+    changed[5000] = 1  # between the first window and the second
+    assert digest_of({"a": changed}, "sample") == digest_of({"a": tensor}, "sample")
+    assert digest_of({"a": changed}, "full") != digest_of({"a": tensor}, "full")
+
+
+def test_without_verification_names_types_and_shapes_still_count():
+    assert digest_of({"a": torch.zeros(4)}, "none") == digest_of({"a": torch.ones(4)}, "none")
+    assert digest_of({"a": torch.zeros(4)}, "none") != digest_of({"b": torch.zeros(4)}, "none")
+    assert digest_of({"a": torch.zeros(4)}, "none") != digest_of({"a": torch.zeros(2, 2)}, "none")
+
+
+def test_an_unknown_level_is_refused_with_its_key_and_the_choices():
+    with pytest.raises(ValueError, match="weight_sync.verify 'half'.*full | sample | none"):
+        Digest("half")

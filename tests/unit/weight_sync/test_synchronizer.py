@@ -1,0 +1,242 @@
+"""A push reaches every replica or says which one it did not reach; nothing is called held that was not proved."""
+
+import asyncio
+
+import pytest
+
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
+
+
+class FakeTrainer:
+    """Exports three buckets of 100 bytes; the digest names the version and the buckets."""
+
+    def __init__(self):
+        self.exports, self.open, self.gather_s = 0, 0, 0.0
+
+    async def export_weights(self, version, transport, verify):
+        self.exports += 1
+        self.open += 1
+        try:
+            yield UpdatePlan(version=version, transport=transport, verify=verify)
+            for index in range(3):
+                await asyncio.sleep(self.gather_s)
+                yield Bucket(index=index, slots=(), num_bytes=100, location=f"v{version}/{index}")
+            yield digest_of(version, range(3))
+        finally:
+            self.open -= 1
+
+
+def digest_of(version, indexes):
+    return f"{version}:{','.join(map(str, indexes))}"
+
+
+class FakeReplica:
+    """Takes buckets in; `script` holds what goes wrong at each call: {"load_bucket": [None, error, ...]}."""
+
+    def __init__(self, name, log, load_s=1.0, **script):
+        self.name, self.log, self.load_s = name, log, load_s
+        self.script = {key: list(value) for key, value in script.items()}
+        self.serves, self.plan, self.loaded = 0, None, []
+
+    def _step(self, call):
+        self.log.append((self.name, call))
+        wrong = self.script.get(call)
+        trouble = wrong.pop(0) if wrong else None
+        if isinstance(trouble, Exception):
+            raise trouble
+        return trouble
+
+    async def begin_update(self, plan):
+        self._step("begin_update")
+        self.plan, self.loaded = plan, []
+
+    async def load_bucket(self, bucket):
+        if self._step("load_bucket") == "hang":
+            await asyncio.sleep(1e6)
+        await asyncio.sleep(self.load_s)
+        self.loaded.append(bucket.index)
+
+    async def finish_update(self):
+        return self._step("finish_update") or digest_of(self.plan.version, self.loaded)
+
+    async def commit(self, version):
+        self._step("commit")
+        self.serves = version
+
+
+class FakeRollout:
+    def __init__(self, log, stubborn=False):
+        self.log, self.stubborn = log, stubborn
+
+    async def interrupt(self, mode, timeout_s):
+        self.log.append(("rollout", f"interrupt {mode}"))
+        if self.stubborn:
+            raise TimeoutError("engine-1 did not pause")
+
+    async def release(self):
+        self.log.append(("rollout", "release"))
+
+
+class World:
+    """A synchronizer between fakes, and what it told the others."""
+
+    def __init__(self, *scripts, stubborn=False, load_s=(1.0, 1.0), **options):
+        self.log, self.trainer, self.taken_out, self.held = [], FakeTrainer(), {}, []
+        self.replicas = [
+            FakeReplica(f"engine-{i}", self.log, load_s[i], **script) for i, script in enumerate(scripts or ({}, {}))
+        ]
+        self.rollout = FakeRollout(self.log, stubborn)
+        options = {"transport": "shm", "max_retries": 2, "timeout_s": 60.0, "retry_delay_s": 1.0, **options}
+        self.sync = ParameterSynchronizer(
+            self.trainer,
+            self.rollout,
+            lambda: [r for r in self.replicas if r.name not in self.taken_out],
+            SyncOptions(**options),
+            weights_held=self._weights_held,
+            take_out=self._take_out,
+        )
+
+    def _weights_held(self, version):
+        self.held.append((version, [r.serves for r in self.replicas if r.name not in self.taken_out]))
+
+    async def _take_out(self, name, reason):
+        self.taken_out[name] = reason
+
+    def calls(self, name):
+        return [call for who, call in self.log if who == name]
+
+
+def test_a_push_brings_every_replica_to_the_version_and_reports_what_it_moved(run):
+    world = World(interrupt_mode="keep")
+    report = run(world.sync.push(7))
+    assert [r.serves for r in world.replicas] == [7, 7]
+    assert all(r.plan.transport == "shm" and r.loaded == [0, 1, 2] for r in world.replicas)
+    assert (report.version, report.num_bytes, report.attempts, report.replicas) == (7, 300, 1, 2)
+    assert world.calls("rollout") == ["interrupt keep", "release"]
+    assert world.held == [(7, [7, 7])]
+    assert (world.sync.param_sync_count, world.sync.sync_failures, world.sync.version) == (1, 0, 7)
+    assert world.sync.state is SyncState.IDLE and world.trainer.open == 0
+
+
+def test_weights_count_as_held_only_after_every_commit_and_generation_goes_on_only_then(run):
+    world = World()
+    run(world.sync.push(1))
+    last_commit = max(i for i, (_, call) in enumerate(world.log) if call == "commit")
+    assert world.log.index(("rollout", "release")) > last_commit
+    for replica in world.replicas:
+        calls = world.calls(replica.name)
+        assert calls.index("finish_update") < calls.index("commit")
+
+
+def test_replicas_load_a_bucket_at_the_same_time(run):
+    world = World(load_s=(1.0, 2.0))
+    report = run(world.sync.push(1))
+    assert report.transfer_s == pytest.approx(3 * 2.0)
+
+
+def test_a_replica_that_fails_once_is_tried_again_alone(run):
+    world = World({"load_bucket": [None, RuntimeError("shm is full")]}, {})
+    report = run(world.sync.push(2))
+    assert [r.serves for r in world.replicas] == [2, 2] and not world.taken_out
+    assert report.attempts == 2 and world.sync.sync_failures == 1 and world.trainer.exports == 2
+    assert world.calls("engine-1").count("begin_update") == 1, "a replica that has the version is left alone"
+
+
+@pytest.mark.parametrize("call", ["begin_update", "load_bucket", "finish_update", "commit"])
+@pytest.mark.parametrize("error", [ConnectionError("gone"), RuntimeError("broken"), OSError("no file")])
+def test_a_replica_that_keeps_failing_is_taken_out_with_its_reason_and_the_run_goes_on(run, call, error):
+    world = World({call: [error] * 3}, {})
+    report = run(world.sync.push(3))
+    assert world.taken_out == {"engine-0": f"{type(error).__name__}: {error}"}
+    assert world.held == [(3, [3])] and report.replicas == 1 and world.sync.sync_failures == 3
+    assert world.trainer.open == 0
+
+
+def test_a_replica_with_another_digest_never_commits_and_is_taken_out(run):
+    world = World({"finish_update": ["somebody else's"] * 3}, {})
+    run(world.sync.push(4))
+    assert "commit" not in world.calls("engine-0") and world.replicas[0].serves == 0
+    reason = world.taken_out["engine-0"]
+    assert "somebody else's" in reason and digest_of(4, range(3)) in reason
+
+
+def test_a_hanging_replica_costs_its_time_out_and_not_the_run(run):
+    world = World({"load_bucket": ["hang"] * 3}, {}, timeout_s=10.0)
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        await world.sync.push(5)
+        return loop.time() - started
+
+    assert run(go()) == pytest.approx(3 * 10 + 2 * 1 + 3, abs=3)
+    assert list(world.taken_out) == ["engine-0"] and "sync_timeout 10 s" in world.taken_out["engine-0"]
+    assert world.replicas[1].serves == 5 and world.held == [(5, [5])]
+
+
+def test_a_trainer_that_sends_nothing_fails_the_push_after_its_time_out(run):
+    world = World(timeout_s=10.0)
+    world.trainer.gather_s = 1e6
+    with pytest.raises(SyncFailed, match="trainer sent nothing within sync_timeout 10 s"):
+        run(world.sync.push(1))
+    assert world.trainer.open == 0 and world.held == []
+
+
+def test_when_no_replica_can_be_reached_the_push_fails_and_nothing_is_called_held(run):
+    broken = {"commit": [RuntimeError("no")] * 3}
+    world = World(broken, broken)
+    with pytest.raises(SyncFailed, match="version 6 reached no engine after 2 retries.*engine-0"):
+        run(world.sync.push(6))
+    assert world.held == [] and world.taken_out == {} and world.sync.version is None
+    assert ("rollout", "release") not in world.log and world.sync.state is SyncState.IDLE
+    assert world.sync.sync_failures == 3 and world.sync.param_sync_count == 0
+
+
+def test_engines_that_do_not_pause_end_the_push_before_any_weight_moves(run):
+    world = World(stubborn=True)
+    with pytest.raises(TimeoutError, match="engine-1"):
+        run(world.sync.push(1))
+    assert world.trainer.exports == 0 and world.held == [] and world.sync.state is SyncState.IDLE
+
+
+def test_a_replica_that_left_meanwhile_is_not_waited_for(run):
+    world = World({"load_bucket": [ConnectionError("gone")]}, {})
+
+    async def leave():
+        await asyncio.sleep(3.5)  # while the others are retried
+        world.taken_out["engine-0"] = "restarted"
+
+    async def go():
+        leaving = asyncio.create_task(leave())
+        report = await world.sync.push(8)
+        await leaving
+        return report
+
+    assert run(go()).attempts <= 2
+    assert world.replicas[1].serves == 8 and world.held == [(8, [8])]
+
+
+def test_an_error_of_the_trainer_is_raised_and_not_blamed_on_a_replica(run):
+    world = World()
+
+    async def broken_export(version, transport, verify):
+        yield UpdatePlan(version=version, transport=transport, verify=verify)
+        raise RuntimeError("rank 3 died while gathering")
+
+    world.trainer.export_weights = broken_export
+    with pytest.raises(RuntimeError, match="rank 3 died"):
+        run(world.sync.push(1))
+    assert world.taken_out == {} and world.held == []
+
+
+def test_versions_follow_each_other_on_one_synchronizer(run):
+    world = World()
+
+    async def go():
+        for version in range(4):
+            await world.sync.push(version)
+
+    run(go())
+    assert [version for version, _ in world.held] == [0, 1, 2, 3]
+    assert world.sync.param_sync_count == 4 and [r.serves for r in world.replicas] == [3, 3]
