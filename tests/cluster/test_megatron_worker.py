@@ -1,0 +1,148 @@
+"""One real Megatron rank on gloo: Hugging Face weights in and out, splits that change nothing, exact resume."""
+
+import math
+import socket
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+transformers = pytest.importorskip("transformers")
+
+from roll_async.algorithms.policy_loss_options import PpoOptions
+from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings
+from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
+from roll_async.trainer.protocol import PolicyRows, TokenRows
+
+ROWS, WIDTH = 12, 30
+
+
+def model_folder(folder, *, tied: bool, kind: str = "Qwen2") -> str:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, tie_word_embeddings=tied, initializer_range=0.2, pad_token_id=None, max_position_embeddings=128, dtype="float32",
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if "bias" in name or "norm" in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def start():
+    """Start workers one after another; the process group of each is taken down before the next."""
+    from megatron.core import parallel_state
+
+    def make(folder: str, **settings) -> MegatronWorker:
+        stop()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        defaults = {
+            "dtype": "fp32",
+            "optimizer": OptimizerSettings(learning_rate=1e-2),
+            "loss": LossSettings(pg_variant="ppo", pg_options=PpoOptions()),
+            "micro_batch_rows": 4,
+            "mini_batch_rows": ROWS,
+        }
+        worker = MegatronWorker(
+            RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
+            MegatronSettings(model_folder=folder, **{**defaults, **settings}),
+        )
+        worker.start()
+        return worker
+
+    def stop() -> None:
+        if torch.distributed.is_initialized():
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+    yield make
+    stop()
+
+
+def batch() -> tuple[TokenRows, PolicyRows]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, WIDTH + 1, (ROWS,), generator=generator)
+    tokens = torch.randint(1, 64, (ROWS, WIDTH), generator=generator)
+    positions = torch.arange(WIDTH)[None]
+    mask = (positions < lengths[:, None]) & (positions >= 4)
+    rows = TokenRows(tokens=tokens, lengths=lengths, mask=mask)
+    noise = torch.randn(ROWS, WIDTH, generator=generator)
+    policy = PolicyRows(
+        tokens=tokens, lengths=lengths, mask=mask, advantages=torch.randn(ROWS, 1, generator=generator).expand(-1, WIDTH).contiguous(),
+        behaviour_logprobs=-3 + 0.1 * noise, proximal_logprobs=-3 + 0.05 * noise, correction_weights=None,
+        scores=torch.ones(ROWS), version_lag=torch.ones(ROWS, WIDTH, dtype=torch.int64),
+    )  # fmt: skip
+    return rows, policy
+
+
+def plain_logprobs(folder: str, rows: TokenRows) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(rows.tokens).logits, -1)
+    taken = logprobs[:, :-1].gather(-1, rows.tokens[:, 1:, None])[..., 0]
+    return torch.where(rows.mask, torch.nn.functional.pad(taken, (1, 0)), 0)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("Qwen2", True), ("Qwen2", False), ("Qwen3", True), ("Llama", False), ("Mistral", False)])
+def test_logprobs_equal_transformers_before_training_and_after_export(start, tmp_path, kind, tied):
+    folder = model_folder(tmp_path / "in", tied=tied, kind=kind)
+    worker = start(folder)
+    rows, policy = batch()
+    assert (worker.compute_logprobs(rows) - plain_logprobs(folder, rows)).abs().max() < 1e-5
+    worker.update_policy(policy, 1)
+    worker.export_hf(str(tmp_path / "out"))
+    trained = worker.compute_logprobs(rows)
+    assert (trained - plain_logprobs(str(tmp_path / "out"), rows)).abs().max() < 1e-5
+    assert (trained - plain_logprobs(folder, rows)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("split", [{"micro_batch_rows": 1}, {"micro_batch_rows": 12}, {"micro_batching": "dynamic", "max_tokens_per_microbatch": 96}])
+def test_the_split_into_micro_batches_does_not_change_a_step(start, tmp_path, split):
+    folder = model_folder(tmp_path / "in", tied=True)
+    rows, policy = batch()
+    results = []
+    for settings in ({}, split):
+        worker = start(folder, **settings)
+        metrics = worker.update_policy(policy, 1)
+        results.append((metrics, worker.compute_logprobs(rows)))
+    (first, before), (second, after) = results
+    assert math.isclose(first["trainer/loss"], second["trainer/loss"], abs_tol=1e-6)
+    assert math.isclose(first["trainer/grad_norm"], second["trainer/grad_norm"], rel_tol=1e-4)
+    assert first["policy/clip_high"] == pytest.approx(second["policy/clip_high"])
+    assert (before - after).abs().max() < 1e-3  # Adam turns rounding of tiny gradients into steps
+
+
+def test_three_steps_save_load_three_steps_equal_six_steps_bit_for_bit(start, tmp_path):
+    folder = model_folder(tmp_path / "in", tied=True)
+    _, policy = batch()
+    worker = start(folder, optimizer=OptimizerSettings(learning_rate=1e-3, schedule="cosine", warmup_steps=2, total_steps=6))
+    for step in range(1, 4):
+        worker.update_policy(policy, step)
+    worker.save(str(tmp_path / "step_3"), 3, b"state of the loop")
+    straight = [worker.update_policy(policy, step) for step in range(4, 7)]
+    other = start(folder, optimizer=OptimizerSettings(learning_rate=1e-3, schedule="cosine", warmup_steps=2, total_steps=6))
+    assert other.load(str(tmp_path / "step_3")) == b"state of the loop"
+    assert [other.update_policy(policy, step) for step in range(4, 7)] == straight
+
+
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(start, tmp_path):
+    worker = start(model_folder(tmp_path / "in", tied=True))
+    worker.save(str(tmp_path / "ok"), 1, b"")
+    file = tmp_path / "ok" / "rank_00000.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"rank_00000\.pt is truncated"):
+        worker.load(str(tmp_path / "ok"))
+    with pytest.raises(ValueError, match=r"in is not a checkpoint of roll_async"):
+        worker.load(str(tmp_path / "in"))
+
+
+def test_bf16_keeps_fp32_main_parameters_and_learns(start, tmp_path):
+    worker = start(model_folder(tmp_path / "in", tied=True), dtype="bf16", optimizer=OptimizerSettings(learning_rate=3e-3))
+    rows, _ = batch()
+    losses = [worker.supervised_update(rows.tokens, rows.lengths, rows.mask) for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.5
