@@ -80,8 +80,6 @@ class MegatronRank:
         """Open an export; rank 0 answers with the plan."""
         from roll_async.weight_sync.transports import open_sender
 
-        if self._export is not None:
-            self._export.close()
         self._export = open_sender(
             transport,
             tensors=self._worker.export_named_tensors,
@@ -89,6 +87,7 @@ class MegatronRank:
             verify=verify,
             bucket_bytes=bucket_bytes,
             is_sender=self._placement.index == 0,
+            previous=self._export,  # its memory and connections serve every version
         )
         return self._export.plan
 

@@ -17,9 +17,10 @@ class EngineHost:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[Completion]] = {}
         self._completions: list[Completion] = []
         self._failures: list[tuple[str, str]] = []
+        self._dead: ConnectionError | None = None
         self._news = asyncio.Event()
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -29,26 +30,34 @@ class EngineHost:
                 self._failures.append((request.request_id, "a request with this id is already running"))
                 self._news.set()
                 continue
-            self._tasks[request.request_id] = asyncio.create_task(self._run(request))
+            task = asyncio.create_task(self._engine.generate(request), name=request.request_id)
+            self._tasks[request.request_id] = task
+            task.add_done_callback(self._ended)
 
-    async def _run(self, request: GenerateRequest) -> None:
-        try:
-            # Not inside append(...): the list is swapped by `collect` while we wait.
-            completion = await self._engine.generate(request)
-            self._completions.append(completion)
-        except (ValueError, RuntimeError) as error:
-            self._failures.append((request.request_id, f"{type(error).__name__}: {error}"))
-        finally:
-            del self._tasks[request.request_id]
-            self._news.set()
+    def _ended(self, task: asyncio.Task[Completion]) -> None:
+        """Every task ends as a completion, a failure, or the end of the engine: whoever waits is told."""
+        request_id = task.get_name()
+        del self._tasks[request_id]
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            self._completions.append(task.result())
+        elif isinstance(error, ConnectionError):
+            self._dead = error
+        else:
+            self._failures.append((request_id, f"{type(error).__name__}: {error}"))
+        self._news.set()
 
     async def collect(self) -> EngineReport:
-        """Wait for at least one result, then a moment for others."""
+        """Wait for at least one result, then a moment for others. Raises ConnectionError when the engine is dead."""
         await self._news.wait()
         await asyncio.sleep(_COALESCE_S)
+        if self._dead is not None and not self._completions:
+            raise self._dead
         self._news.clear()
         completions, self._completions = self._completions, []
         failures, self._failures = self._failures, []
+        if self._dead is not None:
+            self._news.set()
         return EngineReport(completions=tuple(completions), failures=tuple(failures), load=self._engine.load())
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -1,28 +1,30 @@
 """Transformers' continuous batching behind the Engine protocol: the engine that needs nothing extra.
 
-One manager per sampling setting is what Transformers has, so the first request decides temperature, top-k and top-p of
-a
-generation wave; a request with other settings waits until the running ones are done, then the manager is started anew.
-Tokens are streamed, because a cancelled request gets no final output.
+One manager serves all requests; temperature, top-k and top-p are set per request. Truncation (top-k, top-p) sorts the
+vocabulary at every step, so it is switched on with the first request that needs it. Tokens are streamed, because a
+cancelled request gets no final output.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+
+from torch import Tensor
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.digest import Digest
-from roll_async.weight_sync.transports import RECEIVERS
+from roll_async.weight_sync.sending import BucketReader
+from roll_async.weight_sync.transports import STAGED, open_receiver
 
 _PAGE_TOKENS = 32
-_SamplingKey = tuple[float, int, float]
+_GREEDY_TEMPERATURE = 1e-6
+"""The manager samples always; so cold, the most likely token has all the probability that float32 can tell."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,13 +34,13 @@ class _Running:
     request: GenerateRequest
     budget: int
     started_s: float
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    manager_id: str | None = None
-    aborted: bool = False
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    version: WeightVersion = 0
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    submitted: bool = False
     error: str | None = None
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    returned: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class HfEngine:
@@ -47,15 +49,16 @@ class HfEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._version: WeightVersion | None = None if settings.random_weights else 0
+        self._mixed = settings.random_weights
+        """The model holds no whole version: nothing is generated until the next commit."""
         self._running: dict[str, _Running] = {}
-        self._serving = asyncio.Event()
-        self._serving.set()
-        self._updating = False
-        self._manager = None
-        self._sampling: _SamplingKey | None = None
-        self._idle = asyncio.Event()
+        self._truncating = settings.truncated_sampling
+        self._receiver: BucketReader | None = None
+        self._serving, self._settled, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._settled.set()
         self._idle.set()
-        self._starting = asyncio.Lock()
+        if not settings.random_weights:
+            self._serving.set()
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -71,209 +74,282 @@ class HfEngine:
 
     def _load(self) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        dtype = getattr(torch, TORCH_DTYPES[self._settings.dtype])
-        self._model = AutoModelForCausalLM.from_pretrained(
-            self._settings.model_folder, dtype=dtype, attn_implementation="sdpa"
-        ).eval()
-        self._model.to(self._settings.device)
-        stop = self._model.generation_config.eos_token_id
-        self._stop_ids = set(stop if isinstance(stop, list) else [stop])
+        settings, dtype = self._settings, getattr(torch, TORCH_DTYPES[self._settings.dtype])
+        if settings.random_weights:
+            config = AutoConfig.from_pretrained(settings.model_folder)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(settings.model_folder, dtype=dtype, attn_implementation="sdpa")
+        self._model = model.eval().to(settings.device)
+        self._eos_ids = _stop_ids(self._model)
+        self._manager = self._new_manager()
+
+    def _new_manager(self):  # noqa: ANN202 (ContinuousBatchingManager, imported late)
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        settings = self._settings
+        # Any value but the neutral one makes the processor exist; each request brings its own.
+        vocab_size = self._model.config.vocab_size
+        truncation = {"top_k": vocab_size, "top_p": 0.5} if self._truncating else {"top_k": 0, "top_p": 1.0}
+        generation = GenerationConfig(
+            do_sample=True,
+            temperature=0.5,
+            max_new_tokens=settings.max_model_len,
+            eos_token_id=list(self._eos_ids),
+            pad_token_id=self._model.generation_config.pad_token_id or 0,
+            **truncation,
+        )
+        pages = settings.max_running * -(-settings.max_model_len // _PAGE_TOKENS)
+        batching = ContinuousBatchingConfig(
+            num_blocks=pages,
+            page_size=_PAGE_TOKENS,
+            max_batch_tokens=max(512, settings.max_running),
+            max_requests_per_batch=settings.max_running,
+            per_request_processors=True,
+            return_logprobs=True,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            allow_block_sharing=False,
+            seed=settings.seed,
+        )
+        manager = self._model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=batching
+        )
+        manager.start()
+        return manager
+
+    # Requests
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        sampling = request.sampling
         room = self._settings.max_model_len - len(request.prompt_token_ids)
         if room < 1:
             raise ValueError(
                 f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens leave no room in "
                 f"{self._settings.max_model_len}"
             )
-        if request.sampling.stop_strings or request.sampling.repetition_penalty != 1.0:
+        if sampling.stop_strings or sampling.repetition_penalty != 1.0:
             raise ValueError("hf_infer samples without stop_strings and repetition_penalty; use vllm")
-        run = _Running(request, min(room, request.sampling.max_new_tokens), self._loop.time())
+        run = _Running(request, min(room, sampling.max_new_tokens), self._loop.time())
         self._running[request.request_id] = run
         try:
-            await self._submit(run)
+            if await self._may_start(run):
+                self._submit(run)
             await run.finished.wait()
             if run.error is not None:
                 raise RuntimeError(run.error)
-            return _completion(run, self._stop_ids | set(request.sampling.stop_token_ids), self._loop.time())
+            return self._completion(run)
         finally:
+            if run.submitted and not run.finished.is_set():  # the caller was cancelled
+                self._manager.cancel_request(request.request_id)
+                run.finished.set()
             del self._running[request.request_id]
+            run.returned.set()
+            self._note_idle()
 
-    async def _submit(self, run: _Running) -> None:
-        """Hand the request to a manager with its sampling; waits while paused or while others sample differently."""
-        key = _key(run.request.sampling)
-        while not run.aborted:
+    async def _may_start(self, run: _Running) -> bool:
+        """Wait while paused, and until the manager can sample as wanted; False when aborted meanwhile."""
+        while not run.finished.is_set():
             if not self._serving.is_set():
                 await _first(self._serving, run.finished)
-                continue
-            async with self._starting:
-                if self._sampling != key and self._active() == 0:
-                    await asyncio.to_thread(self._restart, key)
-                if self._sampling == key and self._serving.is_set():
-                    self._add(run)
-                    return
-            self._idle.clear()
-            await _first(self._idle, run.finished)
+            elif not self._settled.is_set():
+                await _first(self._settled, run.finished)
+            elif _truncates(run.request.sampling) and not self._truncating:
+                await self._allow_truncation()
+            else:
+                return True
+        return False
 
-    def _restart(self, key: _SamplingKey) -> None:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
+    async def _allow_truncation(self) -> None:
+        """Change managers when nothing runs; new requests wait meanwhile, so this ends."""
+        self._settled.clear()
+        try:
+            await self._idle.wait()
+            self._truncating = True
+            await asyncio.to_thread(self._manager.stop, True)
+            self._manager = await asyncio.to_thread(self._new_manager)
+        finally:
+            self._settled.set()
 
-        if self._manager is not None:
-            self._manager.stop(block=True)
-        temperature, top_k, top_p = key
-        generation = GenerationConfig(
-            do_sample=temperature > 0,
-            temperature=temperature or 1.0,
-            top_k=top_k if top_k > 0 else 0,
-            top_p=top_p,
-            max_new_tokens=self._settings.max_model_len,
-            eos_token_id=sorted(self._stop_ids),
-            pad_token_id=self._model.generation_config.pad_token_id or 0,
+    def _submit(self, run: _Running) -> None:
+        """Hand the request to the manager. Its handler comes first: a token may be there before we look again."""
+        sampling, request_id = run.request.sampling, run.request.request_id
+        options: dict[str, float | int] = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
+        if self._truncating:
+            top_k = sampling.top_k if sampling.top_k > 0 else self._model.config.vocab_size
+            options |= {"top_k": top_k, "top_p": sampling.top_p}
+        run.submitted, run.version = True, self._version or 0
+        self._idle.clear()
+        self._manager.register_result_handler(request_id, lambda output: self._received(run, output))
+        taken = self._manager.add_request(
+            list(run.request.prompt_token_ids),
+            request_id=request_id,
+            max_new_tokens=run.budget,
+            streaming=True,
+            eos_token_id=[*self._eos_ids, *sampling.stop_token_ids],
+            **options,
         )
-        pages = self._settings.max_running * -(-self._settings.max_model_len // _PAGE_TOKENS)
-        batching = ContinuousBatchingConfig(
-            num_blocks=pages,
-            page_size=_PAGE_TOKENS,
-            max_batch_tokens=max(512, self._settings.max_running),
-            max_requests_per_batch=self._settings.max_running,
-            return_logprobs=True,
-            use_async_batching=False,
-            use_cuda_graph=False,
-            allow_block_sharing=False,
-        )
-        self._manager = self._model.init_continuous_batching(
-            generation_config=generation, continuous_batching_config=batching
-        )
-        self._manager.start()
-        self._sampling = key
+        if taken is None:
+            raise ConnectionError("the generation loop of Transformers has ended; see the log for its error")
 
-    def _add(self, run: _Running) -> None:
-        assert self._manager is not None
-        run.manager_id = self._manager.add_request(
-            list(run.request.prompt_token_ids), max_new_tokens=run.budget, streaming=True
-        )
-        self._manager.register_result_handler(run.manager_id, lambda output: self._received(run, output))
-
-    def _received(self, run: _Running, output) -> None:  # noqa: ANN001 (GenerationOutput; called by the manager on the event loop)
+    def _received(self, run: _Running, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
         if run.finished.is_set():
             return
+        run.tokens, run.logprobs = output.generated_tokens, output.logprobs
         if output.error is not None:
             run.error = str(output.error)
-        new = len(output.generated_tokens) - len(run.tokens)
-        if new > 0:
-            run.tokens = list(output.generated_tokens)
-            run.logprobs = [float(x) for x in output.logprobs]
-            run.versions += [self._version or 0] * new
         if output.is_finished() or run.error is not None:
-            self._end(run)
+            run.finished.set()
 
-    def _end(self, run: _Running) -> None:
-        run.finished.set()
-        if self._active() == 0:
+    def _note_idle(self) -> None:
+        if not any(r.submitted for r in self._running.values()):
             self._idle.set()
 
-    def _active(self) -> int:
-        return sum(1 for r in self._running.values() if r.manager_id is not None and not r.finished.is_set())
+    def _completion(self, run: _Running) -> Completion:
+        tokens, stops = run.tokens, {*self._eos_ids, *run.request.sampling.stop_token_ids}
+        if tokens and tokens[-1] in stops:
+            reason = FinishReason.STOP
+        else:
+            reason = FinishReason.LENGTH if len(tokens) >= run.budget else FinishReason.ABORT
+        return Completion(
+            request_id=run.request.request_id,
+            token_ids=array("i", tokens),
+            logprobs=array("f", run.logprobs),
+            version_runs=((run.version, len(tokens)),) if tokens else (),
+            finish_reason=reason,
+            generation_s=self._loop.time() - run.started_s,
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        for run in [self._running[i] for i in request_ids if i in self._running]:
-            self._stop(run)
+        await self._stop([self._running[i] for i in request_ids if i in self._running])
 
-    def _stop(self, run: _Running) -> None:
-        run.aborted = True
-        if run.manager_id is not None and self._manager is not None and not run.finished.is_set():
-            self._manager.cancel_request(run.manager_id)
-        self._end(run)
+    async def _stop(self, runs: Iterable[_Running]) -> None:
+        runs = list(runs)
+        running = [r for r in runs if r.submitted and not r.finished.is_set()]
+        for run in running:
+            self._manager.cancel_request(run.request.request_id)
+        if running:
+            await asyncio.to_thread(self._end_of_step)
+        for run in runs:
+            run.finished.set()
+        await asyncio.gather(*(run.returned.wait() for run in runs))
+
+    def _end_of_step(self) -> None:
+        """Returns between two steps; requests cancelled before the call are not in the next one."""
+        if self._manager.is_running():
+            with self._manager.pause():
+                pass
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.KEEP:
             raise ValueError("interrupt.mode keep is not possible with hf_infer; use resume")
         self._serving.clear()
-        for run in list(self._running.values()):
-            if run.manager_id is not None:
-                self._stop(run)
-        # The step under way still ends; after it the manager has nothing to do.
-        async with self._starting:
-            if self._manager is not None:
-                manager, self._manager, self._sampling = self._manager, None, None
-                await asyncio.to_thread(manager.stop, True)
+        await self._stop([r for r in self._running.values() if r.submitted])
+        await self._settled.wait()
 
     async def resume(self) -> None:
-        if self._updating:
-            raise RuntimeError("resume during a weight update: the weights are incomplete; finish and commit it first")
+        if self._mixed:
+            raise RuntimeError("resume without whole weights: the last update did not come to its commit")
         self._serving.set()
 
+    # Weights
+
     async def begin_update(self, plan: UpdatePlan) -> None:
-        if self._serving.is_set():
-            raise RuntimeError("begin_update on a running engine; pause it first")
-        self._updating = True
-        self._plan, self._digest = plan, Digest(plan.verify)
+        in_place = plan.transport not in STAGED
+        if in_place and self._serving.is_set():
+            raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
+        if self._receiver is not None:
+            self._receiver.close()
+        self._mixed = self._mixed or in_place
+        self._in_place = in_place
+        self._receiver, self._digest = open_receiver(plan.transport), Digest(plan.verify)
+        self._staged: list[tuple[str, Tensor]] = []
         self._missing = {name for name, _ in self._model.named_parameters()}
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        if not self._updating:
+        if self._receiver is None:
             raise RuntimeError("load_bucket without begin_update")
-        await asyncio.to_thread(self._copy, bucket)
+        await asyncio.to_thread(self._take_in, self._receiver, bucket)
 
-    def _copy(self, bucket: Bucket) -> None:
+    def _take_in(self, receiver: BucketReader, bucket: Bucket) -> None:
+        tensors = []
+        for slot, raw, tensor in receiver.read(bucket):
+            self._digest.update(slot, raw)
+            self._missing.discard(slot.name)
+            tensors.append((slot.name, tensor))
+        if self._in_place:
+            self._copy(tensors)
+        else:
+            self._staged += tensors
+
+    def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         import torch
 
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        unknown = [name for name, _ in tensors if name not in parameters]
+        if unknown:
+            raise RuntimeError(f"the model has no parameter {unknown[0]}")
         with torch.no_grad():
-            for slot, raw, tensor in RECEIVERS[self._plan.transport](bucket):
-                self._digest.update(slot, raw)
-                if slot.name not in parameters:
-                    raise RuntimeError(f"the model has no parameter {slot.name}")
-                parameters[slot.name].copy_(tensor)
-                self._missing.discard(slot.name)
+            for name, tensor in tensors:
+                if parameters[name].shape != tensor.shape:
+                    raise RuntimeError(f"{name} has shape {tuple(parameters[name].shape)}, not {tuple(tensor.shape)}")
+                parameters[name].copy_(tensor)
+        if self._settings.device != "cpu":
+            torch.cuda.synchronize()  # the manager computes on a stream of its own
 
     async def finish_update(self) -> str:
+        if self._receiver is None:
+            raise RuntimeError("finish_update without begin_update")
         if self._missing:
             raise RuntimeError(f"weight update is incomplete: {sorted(self._missing)[:3]} did not come")
         return self._digest.hexdigest()
 
     async def commit(self, version: WeightVersion) -> None:
-        self._version = version
-        self._updating = False
+        if self._receiver is None or self._missing:
+            raise RuntimeError("commit without a whole update")
+        if self._serving.is_set():
+            raise RuntimeError("commit on a running engine; pause it first")
+        self._mixed = True
+        await asyncio.to_thread(self._copy, self._staged)
+        self._receiver.close()
+        self._receiver, self._staged = None, []
+        self._version, self._mixed = version, False
 
     def load(self) -> EngineLoad:
-        active = self._active()
-        free = 1 - active / max(1, self._settings.max_running)
-        return EngineLoad(running=active, waiting=len(self._running) - active, free_kv_fraction=max(0.0, free))
+        active = sum(r.submitted for r in self._running.values())
+        running = min(active, self._settings.max_running)
+        return EngineLoad(
+            running=running,
+            waiting=len(self._running) - running,
+            free_kv_fraction=1 - running / self._settings.max_running,
+        )
 
     async def close(self) -> None:
-        for run in list(self._running.values()):
-            self._stop(run)
-        if self._manager is not None:
-            await asyncio.to_thread(self._manager.stop, True)
+        self._serving.clear()
+        await self._stop(self._running.values())
+        await asyncio.to_thread(self._manager.stop, True)
 
 
-def _key(sampling: SamplingParams) -> _SamplingKey:
-    return (sampling.temperature, sampling.top_k, sampling.top_p)
+def _truncates(sampling: SamplingParams) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1
+
+
+def _stop_ids(model) -> tuple[int, ...]:  # noqa: ANN001 (a Transformers model)
+    """End-of-sequence ids: of the generation config, else of the model."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 async def _first(*events: asyncio.Event) -> None:
     waits = [asyncio.ensure_future(e.wait()) for e in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-
-
-def _completion(run: _Running, stop_ids: set[int], now_s: float) -> Completion:
-    tokens, reason = run.tokens, FinishReason.LENGTH
-    stops = [i for i, token in enumerate(tokens) if token in stop_ids]
-    if stops:  # a stop id of the request that the manager does not know ends the text here
-        tokens, reason = tokens[: stops[0] + 1], FinishReason.STOP
-    elif run.aborted:
-        reason = FinishReason.ABORT
-    versions = run.versions[: len(tokens)]
-    return Completion(
-        request_id=run.request.request_id,
-        token_ids=array("i", tokens),
-        logprobs=array("f", run.logprobs[: len(tokens)]),
-        version_runs=tuple((v, len(list(same))) for v, same in groupby(versions)),
-        finish_reason=reason,
-        generation_s=now_s - run.started_s,
-    )
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -5,10 +5,13 @@ them through `rollout/protocol.py: EngineClient`.
 
 Life of a weight update (version v is served only after `commit`):
 
-    pause(...) -> begin_update(plan) -> load_bucket(bucket) * n -> finish_update() == digest of the sender
-               -> commit(v) -> resume()
+    begin_update(plan) -> load_bucket(bucket) * n -> finish_update() == digest of the sender
+                       -> pause(...) -> commit(v) -> resume()
 
-Between `begin_update` and `commit` the replica refuses to generate: a partial update is never served.
+With a staged transport (`weight_sync/transports.py: STAGED`) the buckets wait in host memory and the replica goes on
+serving the old version until `commit`; an update that is never committed changes nothing. Other transports load into
+the served weights: pause before `begin_update`, and the replica refuses to resume until a `commit` has succeeded. A
+partial update is never served.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class EngineLoad:
     running: int
     waiting: int
     free_kv_fraction: float
-    """Share of the KV cache not in use, 0..1."""
+    """Share of the KV cache that no unfinished request can claim, 0..1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,18 +91,20 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def begin_update(self, plan: UpdatePlan) -> None: ...
+    async def begin_update(self, plan: UpdatePlan) -> None:
+        """Expect the buckets of a version; an earlier update that was not committed is given up."""
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of one bucket; returns when the bucket's memory may be reused."""
+        """Take one bucket in. The sender may reuse its memory afterwards, if the transport is not a staged one."""
 
     async def finish_update(self) -> str:
-        """Digest over what was loaded (see `weight_sync/digest.py`); resets the prefix cache. Raises RuntimeError if
-        tensors of the plan are missing.
-        """
+        """Digest over what was taken in (see `weight_sync/digest.py`)."""
 
     async def commit(self, version: WeightVersion) -> None:
-        """Tokens sampled from now on carry this version."""
+        """Swap the weights in and drop the prefix cache: tokens sampled from now on carry this version.
+
+        The replica must be paused. Raises RuntimeError when the update is not whole; it then needs another one.
+        """
 
     def load(self) -> EngineLoad: ...
 

@@ -11,32 +11,40 @@ import asyncio
 import os
 import pickle
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, VersionRuns, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.transports import STAGED
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 def prepare_environment(device: str) -> None:
     """Set what vLLM reads at import. Call it in the engine's process before anything imports vllm."""
-    os.environ.update(HF_HUB_OFFLINE=os.environ.get("HF_HUB_OFFLINE", "1"), VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     if device == "cpu":
         # Without it the first token waits 20 s for the inductor; `uni` keeps worker and scheduler in one child process.
         os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_TARGET_DEVICE="cpu")
 
 
+@dataclass(eq=False, slots=True)
 class _Ticket:
     """One request inside the engine."""
 
-    def __init__(self) -> None:
-        self.started = False
-        self.aborted = asyncio.Event()
-        self.done = asyncio.Event()
+    num_tokens: int
+    """Most tokens it can come to hold in the KV cache."""
+    admitted: bool = False
+    handed_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """vLLM knows it, or never will: from here on an abort reaches it."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class VllmEngine:
@@ -46,9 +54,12 @@ class VllmEngine:
         self._settings = settings
         self._version: WeightVersion | None = None if settings.random_weights else 0
         self._running: dict[str, _Ticket] = {}
-        self._updating = False
+        self._mixed = settings.random_weights
+        """The model holds no whole version: nothing is generated until the next commit."""
+        self._transport: str | None = None
         self._serving = asyncio.Event()
-        self._serving.set()
+        if not settings.random_weights:
+            self._serving.set()
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -88,33 +99,62 @@ class VllmEngine:
             arguments |= {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": settings.cpu_kv_cache_bytes}
         else:
             arguments["gpu_memory_utilization"] = settings.memory_fraction
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, **settings.extra))  # type: ignore[arg-type]
+        twice = sorted(arguments.keys() & settings.extra.keys())
+        if twice:
+            raise ValueError(f"strategy_config.extra repeats what other keys decide: {', '.join(twice)}; remove it")
+        try:
+            engine_arguments = AsyncEngineArgs(**arguments, **settings.extra)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ValueError(f"strategy_config.extra: {error}") from error
+        self._llm = AsyncLLM.from_engine_args(engine_arguments)
+        if settings.device == "cpu" and self._llm.model_config.get_num_experts() > 0:
+            self._llm.shutdown()
+            raise ValueError(
+                "vLLM's CPU build corrupts mixture-of-experts weights when they are updated; "
+                "use strategy_name hf_infer, or a GPU"
+            )
+        cache = self._llm.vllm_config.cache_config
+        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         if self._version is not None:
             await self._llm.update_weight_version(str(self._version))
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        room = self._settings.max_model_len - len(request.prompt_token_ids)
+        prompt = list(request.prompt_token_ids)
+        room = self._settings.max_model_len - len(prompt)
         if room < 1:
             raise ValueError(
-                f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens leave no room in max_model_len "
+                f"request {request.request_id}: {len(prompt)} prompt tokens leave no room in max_model_len "
                 f"{self._settings.max_model_len}"
             )
         loop = asyncio.get_running_loop()
         submitted = loop.time()
-        ticket = self._running[request.request_id] = _Ticket()
+        max_tokens = min(request.sampling.max_new_tokens, room)
+        ticket = self._running[request.request_id] = _Ticket(num_tokens=len(prompt) + max_tokens)
         try:
             if not await self._admitted(ticket):
                 return _nothing(request.request_id, loop.time() - submitted)
-            output = None
-            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            async for item in self._llm.generate(prompt, _sampling(request.sampling, room), request.request_id):
-                output = item.outputs[0]
-            if output is None:
-                raise RuntimeError(f"vLLM ended request {request.request_id} without an output")
+            output = await self._run(request.request_id, prompt, _sampling(request.sampling, max_tokens), ticket)
             return self._completion(request.request_id, output, loop.time() - submitted)
         finally:
             del self._running[request.request_id]
+            ticket.handed_over.set()
             ticket.done.set()
+
+    async def _run(self, request_id: str, prompt: list[int], sampling, ticket: _Ticket):  # noqa: ANN001, ANN202 (vLLM's types)
+        """The final output of one request."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            queue = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+            ticket.handed_over.set()
+            try:
+                result = await queue.get()  # FINAL_ONLY: the first output is the last
+            except asyncio.CancelledError:
+                await self._llm.abort(queue.request_id, internal=True)
+                raise
+        except EngineDeadError as error:
+            raise ConnectionError(f"vLLM's engine process is dead: {error}") from error
+        return result.outputs[0]
 
     async def _admitted(self, ticket: _Ticket) -> bool:
         """Wait while the engine is paused; False when the request is aborted meanwhile."""
@@ -123,59 +163,89 @@ class VllmEngine:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-        ticket.started = not ticket.aborted.is_set()
-        return ticket.started
+        ticket.admitted = not ticket.aborted.is_set()
+        return ticket.admitted
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         tickets = {i: self._running[i] for i in request_ids if i in self._running}
         for ticket in tickets.values():
             ticket.aborted.set()
-        started = [i for i, ticket in tickets.items() if ticket.started]
-        if started:
-            await self._llm.abort(started)
+        await self._handed_over(tickets.values())
+        running = [i for i, ticket in tickets.items() if ticket.admitted and not ticket.done.is_set()]
+        if running:
+            await self._llm.abort(running)
         await asyncio.gather(*(ticket.done.wait() for ticket in tickets.values()))
+
+    async def _handed_over(self, tickets: Iterable[_Ticket]) -> None:
+        """vLLM ignores an abort of a request it has not got yet, and would run it to its end."""
+        await asyncio.gather(*(ticket.handed_over.wait() for ticket in tickets if ticket.admitted))
 
     async def pause(self, mode: PauseMode) -> None:
         self._serving.clear()
-        # KEEP recomputes the KV of kept requests after resume: blocks computed under old weights must not be shared.
+        admitted = [t for t in self._running.values() if t.admitted]
+        await self._handed_over(admitted)
+        # Clearing the cache makes kept requests compute their KV again after resume, under the weights then loaded.
         await self._llm.pause_generation(mode=mode.value, clear_cache=True)
         if mode is PauseMode.ABORT:
-            await asyncio.gather(*(t.done.wait() for t in list(self._running.values()) if t.started))
+            await asyncio.gather(*(t.done.wait() for t in admitted))
 
     async def resume(self) -> None:
-        if self._updating:
-            raise RuntimeError("resume during a weight update: the weights are incomplete; finish and commit it first")
+        if self._mixed:
+            raise RuntimeError("resume without whole weights: the last update did not come to its commit")
         await self._llm.resume_generation()
         self._serving.set()
 
     async def begin_update(self, plan: UpdatePlan) -> None:
-        if self._serving.is_set():
-            raise RuntimeError("begin_update on a running engine; pause it first")
-        self._updating = True
-        await self._llm.collective_rpc("roll_begin_update", args=(plan.transport, plan.verify))
+        in_place = plan.transport not in STAGED
+        if in_place and self._serving.is_set():
+            raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
+        self._mixed = self._mixed or in_place
+        self._transport = plan.transport
+        await self._workers("roll_begin_update", plan.transport, plan.verify)
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        if not self._updating:
+        if self._transport is None:
             raise RuntimeError("load_bucket without begin_update")
-        await self._llm.collective_rpc("roll_load_bucket", args=(pickle.dumps(bucket),))
+        await self._workers("roll_load_bucket", pickle.dumps(bucket))
 
     async def finish_update(self) -> str:
-        digests = set(await self._llm.collective_rpc("roll_finish_update"))
+        if self._transport is None:
+            raise RuntimeError("finish_update without begin_update")
+        digests = set(await self._workers("roll_finish_update"))
         if len(digests) != 1:
             raise RuntimeError(f"workers of one replica hold different weights: {sorted(digests)}")
-        await self._llm.reset_prefix_cache()
         return digests.pop()
 
     async def commit(self, version: WeightVersion) -> None:
+        if self._transport is None:
+            raise RuntimeError("commit without an update")
+        if self._serving.is_set():
+            raise RuntimeError("commit on a running engine; pause it first")
+        self._mixed = True
+        await self._workers("roll_commit")
+        await self._llm.reset_prefix_cache()
         await self._llm.update_weight_version(str(version))
-        self._version = version
-        self._updating = False
+        self._version, self._transport, self._mixed = version, None, False
+
+    async def _workers(self, method: str, *args: str | bytes) -> list[str]:
+        """Call `vllm_worker_extension.py` on every worker. Raises RuntimeError with the first worker's error."""
+        answers = await self._llm.collective_rpc("roll_call", args=(method, *args))
+        error = next((error for _, error in answers if error), None)
+        if error is not None:
+            raise RuntimeError(error)
+        return [result for result, _ in answers]
 
     def load(self) -> EngineLoad:
         running = min(len(self._running), self._settings.max_running)
-        return EngineLoad(running=running, waiting=len(self._running) - running, free_kv_fraction=1.0)
+        claimed = sum(t.num_tokens for t in self._running.values())
+        return EngineLoad(
+            running=running,
+            waiting=len(self._running) - running,
+            free_kv_fraction=max(0.0, 1 - claimed / max(1, self._kv_tokens)),
+        )
 
     async def close(self) -> None:
+        await self.abort(list(self._running))
         self._llm.shutdown()
 
     def _completion(self, request_id: str, output, seconds: float) -> Completion:  # noqa: ANN001 (vLLM's CompletionOutput)
@@ -207,12 +277,13 @@ def _nothing(request_id: str, seconds: float) -> Completion:
     )
 
 
-def _sampling(params: SamplingParams, room: int):  # noqa: ANN202 (vLLM's SamplingParams, imported late)
+@lru_cache(maxsize=1024)
+def _sampling(params: SamplingParams, max_tokens: int):  # noqa: ANN202 (vLLM's SamplingParams, imported late)
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
     return VllmSampling(
-        max_tokens=min(params.max_new_tokens, room),
+        max_tokens=max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,

@@ -1,56 +1,119 @@
-"""Runs inside vLLM's worker process: loads buckets into the live model. Imported by name (`worker_extension_cls`)."""
+"""Runs inside vLLM's worker (`worker_extension_cls`): takes weight buckets in and swaps them into the live model.
+
+Staged transports: tensors wait in host memory, mapped and not copied; the served model is untouched until
+`roll_commit`. Device transports: there is no room for a second model, so buckets go into the live one as they come;
+the engine is paused.
+"""
 
 from __future__ import annotations
 
 import pickle
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if not torch.cuda.is_available():
     # vLLM's AMX attention kernels run without asking the kernel for permission to use AMX tiles and die with SIGILL.
     torch.cpu._init_amx()
 
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Bucket
 from roll_async.weight_sync.digest import Digest
-from roll_async.weight_sync.transports import RECEIVERS
+from roll_async.weight_sync.sending import BucketReader
+from roll_async.weight_sync.transports import STAGED, open_receiver
 
 
 class WeightUpdateExtension:
     """Mixed into vLLM's worker; `model_runner` is the worker's."""
 
-    def roll_begin_update(self, transport: str, verify: str) -> None:
-        """Open the model for new weights; an update left unfinished is given up."""
-        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+    _roll_receiver: BucketReader | None = None
+    _roll_open = False
 
-        self._roll_plan = UpdatePlan(version=0, transport=transport, verify=verify)
+    def roll_call(self, method: str, *args: object) -> tuple[object, str]:
+        """(result, error) of a method below: vLLM would turn its exception into one without a type."""
+        try:
+            return getattr(self, method)(*args), ""
+        except (RuntimeError, ValueError, OSError, LookupError, AssertionError) as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    def roll_begin_update(self, transport: str, verify: str) -> None:
+        """Expect a new version; one left unfinished is given up."""
+        self._roll_give_up()
+        self._roll_receiver = open_receiver(transport)
         self._roll_digest = Digest(verify)
-        initialize_layerwise_reload(self._roll_model)
+        self._roll_staged: list[tuple[str, Tensor]] = []
+        if transport not in STAGED:
+            self._roll_open_model()
 
     def roll_load_bucket(self, pickled: bytes) -> None:
-        """Load one `Bucket` (vLLM's own encoding would lose its type). Tensors are copied: a layer is assembled when
-        all its parts have come.
-        """
+        """Take one `Bucket` in (pickled: vLLM's own encoding would lose its type)."""
+        assert self._roll_receiver is not None, "roll_load_bucket without roll_begin_update"
         bucket: Bucket = pickle.loads(pickled)
-        device = self.model_runner.device  # type: ignore[attr-defined]
         tensors = []
-        for slot, raw, tensor in RECEIVERS[self._roll_plan.transport](bucket):
+        for slot, raw, tensor in self._roll_receiver.read(bucket):
             self._roll_digest.update(slot, raw)
-            tensors.append((slot.name, tensor.to(device, copy=True)))
-        self._roll_model.load_weights(tensors)
+            # In place the bucket's memory is reused, while vLLM holds tensors back until a layer has all its parts.
+            tensors.append((slot.name, tensor.clone() if self._roll_open else tensor))
+        if self._roll_open:
+            self._roll_model.load_weights(tensors)
+        else:
+            self._roll_staged += tensors
 
     def roll_finish_update(self) -> str:
-        """Make the new weights the served ones; returns the digest of what was loaded."""
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self._roll_model, self.model_runner.model_config)  # type: ignore[attr-defined]
-        self._roll_repack_tied_head()
+        """Digest of everything taken in."""
         return self._roll_digest.hexdigest()
 
+    def roll_commit(self) -> None:
+        """Make the new weights the served ones. Raises RuntimeError when tensors are missing."""
+        assert self._roll_receiver is not None, "roll_commit without roll_begin_update"
+        if not self._roll_open:
+            self._roll_open_model()
+            self._roll_model.load_weights(self._roll_staged)
+        missing = self._roll_incomplete_layers()
+        self._roll_close_model()
+        self._roll_give_up()
+        if missing:
+            raise RuntimeError(f"weight update is incomplete: {len(missing)} layers lack tensors, first {missing[0]}")
+
+    def _roll_give_up(self) -> None:
+        """Back to rest. A model left open is closed, mixed weights and all: the next update overwrites every tensor."""
+        if self._roll_open:
+            self._roll_close_model()
+        if self._roll_receiver is not None:
+            self._roll_receiver.close()
+            self._roll_receiver = None
+        self._roll_staged = []
+
+    def _roll_open_model(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self._roll_model)
+        self._roll_open = True
+
+    def _roll_close_model(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        self._roll_open = False
+        finalize_layerwise_reload(self._roll_model, self.model_runner.model_config)  # type: ignore[attr-defined]
+        self._roll_repack_tied_head()
+
+    def _roll_incomplete_layers(self) -> list[str]:
+        """Layers still waiting for tensors. Vocabulary layers are padded and never fill; a tied head gets none."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        config = self.model_runner.model_config.hf_config  # type: ignore[attr-defined]
+        tied, waiting = config.get_text_config().tie_word_embeddings, []
+        for name, layer in self._roll_model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.load_numel_total or not list(layer.parameters(recurse=False)):
+                continue
+            padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+            if not padded and not (tied and isinstance(layer, ParallelLMHead)):
+                waiting.append(name)
+        return waiting
+
     def _roll_repack_tied_head(self) -> None:
-        """A tied output layer gets no tensor of its own, so vLLM's reload leaves its packed CPU copy at the old
-        weights.
-        """
+        """A tied output layer gets no tensor of its own, so a reload leaves its packed CPU copy at the old weights."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         for module in self._roll_model.modules():

@@ -17,8 +17,8 @@ _NUM_WINDOWS = 16
 class Digest:
     """Running digest of one weight version.
 
-    full: every byte. sample: names, types, shapes and 16 windows of 1 KiB spread over each tensor, ends included, so that
-    a swapped, truncated or stale tensor shows. none: names, types and shapes only.
+    full: every byte. sample: names, types, shapes and 16 windows of 1 KiB spread over each tensor, ends included, so
+    that a swapped, truncated or stale tensor shows. none: names, types and shapes only.
     """
 
     def __init__(self, verify: str) -> None:
@@ -28,7 +28,7 @@ class Digest:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def update(self, slot: TensorSlot, data: Tensor) -> None:
-        """Add one tensor. `data`: its bytes, uint8 [num_bytes], on any device; only the bytes that are read leave it."""
+        """Add one tensor. `data`: its bytes, uint8 [num_bytes], on any device; only what is read leaves it."""
         self._hash.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.num_bytes};".encode())
         if self._verify == "full":
             self._hash.update(data.cpu().numpy().data)

@@ -1,0 +1,34 @@
+"""Through files in a folder that every host sees: the last resort, where hosts share nothing faster than a disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from roll_async.weight_sync.packing import PlannedBucket
+from roll_async.weight_sync.shm import FileReader, FileWriter
+
+__all__ = ["FileReader", "FolderWriter"]
+
+
+class FolderWriter:
+    """`FileWriter` in one folder, flushed to the disk before another host is told. `location`: the file's path."""
+
+    def __init__(self, folder: str) -> None:
+        path = Path(folder).resolve()
+        path.mkdir(parents=True, exist_ok=True)
+        self._files = FileWriter(folders=(path,))
+
+    def write(self, index: int, planned: PlannedBucket, num_bytes: int) -> tuple[str, Tensor]:
+        location, data = self._files.write(index, planned, num_bytes)
+        handle = os.open(location, os.O_RDONLY)
+        try:
+            os.fsync(handle)  # also writes out the pages dirtied through the mapping
+        finally:
+            os.close(handle)
+        return location, data
+
+    def close(self) -> None:
+        self._files.close()

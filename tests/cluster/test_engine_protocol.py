@@ -1,0 +1,480 @@
+"""One suite for every engine: what `inference/protocol.py` promises, checked against plain Transformers in float32."""
+
+import asyncio
+import time
+from array import array
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+psutil = pytest.importorskip("psutil")
+
+from roll_async.inference.backends import create_engine  # noqa: E402
+from roll_async.inference.protocol import PauseMode  # noqa: E402
+from roll_async.inference.settings import EngineSettings  # noqa: E402
+from roll_async.schema import FinishReason, GenerateRequest, SamplingParams  # noqa: E402
+from roll_async.weight_sync.bucket import UpdatePlan  # noqa: E402
+from roll_async.weight_sync.transports import open_sender  # noqa: E402
+
+LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
+EOS, CONTEXT, TOLERANCE = 2, 512, 1e-4
+PROMPT = [11, 22, 33, 44, 55]
+
+
+def tiny_model(seed: int, tied: bool):
+    """Random Qwen2; head_dim 32 is the smallest that vLLM's CPU attention knows."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+        initializer_range=0.1,
+        dtype="float32",
+    )
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    model.generation_config.eos_token_id = EOS
+    return model
+
+
+def tensors_of(model):
+    return [(name, p.detach()) for name, p in model.named_parameters()]
+
+
+@torch.no_grad()
+def reference_logprobs(model, prompt, tokens, sampling):
+    """[R] log-probs of `tokens` under temperature, then top-k, then top-p, from one full forward pass."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+    logits = logits / (sampling.temperature or 1.0)
+    if sampling.top_k > 0:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        drop = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= sampling.top_p)
+        logits = logits.masked_fill(drop, -torch.inf)
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def greedy(model, prompt, count):
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].argmax()))
+        if tokens[-1] == EOS:
+            break
+    return tokens
+
+
+class Replica:
+    """An engine, the loop it lives on, and the models whose weights it is given."""
+
+    def __init__(self, strategy, folder, tied, **changes):
+        self.models = {"old": tiny_model(1, tied), "new": tiny_model(2, tied)}
+        self.models["old"].save_pretrained(folder)
+        self.runner = asyncio.Runner()
+        settings = {"dtype": "fp32", "device": "cpu", "max_model_len": CONTEXT, "max_running": 64, "seed": 7, **changes}
+        self.engine = create_engine(strategy, EngineSettings(model_folder=str(folder), **settings))
+        self.version, self.count, self.senders = 0, 0, {}
+        self.runner.run(self.engine.start())
+
+    def close(self):
+        self.runner.run(self.engine.close())
+        self.runner.close()
+        for sender in self.senders.values():
+            sender.close()
+
+    def request(self, prompt=PROMPT, **sampling):
+        self.count += 1
+        sampling = {"max_new_tokens": 24, **sampling}
+        return GenerateRequest(
+            request_id=f"r{self.count}", prompt_token_ids=array("i", prompt), sampling=SamplingParams(**sampling)
+        )
+
+    def start(self, *requests):
+        return [asyncio.ensure_future(self.engine.generate(r)) for r in requests]
+
+    def assert_sampled_from(self, model, request, completion):
+        tokens = list(completion.token_ids)
+        wanted = reference_logprobs(self.models[model], list(request.prompt_token_ids), tokens, request.sampling)
+        assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=TOLERANCE, rtol=0), (
+            (torch.tensor(completion.logprobs) - wanted).abs().max()
+        )
+
+    def send(self, tensors, version, transport="shm", verify="full"):
+        """The trainer's side of one version."""
+        self.senders[transport] = open_sender(
+            transport,
+            tensors=lambda: iter(tensors),
+            version=version,
+            verify=verify,
+            bucket_bytes=100_000,
+            is_sender=True,
+            previous=self.senders.get(transport),
+        )
+        return self.senders[transport]
+
+    async def take_in(self, tensors, version, transport="shm", verify="full", num_buckets=None):
+        sender = self.send(tensors, version, transport, verify)
+        await self.engine.begin_update(sender.plan)
+        taken = 0
+        while (bucket := await asyncio.to_thread(sender.next_bucket)) is not None and taken != num_buckets:
+            await self.engine.load_bucket(bucket)
+            taken += 1
+        return sender
+
+    async def push(self, model, version, **options):
+        sender = await self.take_in(tensors_of(self.models[model]), version, **options)
+        assert await self.engine.finish_update() == sender.digest
+        await self.engine.pause(PauseMode.ABORT)
+        await self.engine.commit(version)
+        await self.engine.resume()
+        self.version = version
+
+
+@pytest.fixture(scope="module", params=["vllm", "hf_infer", "sglang"])
+def strategy(request):
+    pytest.importorskip(LIBRARY[request.param])
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def shared(strategy, tmp_path_factory):
+    replica = Replica(strategy, tmp_path_factory.mktemp("model"), tied=True)
+    yield replica
+    replica.close()
+
+
+@pytest.fixture
+def replica(shared):
+    """The shared replica with the old weights as version 0."""
+    if shared.version != 0:
+        shared.runner.run(shared.push("old", 0))
+    return shared
+
+
+def test_logprobs_are_those_of_the_distribution_sampled_from(replica):
+    async def go():
+        requests = [
+            replica.request(temperature=t, top_k=k, top_p=p)
+            for t, k, p in [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.3, 20, 1.0), (1.0, -1, 0.8), (0.9, 30, 0.7)]
+            for _ in range(3)
+        ]
+        completions = await asyncio.gather(*replica.start(*requests))
+        for request, completion in zip(requests, completions, strict=True):
+            assert completion.request_id == request.request_id and completion.generation_s > 0
+            replica.assert_sampled_from("old", request, completion)
+        assert len({tuple(c.token_ids) for c in completions[:3]}) == 3
+
+    replica.runner.run(go())
+
+
+def test_temperature_zero_is_greedy_and_a_resumed_request_continues_the_same_text(replica):
+    async def go():
+        wanted = greedy(replica.models["old"], PROMPT, 24)
+        whole = await replica.engine.generate(replica.request(temperature=0.0))
+        assert list(whole.token_ids) == wanted
+        rest = await replica.engine.generate(
+            replica.request([*PROMPT, *wanted[:10]], temperature=0.0, max_new_tokens=14)
+        )
+        assert list(rest.token_ids) == wanted[10:]
+
+    replica.runner.run(go())
+
+
+def test_finish_reasons_tell_the_end_of_sequence_from_the_length(replica):
+    async def go():
+        requests = [replica.request([7, 8, 9 + i], max_new_tokens=200) for i in range(64)]
+        completions = await asyncio.gather(*replica.start(*requests))
+        stopped = [c for c in completions if c.finish_reason is FinishReason.STOP]
+        cut = [c for c in completions if c.finish_reason is FinishReason.LENGTH]
+        assert stopped and cut and len(stopped) + len(cut) == 64
+        for c in completions:
+            assert EOS not in c.token_ids[:-1]
+            assert (c.token_ids[-1] == EOS) == (c.finish_reason is FinishReason.STOP)
+            assert c.version_runs == ((0, len(c.token_ids)),)
+        assert all(len(c.token_ids) == 200 for c in cut)
+
+    replica.runner.run(go())
+
+
+def test_a_stop_token_of_the_request_ends_it_and_is_part_of_the_answer(replica):
+    async def go():
+        wanted = greedy(replica.models["old"], PROMPT, 24)
+        stop = next(t for i, t in enumerate(wanted) if i > 2 and t not in wanted[:i])
+        completion = await replica.engine.generate(replica.request(temperature=0.0, stop_token_ids=(stop,)))
+        assert list(completion.token_ids) == wanted[: wanted.index(stop) + 1]
+        assert completion.finish_reason is FinishReason.STOP
+
+    replica.runner.run(go())
+
+
+def test_a_full_context_ends_with_length_and_a_prompt_without_room_is_refused(replica):
+    async def go():
+        request = replica.request([5 + i % 400 for i in range(CONTEXT - 6)], temperature=0.0, max_new_tokens=100)
+        completion = await replica.engine.generate(request)
+        assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 6
+        with pytest.raises(ValueError, match="no room"):
+            await replica.engine.generate(replica.request([5] * CONTEXT))
+
+    replica.runner.run(go())
+
+
+def test_abort_returns_when_the_requests_have_ended_with_all_tokens_so_far(replica):
+    async def go():
+        requests = [replica.request([9, 8, 7 + i], max_new_tokens=480) for i in range(12)]
+        tasks = replica.start(*requests)
+        await asyncio.sleep(0.2)
+        await replica.engine.abort([*(r.request_id for r in requests), "nobody"])
+        assert all(t.done() for t in tasks)
+        aborted = 0
+        for request, task in zip(requests, tasks, strict=True):
+            completion = task.result()
+            replica.assert_sampled_from("old", request, completion)
+            aborted += completion.finish_reason is FinishReason.ABORT and len(completion.token_ids) > 0
+        assert aborted
+        assert (load := replica.engine.load()).running == load.waiting == 0
+
+    replica.runner.run(go())
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.0005, 0.002, 0.005])
+def test_an_abort_right_after_the_start_is_not_lost(replica, delay_s):
+    async def go():
+        for _ in range(5):
+            requests = [replica.request(max_new_tokens=480) for _ in range(4)]
+            tasks = replica.start(*requests)
+            await asyncio.sleep(delay_s)
+            started = time.monotonic()
+            await replica.engine.abort([r.request_id for r in requests])
+            assert time.monotonic() - started < 1
+            await asyncio.sleep(0)
+            assert all(t.done() and len(t.result().token_ids) < 400 for t in tasks)
+
+    replica.runner.run(go())
+
+
+def test_nothing_is_sampled_while_paused_and_new_requests_wait(replica):
+    async def go():
+        running = replica.start(*(replica.request(max_new_tokens=480) for _ in range(4)))
+        await asyncio.sleep(0.1)
+        await replica.engine.pause(PauseMode.ABORT)
+        assert all(t.done() for t in running)
+        late, unwanted = replica.request(), replica.request()
+        waiting, dropped = replica.start(late, unwanted)
+        await asyncio.sleep(0.2)
+        assert not waiting.done() and not dropped.done()
+        await replica.engine.abort([unwanted.request_id])
+        assert dropped.done() and dropped.result().finish_reason is FinishReason.ABORT
+        assert len(dropped.result().token_ids) == 0 and not waiting.done()
+        await replica.engine.resume()
+        replica.assert_sampled_from("old", late, await waiting)
+
+    replica.runner.run(go())
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.001, 0.004])
+def test_a_pause_right_after_the_start_does_not_hang(replica, delay_s):
+    async def go():
+        for _ in range(4):
+            tasks = replica.start(*(replica.request(max_new_tokens=480) for _ in range(4)))
+            await asyncio.sleep(delay_s)
+            async with asyncio.timeout(10):
+                await replica.engine.pause(PauseMode.ABORT)
+                await replica.engine.resume()
+                await replica.engine.abort([f"r{replica.count - i}" for i in range(4)])
+                await asyncio.gather(*tasks)
+
+    replica.runner.run(go())
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_an_update_travels_beside_the_served_weights_and_changes_them_at_the_commit(replica, transport):
+    async def go():
+        request = replica.request([3, 4, 5], max_new_tokens=450)
+        (before,) = replica.start(request)
+        sender = await replica.take_in(tensors_of(replica.models["new"]), 4, transport)
+        assert await replica.engine.finish_update() == sender.digest
+        during = replica.request()
+        completion = await replica.engine.generate(during)
+        replica.assert_sampled_from("old", during, completion)
+        assert completion.version_runs == ((0, len(completion.token_ids)),)
+        await replica.engine.pause(PauseMode.ABORT)
+        replica.assert_sampled_from("old", request, before.result())
+        await replica.engine.commit(4)
+        await replica.engine.resume()
+        replica.version = 4
+        assert replica.engine.version == 4
+        after = replica.request()
+        completion = await replica.engine.generate(after)
+        replica.assert_sampled_from("new", after, completion)
+        assert completion.version_runs == ((4, len(completion.token_ids)),)
+
+    replica.runner.run(go())
+
+
+def test_an_update_given_up_halfway_changes_nothing_and_the_next_one_is_whole(replica):
+    async def go():
+        await replica.take_in(tensors_of(replica.models["new"]), 5, num_buckets=3)
+        request = replica.request()
+        replica.assert_sampled_from("old", request, await replica.engine.generate(request))
+        await replica.push("new", 6)
+        request = replica.request()
+        replica.assert_sampled_from("new", request, await replica.engine.generate(request))
+
+    replica.runner.run(go())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
+def test_a_partial_update_is_refused_and_a_whole_one_heals(replica, name):
+    async def go():
+        partial = [(n, t) for n, t in tensors_of(replica.models["new"]) if n != name]
+        await replica.take_in(partial, 8)
+        await replica.engine.pause(PauseMode.ABORT)
+        with pytest.raises(RuntimeError, match="incomplete"):
+            await replica.engine.finish_update()
+            await replica.engine.commit(8)
+        assert replica.engine.version == 0
+        replica.version = None
+        await replica.push("new", 9)
+        request = replica.request()
+        replica.assert_sampled_from("new", request, await replica.engine.generate(request))
+
+    replica.runner.run(go())
+
+
+def test_a_byte_changed_on_the_way_shows_in_the_digest(replica):
+    async def go():
+        sender = replica.send(tensors_of(replica.models["new"]), 10)
+        await replica.engine.begin_update(sender.plan)
+        while (bucket := sender.next_bucket()) is not None:
+            if bucket.index == 2:
+                path = Path(bucket.location)
+                content = bytearray(path.read_bytes())
+                content[1000] ^= 1
+                with path.open("r+b") as file:
+                    file.write(content)
+            await replica.engine.load_bucket(bucket)
+        assert await replica.engine.finish_update() != sender.digest
+
+    replica.runner.run(go())
+
+
+def test_a_running_engine_refuses_what_would_change_its_weights(replica):
+    async def go():
+        with pytest.raises(RuntimeError, match="pause"):
+            await replica.engine.begin_update(UpdatePlan(version=11, transport="nccl", verify="none"))
+        with pytest.raises(RuntimeError, match="without|pause"):
+            await replica.engine.commit(11)
+        await replica.take_in(tensors_of(replica.models["new"]), 11)
+        with pytest.raises(RuntimeError, match="pause it first"):
+            await replica.engine.commit(11)
+        request = replica.request()
+        replica.assert_sampled_from("old", request, await replica.engine.generate(request))
+
+    replica.runner.run(go())
+
+
+def test_kept_requests_carry_the_version_of_every_token(replica):
+    if not replica.engine.capabilities.keep_in_place:
+        with pytest.raises(ValueError, match="keep"):
+            replica.runner.run(replica.engine.pause(PauseMode.KEEP))
+        return
+
+    async def go():
+        requests = [replica.request([3, 4, 5 + i], max_new_tokens=400) for i in range(8)]
+        tasks = replica.start(*requests)
+        await replica.take_in(tensors_of(replica.models["new"]), 12)
+        await asyncio.sleep(0.1)
+        await replica.engine.pause(PauseMode.KEEP)
+        running = [not t.done() for t in tasks]
+        await asyncio.sleep(0.1)
+        assert running == [not t.done() for t in tasks] and any(running)
+        await replica.engine.commit(12)
+        await replica.engine.resume()
+        replica.version = 12
+        mixed = 0
+        for request, task in zip(requests, tasks, strict=True):
+            completion = await task
+            tokens = list(completion.token_ids)
+            versions = [v for v, n in completion.version_runs for _ in range(n)]
+            assert set(versions) <= {0, 12} and versions == sorted(versions)
+            mixed += len(set(versions)) == 2
+            both = {
+                v: reference_logprobs(replica.models[m], list(request.prompt_token_ids), tokens, request.sampling)
+                for v, m in ((0, "old"), (12, "new"))
+            }
+            wanted = torch.stack([both[v][i] for i, v in enumerate(versions)])
+            assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=TOLERANCE, rtol=0)
+        assert mixed
+
+    replica.runner.run(go())
+
+
+def test_load_counts_what_runs_and_what_waits(replica):
+    async def go():
+        requests = [replica.request(max_new_tokens=480) for _ in range(70)]
+        tasks = replica.start(*requests)
+        await asyncio.sleep(0.3)
+        load = replica.engine.load()
+        open_requests = sum(not t.done() for t in tasks)
+        assert load.running + load.waiting == open_requests > 0 and load.running <= 64
+        assert 0 <= load.free_kv_fraction < 1
+        await replica.engine.abort([r.request_id for r in requests])
+        idle = replica.engine.load()
+        assert (idle.running, idle.waiting, idle.free_kv_fraction) == (0, 0, 1.0)
+
+    replica.runner.run(go())
+
+
+def test_sixty_four_requests_at_once_do_not_mix(replica):
+    async def go():
+        requests = [replica.request([20 + i, 30, 40 + i], max_new_tokens=8 + i % 9) for i in range(64)]
+        completions = await asyncio.gather(*replica.start(*requests))
+        for request, completion in zip(requests, completions, strict=True):
+            assert len(completion.token_ids) <= request.sampling.max_new_tokens
+            replica.assert_sampled_from("old", request, completion)
+
+    replica.runner.run(go())
+
+
+def test_random_weights_generate_nothing_before_the_first_update_and_closing_leaves_no_child(strategy, tmp_path):
+    children = set(psutil.Process().children(recursive=True))
+    replica = Replica(strategy, tmp_path, tied=False, random_weights=True)
+
+    async def go():
+        assert replica.engine.version is None
+        request = replica.request()
+        (task,) = replica.start(request)
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        await replica.push("new", 1)
+        replica.assert_sampled_from("new", request, await task)
+        (task,) = replica.start(replica.request(max_new_tokens=480))
+        await asyncio.sleep(0.05)
+        return task
+
+    task = replica.runner.run(go())
+    replica.runner.run(replica.engine.close())
+    assert task.done() and task.result().finish_reason is not FinishReason.LENGTH
+    replica.runner.close()
+    replica.senders["shm"].close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        new = set(psutil.Process().children(recursive=True)) - children
+        left = [
+            p for p in new if p.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(p.cmdline())
+        ]
+        if not left:
+            break
+        time.sleep(0.1)
+    assert not left
