@@ -41,10 +41,13 @@ class LoadIndex(Generic[K]):
         if old is not None:
             del self._buckets[old][key]
 
-    def least(self) -> K | None:
-        """A key of lowest load; None when there is none."""
+    def least(self, but: K | None = None) -> K | None:
+        """A key of lowest load; None when there is none. `but` only when it is the only one."""
         if not self._load:
             return None
         while not self._buckets[self._lowest]:
             self._lowest += 1
-        return next(iter(self._buckets[self._lowest]))
+        if but is None:
+            return next(iter(self._buckets[self._lowest]))
+        others = (key for bucket in self._buckets[self._lowest :] for key in bucket if key != but)
+        return next(others, but if but in self._load else None)

@@ -31,6 +31,8 @@ class PendingRequest:
     pieces: list[Completion] = field(default_factory=list)
     attempt: int = 0
     failures: int = 0
+    failed_on: str | None = None
+    """Replica of the last failure: a silent one is always the least busy, and would get every retry."""
     server: str | None = None
     dispatched_s: float = 0.0
     abort_wanted: bool = False

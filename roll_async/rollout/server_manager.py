@@ -277,9 +277,9 @@ class AsyncLLMServerManager:
         limit = self._options.max_concurrent_per_server
         if pending.affinity is not None:
             name = self._affinity.get(pending.affinity)
-            if name in self._index and self._index.load(name) < limit:
+            if name != pending.failed_on and name in self._index and self._index.load(name) < limit:
                 return self._servers[name]
-        name = self._index.least()
+        name = self._index.least(but=pending.failed_on)
         if name is None or self._index.load(name) >= limit:
             return None
         if pending.affinity is not None:
@@ -353,13 +353,13 @@ class AsyncLLMServerManager:
             self._counts["late_results"] += 1
             return
         self._detach(pending)
-        self._retry(pending, f"{server.client.name}: {reason}")
+        self._retry(pending, server.client.name, reason)
 
-    def _retry(self, pending: PendingRequest, reason: str) -> None:
-        pending.failures += 1
+    def _retry(self, pending: PendingRequest, name: str, reason: str) -> None:
+        pending.failures, pending.failed_on = pending.failures + 1, name
         if pending.failures > self._options.request_retries:
             if not pending.result.done():
-                message = f"request {pending.request.request_id} failed {pending.failures} times; last: {reason}"
+                message = f"request {pending.request.request_id} failed {pending.failures} times; last: {name}: {reason}"
                 pending.result.set_exception(GenerationFailed(message))
             return
         self._counts["retried"] += 1
@@ -419,7 +419,7 @@ class AsyncLLMServerManager:
         server.drained.set()
         for pending in reversed(orphans):
             pending.server = None
-            self._retry(pending, f"{name}: {reason}")
+            self._retry(pending, name, reason)
         if not self._servers:
             self._go_idle()
             error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
@@ -448,7 +448,7 @@ class AsyncLLMServerManager:
                 if pending.server is not None and pending.dispatched_s < limit:
                     name = pending.server
                     self._detach(pending)
-                    self._retry(pending, f"{name}: silent for {timeout:g} s")
+                    self._retry(pending, name, f"silent for {timeout:g} s")
             self._pump()
 
     async def _abort_on_servers(self, running: Sequence[PendingRequest]) -> None:
