@@ -359,8 +359,8 @@ class AsyncLLMServerManager:
         pending.failures, pending.failed_on = pending.failures + 1, name
         if pending.failures > self._options.request_retries:
             if not pending.result.done():
-                message = f"request {pending.request.request_id} failed {pending.failures} times; last: {name}: {reason}"
-                pending.result.set_exception(GenerationFailed(message))
+                whole = f"request {pending.request.request_id} failed {pending.failures} times"
+                pending.result.set_exception(GenerationFailed(f"{whole}; last: {name}: {reason}"))
             return
         self._counts["retried"] += 1
         self._requeue(pending)
