@@ -1,0 +1,253 @@
+"""What a weight push, an abort and a validation do to requests that run."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from roll_async.rollout.requests import Interrupted
+from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.schema import FinishReason
+
+WHOLE = [1003 + i for i in range(10)]
+
+
+@asynccontextmanager
+async def managed(*replicas, **options):
+    manager = AsyncLLMServerManager(replicas, ManagerOptions(**options))
+    await manager.start()
+    try:
+        yield manager
+    finally:
+        await manager.close()
+
+
+def start(manager, requests, **options):
+    return [asyncio.create_task(manager.generate(r, **options)) for r in requests]
+
+
+async def push(manager, replicas, version, mode, hold_s=5.0):
+    """Stand still, new weights, go on. Returns how many tokens came while engines stood still."""
+    await manager.interrupt(mode, 100.0)
+    for replica in replicas:
+        replica.version = version
+    await asyncio.sleep(hold_s)
+    await manager.resume()
+
+
+def test_resume_keeps_the_tokens_and_labels_each_with_its_version(run, replica_class, make):
+    async def go():
+        replicas = [replica_class("a"), replica_class("b")]
+        async with managed(*replicas) as manager:
+            tasks = start(manager, [make(f"r{i}") for i in range(6)])
+            await asyncio.sleep(3.5)
+            await push(manager, replicas, 1, "resume")
+            await asyncio.sleep(4.5)
+            await push(manager, replicas, 2, "resume")
+            for completion in await asyncio.gather(*tasks):
+                assert list(completion.token_ids) == WHOLE
+                assert completion.version_runs == ((0, 3), (1, 4), (2, 3))
+                assert completion.logprobs.tolist() == pytest.approx([-t / 1000 for t in WHOLE])
+                assert completion.generation_s == pytest.approx(10)
+            assert manager.stats().resumed == 12
+
+    run(go())
+
+
+def test_nothing_is_dispatched_while_engines_stand_still(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica) as manager:
+            await manager.interrupt("resume", 10.0)
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(50)
+            assert replica.submitted == [] and manager.stats().queued == 1
+            await manager.resume()
+            assert list((await task).token_ids) == WHOLE
+
+    run(go())
+
+
+def test_abort_discards_the_request_and_says_so(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica, max_concurrent_per_server=2) as manager:
+            running, queued = start(manager, [make("r1"), make("r2")]), start(manager, [make("r3")])
+            await asyncio.sleep(3.5)
+            await push(manager, [replica], 1, "abort")
+            results = await asyncio.gather(*running, return_exceptions=True)
+            assert all(isinstance(r, Interrupted) for r in results)
+            assert (await queued[0]).version_runs == ((1, 10),), "what had not begun is not discarded"
+
+    run(go())
+
+
+def test_wait_lets_running_requests_finish_and_starts_no_new_one(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica, max_concurrent_per_server=2) as manager:
+            tasks = start(manager, [make(f"r{i}") for i in range(3)])
+            await asyncio.sleep(3.5)
+            await push(manager, [replica], 1, "wait")
+            completions = await asyncio.gather(*tasks)
+            assert [c.version_runs for c in completions] == [((0, 10),), ((0, 10),), ((1, 10),)]
+
+    run(go())
+
+
+def test_wait_turns_into_resume_for_what_is_not_done_in_half_of_the_time(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica) as manager:
+            short, long = start(manager, [make("short", tokens=4), make("long", tokens=10)])
+            started = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.5)
+            await manager.interrupt("wait", 12.0)
+            assert asyncio.get_running_loop().time() - started == pytest.approx(6.5)
+            replica.version = 1
+            await manager.resume()
+            assert (await short).version_runs == ((0, 4),)
+            assert (await long).version_runs == ((0, 6), (1, 4))
+
+    run(go())
+
+
+def test_keep_leaves_requests_in_the_engine(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(3.5)
+            await push(manager, [replica], 1, "keep")
+            completion = await task
+            assert list(completion.token_ids) == WHOLE and completion.version_runs == ((0, 3), (1, 7))
+            assert len(replica.submitted) == 1 and manager.stats().resumed == 0
+
+    run(go())
+
+
+def test_a_replica_that_does_not_pause_is_named_in_time(run, replica_class, make):
+    async def go():
+        good, deaf = replica_class("good"), replica_class("deaf")
+        deaf.deaf = True
+        async with managed(good, deaf) as manager:
+            tasks = start(manager, [make("r1"), make("r2")])
+            await asyncio.sleep(1)
+            with pytest.raises(TimeoutError, match="deaf did not pause within 20 s"):
+                await manager.interrupt("resume", 20.0)
+            assert asyncio.get_running_loop().time() == pytest.approx(21)
+            for task in tasks:
+                task.cancel()
+
+    run(go())
+
+
+def test_a_replica_that_dies_in_the_interrupt_delays_nobody(run, replica_class, make):
+    async def go():
+        good, doomed = replica_class("good"), replica_class("doomed")
+        async with managed(good, doomed) as manager:
+            tasks = start(manager, [make(f"r{i}") for i in range(4)])
+            await asyncio.sleep(2.5)
+            doomed.die()
+            await push(manager, [good], 1, "resume", hold_s=0)
+            assert all(list(c.token_ids) == WHOLE for c in await asyncio.gather(*tasks))
+            assert manager.num_servers == 1 and asyncio.get_running_loop().time() < 20
+
+    run(go())
+
+
+def test_tokens_of_a_replica_that_paused_but_never_told_are_generated_again(run, replica_class, make):
+    async def go():
+        silent, good = replica_class("silent"), replica_class("good", version=1)
+        silent.silent = True
+        async with managed(silent) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(1)
+            await manager.interrupt("resume", 10.0)
+            assert manager.stats().in_flight == 0 and manager.stats().queued == 1
+            await manager.add(good)
+            await manager.remove("silent", "no answer")
+            await manager.resume()
+            assert (await task).version_runs == ((1, 10),)
+
+    run(go())
+
+
+def test_an_aborted_request_returns_what_it_has_before_abort_returns(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica, max_concurrent_per_server=1) as manager:
+            running, queued, other = start(manager, [make("r1"), make("r2"), make("r3")])
+            await asyncio.sleep(3.5)
+            await manager.abort(["r1", "r2", "nobody"])
+            await asyncio.sleep(0)
+            assert running.done() and queued.done()
+            assert list(running.result().token_ids) == WHOLE[:3] and len(queued.result().token_ids) == 0
+            assert running.result().finish_reason is queued.result().finish_reason is FinishReason.ABORT
+            assert list((await other).token_ids) == WHOLE
+            assert manager.stats().aborted == 2
+
+    run(go())
+
+
+def test_an_abort_is_over_in_time_when_the_replica_acknowledges_nothing(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        replica.deaf = replica.silent = True
+        async with managed(replica, interrupt_timeout_s=5.0) as manager:
+            (task,) = start(manager, [make("r1")])
+            await asyncio.sleep(1)
+            await manager.abort(["r1"])
+            assert asyncio.get_running_loop().time() <= 1 + 2 * 5
+            assert (await task).finish_reason is FinishReason.ABORT
+
+    run(go())
+
+
+def test_an_abort_between_two_attempts_gives_all_tokens_of_the_first(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica) as manager:
+            (task,) = start(manager, [make("r1")])
+            await asyncio.sleep(3.5)
+            await manager.interrupt("resume", 10.0)
+            await manager.abort_all()
+            completion = await task
+            assert list(completion.token_ids) == WHOLE[:3] and completion.finish_reason is FinishReason.ABORT
+
+    run(go())
+
+
+def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica, max_concurrent_per_server=2) as manager:
+            tasks = start(manager, [make(f"r{i}") for i in range(3)])
+            await asyncio.sleep(3.5)
+            await manager.set_aside(True)
+            questions = start(manager, [make(f"v{i}", tokens=4) for i in range(2)], foreground=True)
+            before = asyncio.get_running_loop().time()
+            assert all(list(c.token_ids) == WHOLE[:4] for c in await asyncio.gather(*questions))
+            assert asyncio.get_running_loop().time() - before == pytest.approx(4)
+            assert not any(t.done() for t in tasks)
+            await asyncio.sleep(20)
+            assert not any(t.done() for t in tasks), "they wait until they are called back"
+            await manager.set_aside(False)
+            assert all(list(c.token_ids) == WHOLE for c in await asyncio.gather(*tasks))
+
+    run(go())
+
+
+def test_the_engines_are_busy_only_while_something_runs(run, replica_class, make):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica) as manager:
+            await asyncio.sleep(100)
+            await manager.generate(make("r1"))
+            await asyncio.sleep(100)
+            (task,) = start(manager, [make("r2")])
+            await asyncio.sleep(3.5)
+            assert manager.stats().busy_s == pytest.approx(13.5)
+            await task
+
+    run(go())
