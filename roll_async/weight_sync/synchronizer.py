@@ -1,10 +1,11 @@
-"""Moves one weight version from the trainer to every engine: pause, stream buckets, compare digests, commit, resume.
+"""Moves one weight version from the trainer to every engine: stream buckets, compare digests, pause, swap, resume.
 
     trainer.export_weights --bucket--> replica 0..n-1 (concurrently) ; the next bucket is gathered while this one loads
 
-A replica serves a version only after it proved that it holds it. A failed attempt leaves the replicas paused at most
-until the
-retries are used up; a replica that keeps failing is taken out and reported, the run goes on with the others.
+With a staged transport engines generate while the weights travel and stop only for the swap; a transfer that fails
+leaves them on the version they serve. Other transports load into the served weights, so engines are stopped first.
+Either way a replica serves a version only after it proved that it holds it. One that keeps failing is taken out and
+reported, the run goes on with the others, and it may come back with the next push.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.transports import STAGED
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class WeightSource(Protocol):
         self, version: WeightVersion, transport: str, verify: str
     ) -> AsyncIterator[UpdatePlan | Bucket | str]:
         """The plan, every bucket, then the digest."""
+        ...
 
 
 class Replica(Protocol):
@@ -54,12 +57,14 @@ class Rollout(Protocol):
 
 
 class SyncState(Enum):
-    """Where a push is."""
+    """What a push is doing."""
 
     IDLE = "idle"
-    PAUSING = "pausing"
-    TRANSFERRING = "transferring"
-    VERIFYING = "verifying"
+    PAUSING = "pausing"  # engines come to a stand-still
+    TRANSFERRING = "transferring"  # buckets travel
+    VERIFYING = "verifying"  # replicas prove what they hold
+    WAITING_TO_RETRY = "waiting_to_retry"
+    COMMITTING = "committing"  # proved weights become the served ones
     RESUMING = "resuming"
 
 
@@ -73,6 +78,7 @@ class SyncOptions:
     interrupt_timeout_s: float = 30.0
     max_retries: int = 3
     timeout_s: float = 300.0
+    """Of one attempt to transfer, and of the swap."""
     retry_delay_s: float = 1.0
 
 
@@ -83,18 +89,65 @@ class SyncReport:
     version: WeightVersion
     total_s: float
     pause_s: float
+    """Until the engines stood still."""
     transfer_s: float
+    """Until every replica had proved what it holds, all attempts together."""
+    stopped_s: float
+    """From the interruption to the end of the push: no engine generated."""
     num_bytes: int
     attempts: int
     replicas: int
+    """Replicas that serve the version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncStatus:
+    """Where the synchronizer is, for monitoring and error messages."""
+
+    state: SyncState
+    since_s: float
+    """Loop time at which this state began."""
+    version: WeightVersion | None
+    """Newest version the engines serve."""
+    target: WeightVersion | None
+    """Version being pushed."""
+    attempt: int
+    num_buckets: int
+    """Buckets sent in this attempt."""
+    num_bytes: int
+    param_sync_count: int
+    sync_failures: int
+    failures: dict[str, str] = field(default_factory=dict)
+    """Replica name to the reason of its last failure, cleared when it holds a version."""
+    taken_out: tuple[str, ...] = ()
 
 
 class SyncFailed(RuntimeError):
     """No replica holds the version after all retries."""
 
 
+@dataclass(slots=True)
+class _Push:
+    """What one push has come to."""
+
+    version: WeightVersion
+    started_s: float
+    waiting: list[Replica]
+    """Still to be given the weights."""
+    proved: list[Replica] = field(default_factory=list)
+    """Hold the weights, serve them after their commit."""
+    serving: list[Replica] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    attempt: int = 0
+    num_buckets: int = 0
+    num_bytes: int = 0
+    interrupted_s: float | None = None
+    pause_s: float = 0.0
+    transfer_s: float = 0.0
+
+
 class ParameterSynchronizer:
-    """One push at a time. Counters feed `param_sync_count`, `sync_failures`."""
+    """One push at a time. `state`, `status` and the counters tell what it does."""
 
     def __init__(
         self,
@@ -105,87 +158,123 @@ class ParameterSynchronizer:
         *,
         weights_held: Callable[[WeightVersion], None],
         take_out: Callable[[str, str], Awaitable[None]],
+        put_back: Callable[[Replica], Awaitable[None]] | None = None,
     ) -> None:
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
-        self._weights_held, self._take_out = weights_held, take_out
-        self.state = SyncState.IDLE
+        self._weights_held, self._take_out, self._put_back = weights_held, take_out, put_back
+        self._push: _Push | None = None
+        self._returning: dict[str, Replica] = {}
+        self._taken_out: dict[str, None] = {}
+        self._state, self._state_since_s = SyncState.IDLE, 0.0
+        self._deadline = 0.0
         self.param_sync_count = 0
         self.sync_failures = 0
         self.version: WeightVersion | None = None
-        self._deadline = 0.0
+
+    @property
+    def state(self) -> SyncState:
+        """What the synchronizer is doing."""
+        return self._state
+
+    def status(self) -> SyncStatus:
+        """Everything worth knowing at this moment."""
+        push = self._push
+        return SyncStatus(
+            state=self._state,
+            since_s=self._state_since_s,
+            version=self.version,
+            target=None if push is None else push.version,
+            attempt=0 if push is None else push.attempt,
+            num_buckets=0 if push is None else push.num_buckets,
+            num_bytes=0 if push is None else push.num_bytes,
+            param_sync_count=self.param_sync_count,
+            sync_failures=self.sync_failures,
+            failures={} if push is None else dict(push.failures),
+            taken_out=tuple(self._taken_out),
+        )
+
+    def rejoin(self, replica: Replica) -> None:
+        """Give a new or restarted, paused replica the weights with the next push, then hand it to `put_back`."""
+        if self._put_back is None:
+            raise ValueError("rejoin needs a synchronizer with put_back")
+        self._returning[replica.name] = replica
 
     async def push(self, version: WeightVersion) -> SyncReport:
-        """Bring every replica to `version`. Raises SyncFailed when none could be brought there, TimeoutError when
-        engines do not pause.
+        """Bring every replica to `version`.
+
+        Raises SyncFailed when none got there, TimeoutError when engines do not pause.
         """
-        loop, options = asyncio.get_running_loop(), self._options
-        started = loop.time()
-        self.state = SyncState.PAUSING
+        assert self._push is None, f"push of version {version} during the push of another"
+        loop = asyncio.get_running_loop()
+        replicas = [*self._replicas(), *self._returning.values()]
+        self._push = push = _Push(version=version, started_s=loop.time(), waiting=replicas)
         try:
-            await self._rollout.interrupt(options.interrupt_mode, options.interrupt_timeout_s)
-            paused = loop.time()
-            num_bytes, attempts = await self._transfer_with_retries(version)
-            transferred = loop.time()
-            self.state = SyncState.RESUMING
+            if self._options.transport not in STAGED:
+                await self._interrupt(push)
+            await self._bring_up(push)
+            self._enter(SyncState.RESUMING)
             await self._rollout.release()
+            await self._welcome(push)
+            self.version = version
+            self.param_sync_count += 1
+            self._weights_held(version)
+            return self._report(push)
         finally:
-            self.state = SyncState.IDLE
-        self.version = version
-        self.param_sync_count += 1
-        self._weights_held(version)
-        report = SyncReport(
-            version=version,
-            total_s=loop.time() - started,
-            pause_s=paused - started,
-            transfer_s=transferred - paused,
-            num_bytes=num_bytes,
-            attempts=attempts,
-            replicas=len(self._replicas()),
-        )
-        logger.info(
-            "Parameter sync: version %d on %d replicas, %.1f MiB in %.3f s (pause %.3f s, attempt %d)",
-            version, report.replicas, num_bytes / 2**20, report.transfer_s, report.pause_s, attempts,
-        )  # fmt: skip
-        return report
+            self._push = None
+            self._enter(SyncState.IDLE)
 
-    async def _transfer_with_retries(self, version: WeightVersion) -> tuple[int, int]:
-        """(bytes, attempts). Replicas that fail the last attempt are taken out as long as others succeed."""
-        waiting = list(self._replicas())
-        failures: dict[str, str] = {}
-        num_bytes = 0
-        for attempt in range(1, self._options.max_retries + 2):
-            if attempt > 1:
-                self.sync_failures += 1
-                logger.warning(
-                    "Parameter sync: version %d attempt %d failed: %s; trying again", version, attempt - 1, failures
-                )
-                await asyncio.sleep(self._options.retry_delay_s)
-            alive = {r.name for r in self._replicas()}
-            waiting = [r for r in waiting if r.name in alive]
-            try:
-                num_bytes, failures = await self._transfer(version, waiting)
-            except TimeoutError:  # of the trainer: no replica can have the version
-                failures = {r.name: f"the trainer sent nothing within {self._late()}" for r in waiting}
-            waiting = [r for r in waiting if r.name in failures]
-            if not waiting:
-                return num_bytes, attempt
-        self.sync_failures += 1
-        if len(waiting) == len(self._replicas()):
-            raise SyncFailed(
-                f"Parameter sync: version {version} reached no engine after {self._options.max_retries} retries: "
-                f"{failures}"
-            )
-        for replica in waiting:
-            logger.error("Parameter sync: %s is taken out: %s", replica.name, failures[replica.name])
-            await self._take_out(replica.name, failures[replica.name])
-        return num_bytes, self._options.max_retries + 1
+    async def _bring_up(self, push: _Push) -> None:
+        """Transfer with retries, then swap. What fails the swap is transferred again as long as attempts are left."""
+        attempts = self._options.max_retries + 1
+        while True:
+            while push.waiting and push.attempt < attempts:
+                await self._attempt(push)
+            if push.proved:
+                await self._interrupt(push)
+                await self._commit(push)
+            if not push.waiting or push.attempt >= attempts:
+                break
+        if not push.serving:
+            result = f"reached no engine after {push.attempt - 1} retries: {push.failures}"
+            raise SyncFailed(f"Parameter sync: version {push.version} {result}")
+        for replica in push.waiting:
+            await self._give_up_on(replica, push.failures[replica.name])
 
-    async def _transfer(self, version: WeightVersion, replicas: Sequence[Replica]) -> tuple[int, dict[str, str]]:
-        """One attempt: (bytes, failure reason by replica)."""
-        self.state = SyncState.TRANSFERRING
+    async def _attempt(self, push: _Push) -> None:
+        """One transfer to all replicas that wait for it."""
+        options, loop = self._options, asyncio.get_running_loop()
+        if push.attempt:
+            self._enter(SyncState.WAITING_TO_RETRY)
+            failed = (push.version, push.attempt, push.failures)
+            logger.warning("Parameter sync: version %d attempt %d failed: %s; trying again", *failed)
+            await asyncio.sleep(options.retry_delay_s)
+            alive = {r.name for r in self._replicas()} | self._returning.keys()
+            push.waiting = [r for r in push.waiting if r.name in alive]
+            if not push.waiting:
+                return
+        push.attempt += 1
+        push.num_buckets = push.num_bytes = 0
+        started = loop.time()
+        try:
+            failures = await self._transfer(push)
+        except TimeoutError:  # of the trainer: no replica can have the version
+            failures = {r.name: f"the trainer sent nothing within {self._late()}" for r in push.waiting}
+        push.transfer_s += loop.time() - started
+        self._sort(push, failures, push.proved)
+
+    def _sort(self, push: _Push, failures: dict[str, str], good: list[Replica]) -> None:
+        """Waiting replicas without a failure go to `good`."""
+        self.sync_failures += bool(failures)
+        good += [r for r in push.waiting if r.name not in failures]
+        push.waiting = [r for r in push.waiting if r.name in failures]
+        push.failures = failures
+
+    async def _transfer(self, push: _Push) -> dict[str, str]:
+        """Stream one version to the waiting replicas; failure reason by replica."""
+        self._enter(SyncState.TRANSFERRING)
         failures: dict[str, str] = {}
-        num_bytes, digest = 0, ""
-        export = self._source.export_weights(version, self._options.transport, self._options.verify)
+        digest = ""
+        export = self._source.export_weights(push.version, self._options.transport, self._options.verify)
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         try:
             while True:
@@ -193,52 +282,113 @@ class ParameterSynchronizer:
                     item = await anext(export, None)
                 if item is None:
                     break
-                left = [r for r in replicas if r.name not in failures]
+                left = [r for r in push.waiting if r.name not in failures]
                 if isinstance(item, UpdatePlan):
                     await self._each(left, failures, lambda r, plan=item: r.begin_update(plan))
                 elif isinstance(item, Bucket):
-                    num_bytes += item.num_bytes
                     await self._each(left, failures, lambda r, bucket=item: r.load_bucket(bucket))
+                    push.num_buckets += 1
+                    push.num_bytes += item.num_bytes
                 else:
                     digest = item
         finally:
             await export.aclose()  # type: ignore[attr-defined]
-        self.state = SyncState.VERIFYING
-        left = [r for r in replicas if r.name not in failures]
-        await self._each(left, failures, lambda r: self._prove(r, digest, version))
-        return num_bytes, failures
+        self._enter(SyncState.VERIFYING)
+        left = [r for r in push.waiting if r.name not in failures]
+        await self._each(left, failures, lambda r: _prove(r, digest))
+        return failures
 
-    async def _prove(self, replica: Replica, digest: str, version: WeightVersion) -> None:
-        held = await replica.finish_update()
-        if held != digest:
-            raise RuntimeError(f"holds digest {held}, the trainer sent {digest}")
-        await replica.commit(version)
+    async def _interrupt(self, push: _Push) -> None:
+        """Stop the engines, once per push."""
+        if push.interrupted_s is not None:
+            return
+        loop = asyncio.get_running_loop()
+        push.interrupted_s = loop.time()
+        self._enter(SyncState.PAUSING)
+        await self._rollout.interrupt(self._options.interrupt_mode, self._options.interrupt_timeout_s)
+        push.pause_s = loop.time() - push.interrupted_s
+
+    async def _commit(self, push: _Push) -> None:
+        """Swap on every replica that proved the version; the others keep waiting."""
+        self._enter(SyncState.COMMITTING)
+        proved, push.proved = push.proved, []
+        failures: dict[str, str] = {}
+        self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
+        await self._each(proved, failures, lambda r: r.commit(push.version))
+        self.sync_failures += bool(failures)
+        push.serving += [r for r in proved if r.name not in failures]
+        push.waiting += [r for r in proved if r.name in failures]
+        push.failures = {**push.failures, **failures}
+
+    async def _give_up_on(self, replica: Replica, reason: str) -> None:
+        logger.error("Parameter sync: %s is taken out: %s", replica.name, reason)
+        self._taken_out[replica.name] = None
+        if self._returning.pop(replica.name, None) is None:
+            await self._take_out(replica.name, reason)
+
+    async def _welcome(self, push: _Push) -> None:
+        """Hand over returning replicas that now serve the version."""
+        for replica in [r for r in push.serving if r.name in self._returning]:
+            assert self._put_back is not None
+            await self._put_back(self._returning.pop(replica.name))
+            self._taken_out.pop(replica.name, None)
+            logger.info("Parameter sync: %s is back with version %d", replica.name, push.version)
+
+    def _report(self, push: _Push) -> SyncReport:
+        now = asyncio.get_running_loop().time()
+        assert push.interrupted_s is not None
+        report = SyncReport(
+            version=push.version,
+            total_s=now - push.started_s,
+            pause_s=push.pause_s,
+            transfer_s=push.transfer_s,
+            stopped_s=now - push.interrupted_s,
+            num_bytes=push.num_bytes,
+            attempts=push.attempt,
+            replicas=len(push.serving),
+        )
+        logger.info(
+            "Parameter sync: version %d on %d replicas, %.1f MiB in %.3f s (engines stopped %.3f s, attempt %d)",
+            push.version, report.replicas, push.num_bytes / 2**20, report.transfer_s, report.stopped_s, push.attempt,
+        )  # fmt: skip
+        return report
 
     async def _each(
         self, replicas: Sequence[Replica], failures: dict[str, str], call: Callable[[Replica], Awaitable[None]]
     ) -> None:
-        """Call all at once. Who is not done at the deadline has failed; the others get a deadline of their own, so that
-        a hanging replica costs time and not the version.
+        """Call all at once. Who is not done at the deadline has failed; the others get a deadline of their own, so
+        that a hanging replica costs time and not the version. What a replica can raise is its failure.
         """
         if not replicas:
             return
         loop = asyncio.get_running_loop()
-        calls = {asyncio.ensure_future(call(r)): r for r in replicas}
+        calls = {asyncio.ensure_future(call(r)): r.name for r in replicas}
         try:
             done, late = await asyncio.wait(calls, timeout=max(0.0, self._deadline - loop.time()))
         finally:
             for task in calls:
                 task.cancel()
         for task in late:
-            failures[calls[task].name] = f"not done within {self._late()}"
+            failures[calls[task]] = f"not done within {self._late()}"
         if late:
             self._deadline = loop.time() + self._options.timeout_s
         for task in done:
             error = task.exception()
-            if isinstance(error, (RuntimeError, ConnectionError, ValueError, OSError)):
-                failures[calls[task].name] = f"{type(error).__name__}: {error}"
+            if isinstance(error, (RuntimeError, OSError, ValueError)):
+                failures[calls[task]] = f"{type(error).__name__}: {error}"
             elif error is not None:
                 raise error
 
     def _late(self) -> str:
         return f"sync_timeout {self._options.timeout_s:g} s"
+
+    def _enter(self, state: SyncState) -> None:
+        self._state, self._state_since_s = state, asyncio.get_running_loop().time()
+        if self._push is not None:
+            logger.debug("Parameter sync: version %d %s", self._push.version, state.value)
+
+
+async def _prove(replica: Replica, digest: str) -> None:
+    held = await replica.finish_update()
+    if held != digest:
+        raise RuntimeError(f"holds digest {held}, the trainer sent {digest}")

@@ -193,11 +193,13 @@ def test_when_no_replica_can_be_reached_the_push_fails_and_nothing_is_called_hel
     assert world.sync.sync_failures == 3 and world.sync.param_sync_count == 0
 
 
-def test_engines_that_do_not_pause_end_the_push_before_any_weight_moves(run):
-    world = World(stubborn=True)
+@pytest.mark.parametrize(("transport", "exports"), [("shm", 1), ("nccl", 0)])
+def test_engines_that_do_not_pause_end_the_push_before_any_served_weight_changes(run, transport, exports):
+    world = World(stubborn=True, transport=transport)
     with pytest.raises(TimeoutError, match="engine-1"):
         run(world.sync.push(1))
-    assert world.trainer.exports == 0 and world.held == [] and world.sync.state is SyncState.IDLE
+    assert world.trainer.exports == exports and world.held == [] and world.sync.state is SyncState.IDLE
+    assert [r.serves for r in world.replicas] == [0, 0]
 
 
 def test_a_replica_that_left_meanwhile_is_not_waited_for(run):

@@ -1,0 +1,204 @@
+"""In which order a push goes, what it says about itself meanwhile, and how a lost replica comes back."""
+
+import asyncio
+
+import pytest
+
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
+
+BUCKETS, LOAD_S, COMMIT_S, PAUSE_S = 4, 1.0, 0.5, 0.25
+
+
+class Engine:
+    """Takes buckets in and checks the order of the calls: nothing is committed on a running engine."""
+
+    def __init__(self, world, name):
+        self.world, self.name = world, name
+        self.serves, self.got, self.wrong = 0, None, {}
+
+    def _step(self, call):
+        self.world.calls.append((self.name, call, asyncio.get_running_loop().time()))
+        trouble = self.wrong.get(call)
+        if trouble:
+            raise trouble.pop(0)
+
+    async def begin_update(self, plan):
+        self._step("begin")
+        assert plan.transport == "shm" or self.world.stopped
+        self.version, self.got = plan.version, []
+
+    async def load_bucket(self, bucket):
+        self._step("load")
+        self.world.states.append(self.world.sync.status())
+        await asyncio.sleep(LOAD_S)
+        self.got.append(bucket.index)
+
+    async def finish_update(self):
+        self._step("finish")
+        return f"{self.version}:{self.got}"
+
+    async def commit(self, version):
+        self._step("commit")
+        assert self.world.stopped and self.got == list(range(BUCKETS)) and version == self.version
+        await asyncio.sleep(COMMIT_S)
+        self.serves = version
+
+
+class World:
+    """A trainer, a rollout and engines around one synchronizer, on the virtual clock."""
+
+    def __init__(self, num_engines=2, **options):
+        self.calls, self.states, self.held, self.back, self.stopped = [], [], [], [], False
+        self.engines = [Engine(self, f"engine-{i}") for i in range(num_engines)]
+        self.out = {}
+        options = {"transport": "shm", "max_retries": 1, "timeout_s": 20.0, "retry_delay_s": 3.0, **options}
+        self.sync = ParameterSynchronizer(
+            self,
+            self,
+            lambda: [e for e in self.engines if e.name not in self.out],
+            SyncOptions(**options),
+            weights_held=self.held.append,
+            take_out=self.take_out,
+            put_back=self.put_back,
+        )
+
+    async def export_weights(self, version, transport, verify):
+        yield UpdatePlan(version=version, transport=transport, verify=verify)
+        for index in range(BUCKETS):
+            yield Bucket(index=index, slots=(), num_bytes=10, location="")
+        yield f"{version}:{list(range(BUCKETS))}"
+
+    async def interrupt(self, mode, timeout_s):
+        self.states.append(self.sync.status())
+        self.calls.append(("rollout", "interrupt", asyncio.get_running_loop().time()))
+        await asyncio.sleep(PAUSE_S)
+        self.stopped = True
+
+    async def release(self):
+        self.calls.append(("rollout", "release", asyncio.get_running_loop().time()))
+        self.stopped = False
+
+    async def take_out(self, name, reason):
+        self.out[name] = reason
+
+    async def put_back(self, replica):
+        self.back.append((replica.name, replica.serves))
+        self.out.pop(replica.name)
+
+    def order(self, *wanted):
+        return [call for _, call, _ in self.calls if call in wanted]
+
+
+def test_engines_generate_while_weights_travel_and_stop_for_the_swap_only(run):
+    world = World()
+    report = run(world.sync.push(1))
+    assert world.order("load", "interrupt", "commit", "release") == (
+        ["load"] * 2 * BUCKETS + ["interrupt", "commit", "commit", "release"]
+    )
+    assert report.transfer_s == pytest.approx(BUCKETS * LOAD_S)
+    assert report.pause_s == pytest.approx(PAUSE_S)
+    assert report.stopped_s == pytest.approx(PAUSE_S + COMMIT_S)
+    assert report.total_s == pytest.approx(BUCKETS * LOAD_S + PAUSE_S + COMMIT_S)
+
+
+def test_a_transport_into_the_served_weights_stops_the_engines_first(run):
+    world = World(transport="nccl")
+    report = run(world.sync.push(1))
+    assert world.order("interrupt", "begin", "release") == ["interrupt", "begin", "begin", "release"]
+    assert report.stopped_s == report.total_s
+
+
+def test_a_failed_transfer_is_retried_without_stopping_any_engine(run):
+    world = World()
+    world.engines[1].wrong = {"load": [RuntimeError("lost a packet")]}
+    report = run(world.sync.push(1))
+    begins = [t for _, call, t in world.calls if call == "begin"]
+    (interrupted,) = [t for _, call, t in world.calls if call == "interrupt"]
+    assert len(begins) == 3 and max(begins) < interrupted
+    assert report.attempts == 2 and [e.serves for e in world.engines] == [1, 1]
+    assert report.stopped_s == pytest.approx(PAUSE_S + COMMIT_S)
+
+
+def test_when_every_transfer_fails_the_engines_were_never_stopped(run):
+    world = World(num_engines=1)
+    world.engines[0].wrong = {"finish": [RuntimeError("no")] * 2}
+    with pytest.raises(SyncFailed, match="version 3 reached no engine after 1 retries.*engine-0.*no"):
+        run(world.sync.push(3))
+    assert world.order("interrupt", "commit") == [] and world.held == [] and world.sync.version is None
+
+
+def test_a_failed_swap_is_transferred_again_before_the_engines_run(run):
+    world = World()
+    world.engines[0].wrong = {"commit": [RuntimeError("out of memory")]}
+    report = run(world.sync.push(1))
+    assert [e.serves for e in world.engines] == [1, 1] and report.attempts == 2
+    assert world.order("interrupt", "release") == ["interrupt", "release"]
+    assert world.held == [1]
+
+
+def test_the_status_tells_what_a_push_is_doing(run):
+    world = World(num_engines=1)
+    world.engines[0].wrong = {"begin": [OSError("no such file")]}
+
+    async def go():
+        pushing = asyncio.create_task(world.sync.push(7))
+        await asyncio.sleep(1.0)
+        waiting = world.sync.status()
+        await pushing
+        return waiting
+
+    waiting = run(go())
+    assert waiting.state is SyncState.WAITING_TO_RETRY and waiting.target == 7 and waiting.version is None
+    assert waiting.failures == {"engine-0": "OSError: no such file"} and waiting.sync_failures == 1
+    transferring = [s for s in world.states if s.state is SyncState.TRANSFERRING]
+    assert [(s.attempt, s.num_buckets, s.num_bytes) for s in transferring] == [(2, i, 10 * i) for i in range(BUCKETS)]
+    (pausing,) = [s for s in world.states if s.state is SyncState.PAUSING]
+    assert pausing.num_buckets == BUCKETS and pausing.since_s >= transferring[-1].since_s + BUCKETS * LOAD_S
+    idle = world.sync.status()
+    assert (idle.state, idle.version, idle.target, idle.param_sync_count) == (SyncState.IDLE, 7, None, 1)
+
+
+def test_a_replica_taken_out_comes_back_with_the_next_push_and_serves_only_then(run):
+    world = World()
+    lost = world.engines[0]
+    lost.wrong = {"load": [ConnectionError("gone")] * 2}
+
+    async def go():
+        await world.sync.push(1)
+        assert world.out == {"engine-0": "ConnectionError: gone"} and world.sync.status().taken_out == ("engine-0",)
+        lost.wrong = {}
+        world.sync.rejoin(lost)
+        assert lost.serves == 0 and world.back == []
+        report = await world.sync.push(2)
+        assert report.replicas == 2
+        await world.sync.push(3)
+
+    run(go())
+    assert world.back == [("engine-0", 2)] and world.sync.status().taken_out == ()
+    assert [e.serves for e in world.engines] == [3, 3] and world.held == [1, 2, 3]
+
+
+def test_a_returning_replica_that_fails_again_stays_out_and_is_not_taken_out_twice(run):
+    world = World()
+    world.out["engine-0"] = "restarted"
+    returning = world.engines[0]
+    returning.wrong = {"begin": [ConnectionError("gone")] * 2}
+
+    async def go():
+        world.sync.rejoin(returning)
+        return await world.sync.push(1)
+
+    assert run(go()).replicas == 1
+    assert world.back == [] and world.out == {"engine-0": "restarted"} and world.held == [1]
+
+
+def test_log_lines_say_which_version_and_begin_as_documented(run, caplog):
+    world = World()
+    world.engines[0].wrong = {"load": [RuntimeError("torn")] * 2}
+    with caplog.at_level("INFO"):
+        run(world.sync.push(5))
+    lines = [r.message for r in caplog.records if r.name.endswith("synchronizer")]
+    assert len(lines) == 3 and all(line.startswith("Parameter sync: ") for line in lines)
+    assert "version 5 attempt 1 failed" in lines[0] and "engine-0 is taken out: RuntimeError: torn" in lines[1]
+    assert "version 5 on 1 replicas" in lines[2]
