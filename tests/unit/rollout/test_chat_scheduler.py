@@ -1,0 +1,337 @@
+"""Groups: whole or not at all, judged by their spread, never trained on an outage."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, SchedulerOptions
+from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
+
+
+@asynccontextmanager
+async def scheduling(replicas, scorer, manager_options=None, **options):
+    manager = AsyncLLMServerManager(replicas, ManagerOptions(**manager_options or {}))
+    await manager.start()
+    options = {"samples_per_group": 4, "sampling": SamplingParams(max_new_tokens=10), **options}
+    scheduler = ChatCompletionScheduler(manager, scorer, SchedulerOptions(**options))
+    scheduler.manager = manager
+    try:
+        yield scheduler
+    finally:
+        await manager.close()
+
+
+def by_sample(*scores):
+    """Sample i of a group gets scores[i]."""
+    return lambda prompt, sample: scores[int(sample.sample_id.rpartition("/")[2])]
+
+
+def half(prompt, sample):
+    return float(sample.sample_id.endswith(("0", "2")))
+
+
+def test_a_group_has_every_sample_with_its_own_score(run, build, replica_class, scorer_class):
+    async def go():
+        async with scheduling(
+            [replica_class("a", version=3)], scorer_class(by_sample(1.0, 0.5, 0.25, 0.0))
+        ) as scheduler:
+            prompt = build.prompt(ids=(1, 2, 3))
+            outcome = await scheduler.run_group(prompt, group_id=7, attempt=2, admitted_version=3)
+            group = outcome.group
+            assert outcome.fate is GroupFate.KEPT and (group.group_id, group.admitted_version) == (7, 3)
+            assert group.prompt is prompt and [s.reward.score for s in group.samples] == [1.0, 0.5, 0.25, 0.0]
+            assert [s.sample_id for s in group.samples] == [f"7.2/{i}" for i in range(4)]
+            for sample in group.samples:
+                assert sample.response_token_ids.tolist() == list(range(1003, 1013))
+                assert sample.loss_mask == b"\x01" * 10 and sample.version_runs == ((3, 10),)
+            assert (group.admitted_s, group.finished_s) == pytest.approx((0, 10.5))
+
+    run(go())
+
+
+def test_each_sample_is_scored_the_moment_it_is_complete(run, build, replica_class, scorer_class):
+    async def go():
+        scored_s = []
+        scorer = scorer_class(lambda p, s: scored_s.append(asyncio.get_running_loop().time()) or 1.0, score_s=0)
+        replicas = [replica_class("a")]
+        async with scheduling(replicas, scorer, {"max_concurrent_per_server": 1}) as scheduler:
+            await scheduler.run_group(build.prompt(), group_id=0)
+            assert scored_s == pytest.approx([10, 20, 30, 40])
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("scores", "fate", "reason"),
+    [
+        ((1.0, 0.0, 0.0, 0.0), GroupFate.KEPT, "keep"),
+        ((1.0, 1.0, 1.0, 1.0), GroupFate.FILTERED, "dropped_equal"),
+        ((0.0, 0.0, 0.0, 0.0), GroupFate.FILTERED, "dropped_equal"),
+        ((0.1, 0.1, 0.1, 0.1), GroupFate.FILTERED, "dropped_equal"),
+        ((1.0, float("nan"), 0.0, 1.0), GroupFate.FILTERED, "dropped_invalid"),
+    ],
+)
+def test_the_filter_keeps_what_carries_a_gradient(run, build, replica_class, scorer_class, scores, fate, reason):
+    async def go():
+        async with scheduling([replica_class("a")], scorer_class(by_sample(*scores)), filter_enabled=True) as scheduler:
+            outcome = await scheduler.run_group(build.prompt(), group_id=0)
+            assert (outcome.fate, outcome.reason) == (fate, reason)
+            assert len(outcome.group.samples) == 4, "a filtered group still counts in the metrics"
+
+    run(go())
+
+
+def test_without_the_filter_a_group_without_spread_is_kept(run, build, replica_class, scorer_class):
+    async def go():
+        async with scheduling([replica_class("a")], scorer_class()) as scheduler:
+            assert (await scheduler.run_group(build.prompt(), group_id=0)).fate is GroupFate.KEPT
+
+    run(go())
+
+
+def test_the_filter_reads_the_metric_it_is_told_and_fails_on_one_nobody_reports(
+    run, build, replica_class, scorer_class
+):
+    def rule(prompt, sample):
+        return Reward(score=float(sample.sample_id.endswith("0")), metrics={"acc": 1.0})
+
+    async def fate(metric):
+        options = {"filter_enabled": True, "filter_metric": metric}
+        async with scheduling([replica_class("a")], scorer_class(rule), **options) as scheduler:
+            return await scheduler.run_group(build.prompt(), group_id=0)
+
+    assert run(fate("seq_reward")).fate is GroupFate.KEPT
+    assert run(fate("acc")).fate is GroupFate.FILTERED
+    missing = run(fate("f1"))
+    assert missing.fate is GroupFate.FAILED and "filter_groups.metric 'f1'" in missing.reason
+
+
+@pytest.mark.parametrize("singletons", ["keep", "drop"])
+def test_a_group_of_one_is_kept_or_dropped_as_configured(run, build, replica_class, scorer_class, singletons):
+    async def go():
+        options = {"samples_per_group": 1, "filter_enabled": True, "singletons": singletons}
+        async with scheduling([replica_class("a")], scorer_class(), **options) as scheduler:
+            kept = (await scheduler.run_group(build.prompt(), group_id=0)).fate is GroupFate.KEPT
+            assert kept == (singletons == "keep")
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        ConnectionError("judge is down"),
+        Reward(score=0.0, status=RewardStatus.OUTAGE, reason="judge is down"),
+        Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="judge is down"),
+    ],
+)
+def test_an_outage_fails_the_group_and_never_becomes_a_score_of_zero(run, build, replica_class, scorer_class, trouble):
+    async def go():
+        scorer = scorer_class(by_sample(1.0, trouble, 1.0, 1.0))
+        async with scheduling([replica_class("a")], scorer, sample_retries=2) as scheduler:
+            outcome = await scheduler.run_group(build.prompt(), group_id=0)
+            assert outcome.fate is GroupFate.FAILED and outcome.group is None
+            assert "judge is down" in outcome.reason and "0.0/1" in outcome.reason and "math" in outcome.reason
+            assert scorer.calls == 3 + 3 and scheduler.reward_outages == 3
+
+    run(go())
+
+
+def test_an_outage_that_passes_is_retried_and_forgotten(run, build, replica_class, scorer_class):
+    async def go():
+        troubles = [ConnectionError("busy"), Reward(score=0.0, status=RewardStatus.OUTAGE), 0.75]
+        scorer = scorer_class(lambda p, s: troubles.pop(0))
+        async with scheduling([replica_class("a")], scorer, samples_per_group=1) as scheduler:
+            outcome = await scheduler.run_group(build.prompt(), group_id=0)
+            assert [s.reward.score for s in outcome.group.samples] == [0.75] and scheduler.reward_outages == 2
+
+    run(go())
+
+
+def test_a_hanging_scorer_is_given_up_after_its_time_out(run, build, replica_class, scorer_class):
+    async def go():
+        scorer = scorer_class(score_s=1e6)
+        async with scheduling([replica_class("a")], scorer, reward_timeout_s=30.0, sample_retries=1) as scheduler:
+            outcome = await scheduler.run_group(build.prompt(), group_id=0)
+            assert outcome.fate is GroupFate.FAILED and "no answer within 30 s" in outcome.reason
+            assert asyncio.get_running_loop().time() < 10 + 2 * 30 + 1
+
+    run(go())
+
+
+def test_a_request_that_fails_everywhere_fails_its_group_and_stops_its_brothers(
+    run, build, replica_class, scorer_class
+):
+    async def go():
+        replica = replica_class("a")
+        replica.refuse = 1
+        async with scheduling([replica], scorer_class(), {"request_retries": 0}) as scheduler:
+            outcome = await scheduler.run_group(build.prompt(), group_id=0)
+            assert outcome.fate is GroupFate.FAILED and "out of memory" in outcome.reason
+            await asyncio.sleep(1)
+            assert scheduler.manager.stats().in_flight == 0 and len(replica.aborted) == 3
+
+    run(go())
+
+
+def test_the_loss_of_all_replicas_is_raised_and_not_a_failed_group(run, build, replica_class, scorer_class):
+    async def go():
+        replica = replica_class("a")
+        async with scheduling([replica], scorer_class()) as scheduler:
+            group = asyncio.create_task(scheduler.run_group(build.prompt(), group_id=0))
+            await asyncio.sleep(2)
+            replica.die()
+            with pytest.raises(BaseExceptionGroup) as raised:
+                await group
+            assert raised.group_contains(ConnectionError)
+
+    run(go())
+
+
+@pytest.mark.parametrize("how", ["interrupt", "abort"])
+def test_a_group_cut_short_is_requeued_and_leaves_no_half_group(run, build, replica_class, scorer_class, how):
+    async def go():
+        async with scheduling([replica_class("a")], scorer_class()) as scheduler:
+            group = asyncio.create_task(scheduler.run_group(build.prompt(), group_id=0))
+            await asyncio.sleep(3)
+            if how == "interrupt":
+                await scheduler.manager.interrupt("abort", 10.0)
+            else:
+                await scheduler.manager.abort_all()
+            outcome = await group
+            assert outcome.fate is GroupFate.REQUEUED and outcome.group is None
+
+    run(go())
+
+
+def test_the_greedy_baseline_is_a_sample_besides_the_group(run, build, replica_class, scorer_class):
+    async def go():
+        replica = replica_class("a")
+        scorer = scorer_class(lambda p, s: 0.25 if s.sample_id.endswith("greedy") else 1.0)
+        sampling = SamplingParams(max_new_tokens=10, temperature=0.7, top_p=0.9, stop_token_ids=(5,))
+        async with scheduling([replica], scorer, greedy_baseline=True, sampling=sampling) as scheduler:
+            group = (await scheduler.run_group(build.prompt(), group_id=0)).group
+            assert group.baseline_score == 0.25 and len(group.samples) == 4
+            (greedy,) = [r.sampling for r in replica.submitted if "greedy" in r.request_id]
+            assert (greedy.temperature, greedy.top_p, greedy.stop_token_ids) == (0.0, 1.0, (5,))
+
+    run(go())
+
+
+@pytest.mark.parametrize(("spread", "counts"), [(True, [2, 2]), (False, [0, 4])])
+def test_samples_of_a_group_spread_over_replicas_or_stay_together(
+    run, build, replica_class, scorer_class, spread, counts
+):
+    async def go():
+        replicas = [replica_class("a"), replica_class("b")]
+        async with scheduling(replicas, scorer_class(), spread_samples=spread) as scheduler:
+            await scheduler.run_group(build.prompt(), group_id=0)
+            assert sorted(len(r.submitted) for r in replicas) == counts
+
+    run(go())
+
+
+def test_a_round_stops_early_and_names_what_it_left(run, build, replica_class, scorer_class):
+    async def go():
+        replica = replica_class("a")
+        options = {"filter_enabled": True, "gen_batch_size": 4}
+        kept_rows = ("1", "3", "4", "6", "7")
+        scorer = scorer_class(lambda p, s: half(p, s) if p.row_id in kept_rows else 1.0)
+        async with scheduling([replica], scorer, **options) as scheduler:
+            prompts = [build.prompt(row_id=str(i)) for i in range(10)]
+            result = await scheduler.generate_sequences(prompts, 3, first_id=100)
+            kept = [int(g.prompt.row_id) for g in result.groups]
+            assert kept == [1, 3, 4] and [g.group_id for g in result.groups] == [101, 103, 104]
+            assert result.failed == () and result.leftovers == (6, 7, 8, 9)
+            assert result.statistics["filtered"] == 3 and result.statistics["aborted"] == 4
+            await asyncio.sleep(1)
+            assert scheduler.manager.stats().in_flight == 0 and scheduler.manager.stats().queued == 0
+
+    run(go())
+
+
+def test_a_round_aborts_what_runs_when_it_has_enough(run, build, replica_class, scorer_class):
+    async def go():
+        replica = replica_class("a")
+        async with scheduling([replica], scorer_class(half), {"max_concurrent_per_server": 4}, gen_batch_size=4) as s:
+            result = await s.generate_sequences([build.prompt(row_id=str(i)) for i in range(6)], 1)
+            assert [g.prompt.row_id for g in result.groups] == ["0"] and result.leftovers == (1, 2, 3, 4, 5)
+            assert len(replica.aborted) == 4, "those of the group that ran; the others had not begun"
+            assert asyncio.get_running_loop().time() < 12
+
+    run(go())
+
+
+def test_every_prompt_of_a_round_is_accounted_for_once(run, build, replica_class, scorer_class):
+    async def go():
+        def rule(prompt, sample):
+            number = int(prompt.row_id)
+            if number % 5 == 3:
+                return ConnectionError("down")
+            return half(prompt, sample) if number % 3 else 0.0
+
+        options = {"filter_enabled": True, "gen_batch_size": 5, "sample_retries": 0}
+        async with scheduling(
+            [replica_class("a"), replica_class("b", token_s=1.7)], scorer_class(rule), **options
+        ) as s:
+            result = await s.generate_sequences([build.prompt(row_id=str(i)) for i in range(40)], 9)
+            groups = [int(g.prompt.row_id) for g in result.groups]
+            failed = [index for index, _ in result.failed]
+            filtered = int(result.statistics["filtered"])
+            assert len(groups) == 9 and all(g % 3 and g % 5 != 3 for g in groups)
+            assert len({*groups, *failed, *result.leftovers}) == len(groups) + len(failed) + len(result.leftovers)
+            assert len(groups) + len(failed) + len(result.leftovers) + filtered == 40
+
+    run(go())
+
+
+def test_too_many_batches_without_spread_end_with_a_message_about_the_data(run, build, replica_class, scorer_class):
+    async def go():
+        options = {"filter_enabled": True, "gen_batch_size": 2, "max_num_gen_batches": 3}
+        scorer = scorer_class(lambda p, s: half(p, s) if p.row_id == "1" else 0.0)
+        async with scheduling([replica_class("a")], scorer, **options) as scheduler:
+            with pytest.raises(
+                ValueError, match="num_gen_batches=3 >= max_num_gen_batches=3 with 1 of 2.*check your data"
+            ):
+                await scheduler.generate_sequences([build.prompt(row_id=str(i)) for i in range(50)], 2)
+            assert scheduler.manager.stats().in_flight == 0
+            assert scorer.calls == 6 * 4
+
+    run(go())
+
+
+def test_a_round_over_too_few_prompts_returns_what_there_is(run, build, replica_class, scorer_class):
+    async def go():
+        async with scheduling([replica_class("a")], scorer_class(half), filter_enabled=True) as scheduler:
+            result = await scheduler.generate_sequences([build.prompt(row_id=str(i)) for i in range(3)], 5)
+            assert len(result.groups) == 3 and result.leftovers == ()
+
+    run(go())
+
+
+def test_a_validation_round_keeps_every_prompt_and_filters_none(run, build, replica_class, scorer_class):
+    async def go():
+        options = {"filter_enabled": True, "gen_batch_size": 2, "max_num_gen_batches": 1}
+        async with scheduling([replica_class("a")], scorer_class(), **options) as scheduler:
+            prompts = [build.prompt(row_id=str(i)) for i in range(7)]
+            result = await scheduler.generate_sequences(prompts, 2, validation=True)
+            assert sorted(int(g.prompt.row_id) for g in result.groups) == list(range(7)) and result.leftovers == ()
+
+    run(go())
+
+
+def test_validation_scores_each_prompt_once_in_order_and_leaves_out_what_failed(
+    run, build, replica_class, scorer_class
+):
+    async def go():
+        scorer = scorer_class(lambda p, s: ConnectionError("down") if p.row_id == "1" else float(p.row_id))
+        async with scheduling([replica_class("a")], scorer, sample_retries=0) as scheduler:
+            await scheduler.manager.set_aside(True)
+            prompts = [build.prompt(row_id=str(i)) for i in range(4)]
+            samples = await scheduler.validate(prompts, SamplingParams(max_new_tokens=3), name="step 5")
+            assert [s.reward.score for s in samples] == [0.0, 2.0, 3.0]
+            assert all(len(s.response_token_ids) == 3 and s.finish_reason is FinishReason.LENGTH for s in samples)
+
+    run(go())

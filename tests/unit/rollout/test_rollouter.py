@@ -1,0 +1,318 @@
+"""Rollouter, queue and trainer together: nothing lost, nothing twice, nothing older than the bound."""
+
+import asyncio
+import random
+from math import ceil
+
+import pytest
+
+from roll_async.buffer.errors import EndOfData, TooManyFailures
+from roll_async.buffer.ledger import MemoryLedger
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.states import QueueOptions
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.schema import SamplingParams
+
+
+class Prompts:
+    def __init__(self, build, size):
+        self.build, self.size = build, size
+
+    def at(self, index):
+        if index >= self.size:
+            return None
+        return self.build.prompt(row_id=str(index), ids=range(1, 2 + index % 7))
+
+
+class World:
+    """A whole run on fakes: `replicas` of different speed, scores by `rule`, a trainer that takes `train_s` per step."""
+
+    def __init__(self, build, replicas, scorer, *, size=10**9, train_s=7.0, mode="resume", scheduler=None, **queue):
+        self.replicas, self.train_s, self.mode = replicas, train_s, mode
+        self.options = QueueOptions(**{"groups_per_batch": 4, **queue})
+        self.queue = MessageQueue(self.options, MemoryLedger())
+        self.manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=6))
+        options = {"samples_per_group": 2, "sampling": SamplingParams(max_new_tokens=20), "sample_retries": 0}
+        self.scheduler = ChatCompletionScheduler(
+            self.manager, scorer, SchedulerOptions(**{**options, **(scheduler or {})})
+        )
+        self.rollouter = Rollouter(self.queue, self.scheduler, self.manager, Prompts(build, size))
+        self.trained, self.ages, self.checks = [], [], 0
+
+    def check(self):
+        s = self.queue.stats()
+        parts = (s.trained, s.filtered, s.dropped, s.failed, s.training, s.buffered, s.in_flight)
+        assert s.admitted == sum(parts), s
+        self.checks += 1
+
+    async def watch(self):
+        while True:
+            self.check()
+            await asyncio.sleep(1.1)
+
+    async def push(self, version):
+        await self.rollouter.interrupt(self.mode, 1000.0)
+        for replica in self.replicas:
+            replica.version = version
+        await self.rollouter.release()
+        self.queue.weights_held(version)
+
+    async def train(self, steps):
+        for step in range(1, steps + 1):
+            groups = await self.queue.take_batch(step)
+            await asyncio.sleep(self.train_s)
+            self.ages.append(self.queue.freshness(step))
+            await self.queue.step_trained(step)
+            self.trained.append(groups)
+            if step % self.options.trigger_parameter_sync_step == 0:
+                await self.push(step)
+
+    async def go(self, steps):
+        await self.manager.start()
+        watch = asyncio.create_task(self.watch())
+        try:
+            await self.push(0)
+            async with asyncio.TaskGroup() as tasks:
+                rollout = tasks.create_task(self.rollouter.run())
+                try:
+                    await self.train(steps)
+                finally:
+                    await self.rollouter.stop()
+                await rollout
+        finally:
+            watch.cancel()
+            await self.manager.close()
+            self.check()
+            self.end = self.queue.stats()
+            self.end_rollout, self.end_servers = self.rollouter.stats(), self.manager.stats()
+        return self
+
+    @property
+    def rows(self):
+        return [int(g.prompt.row_id) for groups in self.trained for g in groups]
+
+    @property
+    def stalest(self):
+        return max(age.max_versions for age in self.ages)
+
+
+@pytest.fixture
+def world(build, replica_class, scorer_class):
+    def make(rule=lambda prompt, sample: 1.0, speeds=(1.0, 2.3), **options):
+        replicas = [replica_class(f"engine-{i}", token_s=s) for i, s in enumerate(speeds)]
+        return World(build, replicas, scorer_class(rule), **options)
+
+    return make
+
+
+def test_with_ratio_zero_nothing_is_stale_and_no_prompt_is_skipped(run, world):
+    done = run(world(async_generation_ratio=0.0).go(10))
+    assert done.stalest == 0 and sorted(done.rows) == list(range(40))
+    assert all(len(groups) == 4 for groups in done.trained)
+    assert done.checks > 50
+
+
+def test_with_ratio_one_training_overlaps_generation_and_staleness_stays_at_one(run, world):
+    done = run(world(async_generation_ratio=1.0).go(10))
+    assert done.stalest == 1 and len(set(done.rows)) == 40
+    assert any(age.mean_versions > 0 for age in done.ages)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_ratio_keeps_its_bound_and_reaches_no_prompt_twice(run, world, ratio, every):
+    options = {"async_generation_ratio": ratio, "trigger_parameter_sync_step": every}
+    done = run(world(**options).go(6))
+    assert done.stalest <= ceil((1 + ratio) * every) - 1
+    assert len(done.rows) == len(set(done.rows)) == 24
+
+
+@pytest.mark.parametrize("mode", ["resume", "abort", "wait", "keep"])
+@pytest.mark.parametrize("train_s", [0.5, 60.0])
+def test_no_way_to_interrupt_loses_a_group_or_breaks_the_bound(run, world, mode, train_s):
+    done = run(world(async_generation_ratio=2.0, mode=mode, train_s=train_s, speeds=(1.0, 1.3, 9.0)).go(6))
+    assert done.stalest <= 2 and len(set(done.rows)) == 24
+    stats = done.end
+    assert stats.late_results == 0 and stats.failed == 0
+
+
+def test_the_same_run_twice_trains_the_same_groups_in_the_same_order(run, world):
+    first, second = (run(world(async_generation_ratio=1.5).go(8)) for _ in range(2))
+    assert first.rows == second.rows
+    assert [a.tokens_by_versions for a in first.ages] == [a.tokens_by_versions for a in second.ages]
+
+
+def test_filtered_and_failed_groups_free_their_slots_and_do_not_come_again(run, world):
+    def rule(prompt, sample):
+        number = int(prompt.row_id)
+        if number % 7 == 5:
+            return ConnectionError("judge is down")
+        return float(sample.sample_id.endswith("0")) if number % 3 else 0.0
+
+    done = run(world(rule, async_generation_ratio=1.0, scheduler={"filter_enabled": True}).go(10))
+    stats, rows = done.end, done.rows
+    assert len(set(rows)) == 40 and all(r % 3 and r % 7 != 5 for r in rows)
+    assert stats.filtered > 10 and stats.failed > 5
+    assert done.end_rollout.filtered_groups == stats.filtered
+    assert done.end_rollout.generation_errors == stats.failed
+    assert done.stalest <= 1
+    expected = [i for i in range(max(rows) + 1) if i % 3 and i % 7 != 5]
+    assert set(expected[: 40 - 8]) <= set(rows), "only the last few may be younger than one left behind"
+
+
+def test_too_many_failed_groups_end_the_run_with_their_reasons(run, world):
+    broken = world(lambda p, s: ConnectionError("judge is down"), max_failed_groups=3)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(broken.go(2))
+    assert raised.group_contains(TooManyFailures, match="max_failed_groups=3.*judge is down")
+
+
+def test_the_death_of_one_replica_costs_no_group(run, world):
+    hit = world(async_generation_ratio=1.0, speeds=(1.0, 1.0, 1.0))
+
+    async def go():
+        async def kill():
+            await asyncio.sleep(33.3)
+            hit.replicas[1].die()
+
+        killing = asyncio.create_task(kill())
+        await hit.go(8)
+        await killing
+        hit.replicas.pop(1)
+
+    run(go())
+    assert sorted(hit.rows) == list(range(32)) and hit.stalest <= 1
+    assert hit.end_servers.lost_servers == 1 and hit.end.failed == 0
+
+
+def test_the_death_of_the_last_replica_ends_the_run(run, world):
+    hit = world(speeds=(1.0,))
+
+    async def go():
+        async def kill():
+            await asyncio.sleep(5)
+            hit.replicas[0].die("SIGKILL")
+
+        killing = asyncio.create_task(kill())
+        try:
+            await hit.go(3)
+        finally:
+            await killing
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(go())
+    assert raised.group_contains(ConnectionError, match="SIGKILL")
+
+
+@pytest.mark.parametrize(("size", "steps", "leftovers"), [(16, 4, 0), (18, 4, 2), (3, 0, 3)])
+def test_the_end_of_the_data_trains_every_full_batch_and_counts_the_rest(run, world, size, steps, leftovers):
+    short = world(size=size, async_generation_ratio=1.0)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(short.go(100))
+    ends = raised.value.subgroup(EndOfData) if isinstance(raised.value, BaseExceptionGroup) else None
+    assert ends is not None and ends.exceptions[0].leftovers == leftovers
+    assert len(short.trained) == steps and short.end.in_flight == 0
+    assert len(set(short.rows)) == 4 * steps
+
+
+def test_a_stop_gives_every_slot_back(run, world):
+    stopped = world(async_generation_ratio=3.0)
+
+    async def go():
+        await stopped.go(2)
+        assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+    run(go())
+    stats = stopped.end
+    assert stats.in_flight == 0 and stopped.end_rollout.running_groups == 0
+    assert stats.dropped == stats.requeued_prompts > 0
+
+
+def test_a_stop_while_the_engines_stand_still_ends(run, world):
+    stopped = world(async_generation_ratio=1.0)
+
+    async def go():
+        await stopped.manager.start()
+        await stopped.push(0)
+        rollout = asyncio.create_task(stopped.rollouter.run())
+        await asyncio.sleep(3)
+        await stopped.rollouter.interrupt("resume", 100.0)
+        await stopped.rollouter.stop()
+        await rollout
+        await stopped.manager.close()
+        assert stopped.queue.stats().in_flight == 0
+
+    run(go())
+
+
+def test_nothing_is_generated_before_the_first_weights(run, world):
+    cold = world()
+
+    async def go():
+        await cold.manager.start()
+        rollout = asyncio.create_task(cold.rollouter.run())
+        await asyncio.sleep(100)
+        assert cold.queue.stats().admitted == 0
+        await cold.push(0)
+        await asyncio.sleep(1)
+        assert cold.queue.stats().admitted == 4
+        await cold.rollouter.stop()
+        await rollout
+        await cold.manager.close()
+
+    run(go())
+
+
+def test_training_stands_still_during_validation_and_loses_nothing(run, world, build):
+    busy = world(async_generation_ratio=1.0)
+
+    async def go():
+        await busy.manager.start()
+        await busy.push(0)
+        rollout = asyncio.create_task(busy.rollouter.run())
+        await asyncio.sleep(5.5)
+        await busy.rollouter.pause()
+        before = busy.queue.stats()
+        samples = await busy.scheduler.validate([build.prompt()] * 3, SamplingParams(max_new_tokens=30), name="v")
+        assert len(samples) == 3
+        after = busy.queue.stats()
+        assert (after.admitted, after.buffered) == (before.admitted, before.buffered)
+        await busy.rollouter.resume()
+        groups = await busy.queue.take_batch(1)
+        assert all(len(s.response_token_ids) == 20 for g in groups for s in g.samples)
+        await busy.queue.step_trained(1)
+        await busy.rollouter.stop()
+        await rollout
+        await busy.manager.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_worlds_keep_every_promise(run, world, seed):
+    rng = random.Random(seed)
+    ratio, every = rng.choice((0.0, 0.3, 1.0, 1.7, 2.5)), rng.randint(1, 3)
+    fail, equal = rng.random() * 0.1, rng.random() * 0.4
+
+    def rule(prompt, sample):
+        dice = random.Random(f"{seed}/{prompt.row_id}")
+        if dice.random() < fail:
+            return ConnectionError("down")
+        return float(sample.sample_id.endswith("0")) if dice.random() > equal else 1.0
+
+    done = run(
+        world(
+            rule,
+            speeds=[rng.uniform(0.2, 4) for _ in range(rng.randint(1, 4))],
+            train_s=rng.uniform(0.1, 60),
+            mode=rng.choice(("resume", "abort", "wait", "keep")),
+            groups_per_batch=rng.randint(1, 6),
+            async_generation_ratio=ratio,
+            trigger_parameter_sync_step=every,
+            scheduler={"filter_enabled": True},
+        ).go(6)
+    )
+    assert done.stalest <= ceil((1 + ratio) * every) - 1
+    assert len(done.rows) == len(set(done.rows)) == 6 * done.options.groups_per_batch
