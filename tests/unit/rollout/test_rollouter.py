@@ -27,7 +27,7 @@ class Prompts:
 
 
 class World:
-    """A whole run on fakes: `replicas` of different speed, scores by `rule`, a trainer that takes `train_s` per step."""
+    """A whole run on fakes: replicas of different speed, scores by rule, a trainer that takes `train_s` per step."""
 
     def __init__(self, build, replicas, scorer, *, size=10**9, train_s=7.0, mode="resume", scheduler=None, **queue):
         self.replicas, self.train_s, self.mode = replicas, train_s, mode

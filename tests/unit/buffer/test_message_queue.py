@@ -1,0 +1,348 @@
+"""The queue alone: who gets a slot, what makes a batch, what a late or repeated result does."""
+
+import asyncio
+
+import pytest
+
+from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
+from roll_async.buffer.ledger import MemoryLedger
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.staleness import StalenessPolicy
+from roll_async.buffer.states import Outcome, QueueOptions
+
+
+def make_queue(held=0, ledger=None, **options):
+    queue = MessageQueue(QueueOptions(**{"groups_per_batch": 2, **options}), ledger or MemoryLedger())
+    if held is not None:
+        queue.weights_held(held)
+    return queue
+
+
+async def soon(work):
+    """The result of `work` when it is there at once, else None."""
+    task = asyncio.ensure_future(work)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None
+
+
+@pytest.fixture
+def finish(build):
+    async def put(queue, *slots, version=None, **fields):
+        for slot in slots:
+            admitted = slot.admitted_version if version is None else version
+            await queue.put(build.group(slot.group_id, admitted, **fields))
+
+    return put
+
+
+def test_slots_are_given_out_in_order_up_to_the_admission_limit(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=0.5)
+        slots = await queue.reserve(10)
+        assert [(s.group_id, s.prompt_index, s.admitted_version, s.attempt) for s in slots] == [
+            (i, i, 0, 0) for i in range(3)
+        ]
+        await finish(queue, *slots)
+        await queue.take_batch(1)
+        await queue.step_trained(1)
+        assert await soon(queue.reserve(1)) is None, "training frees no slot; engines holding its weights do"
+        queue.weights_held(1)
+        assert [(s.prompt_index, s.admitted_version) for s in await queue.reserve(10)] == [(3, 1), (4, 1)]
+
+    run(go())
+
+
+def test_no_slot_before_the_first_weights(run):
+    async def go():
+        queue = make_queue(held=None)
+        assert await soon(queue.reserve(1)) is None
+        queue.weights_held(0)
+        assert len(await queue.reserve(1)) == 1
+
+    run(go())
+
+
+def test_a_batch_is_the_oldest_finished_groups_and_waits_until_it_is_full(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=1.0)
+        slots = await queue.reserve(4)
+        await finish(queue, slots[3])
+        assert await soon(queue.take_batch(1)) is None
+        await finish(queue, slots[1], slots[0])
+        assert [g.group_id for g in await queue.take_batch(1)] == [0, 1]
+
+    run(go())
+
+
+def test_younger_groups_are_not_taken_when_an_older_one_would_then_be_too_late(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=1.0)
+        slots = await queue.reserve(4)
+        await finish(queue, *slots[:2])
+        await queue.take_batch(1)
+        await queue.step_trained(1)
+        queue.weights_held(1)
+        younger = await queue.reserve(4)
+        await finish(queue, *younger)
+        assert await soon(queue.take_batch(2)) is None, "groups 2 and 3 are due at step 2"
+        await finish(queue, *slots[2:])
+        assert [g.group_id for g in await queue.take_batch(2)] == [2, 3]
+
+    run(go())
+
+
+def test_a_result_of_a_released_or_unknown_group_is_refused_and_counted(run, finish, build):
+    async def go():
+        queue = make_queue()
+        first, second = await queue.reserve(2)
+        await queue.release(first.group_id, Outcome.REQUEUED)
+        await finish(queue, first)
+        await finish(queue, second, second)
+        await queue.put(build.group(99))
+        await queue.release(second.group_id, Outcome.FAILED, "twice")
+        stats = queue.stats()
+        assert (stats.late_results, stats.buffered, stats.dropped, stats.failed) == (4, 1, 1, 0)
+
+    run(go())
+
+
+def test_a_requeued_prompt_comes_again_first_with_its_attempt_counted(run):
+    async def go():
+        queue = make_queue(groups_per_batch=3)
+        slots = await queue.reserve(3)
+        for slot in (slots[2], slots[0]):
+            await queue.release(slot.group_id, Outcome.REQUEUED, "interrupted")
+        again = await queue.reserve(3)
+        assert [(s.prompt_index, s.attempt, s.group_id) for s in again] == [(0, 1, 3), (2, 1, 4)]
+
+    run(go())
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FILTERED, Outcome.FAILED])
+def test_a_filtered_or_failed_prompt_frees_its_slot_for_the_next_prompt(run, outcome):
+    async def go():
+        queue = make_queue()
+        slots = await queue.reserve(2)
+        assert await soon(queue.reserve(1)) is None
+        await queue.release(slots[0].group_id, outcome, "why")
+        assert [s.prompt_index for s in await queue.reserve(5)] == [2]
+
+    run(go())
+
+
+def test_one_failure_too_many_ends_the_run_with_the_last_reasons(run):
+    async def go():
+        queue = make_queue(groups_per_batch=8, max_failed_groups=2)
+        slots = await queue.reserve(8)
+        await queue.release(slots[0].group_id, Outcome.FAILED, "first")
+        await queue.release(slots[1].group_id, Outcome.FAILED, "second")
+        with pytest.raises(TooManyFailures, match="3 groups.*max_failed_groups=2.*prompt 1: second; prompt 2: third"):
+            await queue.release(slots[2].group_id, Outcome.FAILED, "third")
+
+    run(go())
+
+
+def test_a_half_group_never_enters(run, finish):
+    async def go():
+        queue = make_queue(samples_per_group=2)
+        (slot, other) = await queue.reserve(2)
+        await finish(queue, slot)
+        with pytest.raises(AssertionError, match="not whole"):
+            await finish(queue, other, scores=(1.0,))
+
+    run(go())
+
+
+def test_what_is_too_old_is_dropped_under_policy_drop_and_its_prompt_comes_again(run, finish):
+    async def go():
+        options = {"async_generation_ratio": 2.0, "max_versions": 0, "policy": StalenessPolicy.DROP}
+        queue = make_queue(**options)
+        slots = await queue.reserve(6)
+        await finish(queue, *slots[:4], length=5)
+        assert [g.group_id for g in await queue.take_batch(1)] == [0, 1]
+        await queue.step_trained(1)
+        queue.weights_held(1)
+        assert await soon(queue.take_batch(2)) is None
+        stats = queue.stats()
+        assert (stats.dropped_stale, stats.dropped, stats.requeued_prompts) == (2, 2, 2)
+        assert stats.dropped_by_length == {8: 4}, "lengths 5 count in (4, 8], two samples per group"
+        again = await queue.reserve(2)
+        assert [(s.prompt_index, s.attempt) for s in again] == [(2, 1), (3, 1)]
+        await finish(queue, *again)
+        assert [g.prompt.row_id for g in await queue.take_batch(2)] == [f"row{s.group_id}" for s in again]
+
+    run(go())
+
+
+def test_under_policy_token_mask_old_groups_are_trained_all_the_same(run, finish):
+    async def go():
+        options = {"async_generation_ratio": 2.0, "max_versions": 0, "policy": StalenessPolicy.TOKEN_MASK}
+        queue = make_queue(**options)
+        slots = await queue.reserve(6)
+        await finish(queue, *slots)
+        await queue.take_batch(1)
+        await queue.step_trained(1)
+        queue.weights_held(1)
+        assert [g.group_id for g in await queue.take_batch(2)] == [2, 3]
+        fresh = queue.freshness(2)
+        assert (fresh.max_versions, fresh.over_bound_fraction) == (1, 1.0)
+
+    run(go())
+
+
+def test_no_new_group_starts_while_a_finished_one_is_older_than_soft_versions(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=3.0, soft_versions=0)
+        slots = await queue.reserve(8)
+        await finish(queue, *slots[:4])
+        await queue.take_batch(1)
+        await queue.step_trained(1)
+        queue.weights_held(1)
+        assert queue.stats().stale_waiting == 2 and await soon(queue.reserve(1)) is None
+        await queue.take_batch(2)
+        assert queue.stats().stale_waiting == 0 and len(await queue.reserve(9)) == 2
+
+    run(go())
+
+
+def test_the_size_of_the_queue_and_oversampling_bound_what_is_under_way(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=3.0, max_queue_size=3, oversample_groups=1)
+        slots = await queue.reserve(99)
+        assert len(slots) == 4
+        await finish(queue, *slots[:2])
+        assert await soon(queue.reserve(1)) is None
+        await queue.take_batch(1)
+        assert len(await queue.reserve(99)) == 2
+
+    run(go())
+
+
+def test_the_data_ends_when_no_full_batch_can_come(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=1.0)
+        slots = await queue.reserve(4)
+        await queue.release(slots[3].group_id, Outcome.UNUSED)
+        queue.end_of_data()
+        await finish(queue, slots[0], slots[1])
+        await queue.take_batch(1)
+        await queue.step_trained(1)
+        waiting = asyncio.ensure_future(queue.take_batch(2))
+        assert await soon(asyncio.shield(waiting)) is None, "group 2 is still in flight"
+        await finish(queue, slots[2])
+        with pytest.raises(EndOfData, match="1 finished groups, fewer than the 2") as raised:
+            await waiting
+        assert raised.value.leftovers == 1 and await queue.reserve(1) == []
+        assert queue.stats().admitted == 3, "an unused slot was never admitted"
+
+    run(go())
+
+
+def test_a_requeued_prompt_still_comes_after_the_end_of_the_data(run, finish):
+    async def go():
+        queue = make_queue()
+        slots = await queue.reserve(2)
+        queue.end_of_data()
+        await queue.release(slots[0].group_id, Outcome.REQUEUED)
+        (again,) = await queue.reserve(5)
+        await finish(queue, slots[1], again)
+        assert len(await queue.take_batch(1)) == 2
+
+    run(go())
+
+
+def test_closing_wakes_everyone_who_waits(run, finish):
+    async def go():
+        queue = make_queue()
+        slots = await queue.reserve(2)
+        await finish(queue, slots[0])
+        reserving, taking = asyncio.ensure_future(queue.reserve(1)), asyncio.ensure_future(queue.take_batch(1))
+        await asyncio.sleep(1)
+        queue.close()
+        assert await reserving == []
+        with pytest.raises(QueueClosed) as raised:
+            await taking
+        assert raised.value.leftovers == 1
+
+    run(go())
+
+
+def test_a_stall_says_who_waits_for_what_and_progress_puts_it_off(run, finish):
+    async def go():
+        queue = make_queue(batch_timeout_s=10.0, stall_timeout_s=60.0)
+        slots = await queue.reserve(2)
+        loop = asyncio.get_running_loop()
+        taking = asyncio.ensure_future(queue.take_batch(1))
+        await asyncio.sleep(50)
+        await finish(queue, slots[0])
+        with pytest.raises(
+            StallError, match="nothing moved for 60 s.*step 1: 1 of 2 groups are finished, 1 are in flight"
+        ):
+            await taking
+        assert loop.time() == pytest.approx(110)
+
+    run(go())
+
+
+def test_the_counts_add_up_after_every_call(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=2.0, groups_per_batch=2)
+
+        def check(**wanted):
+            s = queue.stats()
+            assert s.admitted == s.trained + s.filtered + s.dropped + s.failed + s.training + s.buffered + s.in_flight
+            assert {key: getattr(s, key) for key in wanted} == wanted
+
+        slots = await queue.reserve(6)
+        check(admitted=6, in_flight=6)
+        await finish(queue, *slots[:3])
+        check(buffered=3, in_flight=3, generated_samples=6, generated_tokens=12)
+        await queue.take_batch(1)
+        check(training=2, buffered=1)
+        await queue.release(slots[3].group_id, Outcome.FILTERED)
+        await queue.release(slots[4].group_id, Outcome.FAILED, "x")
+        await queue.release(slots[5].group_id, Outcome.REQUEUED)
+        check(filtered=1, failed=1, dropped=1, in_flight=0, requeued_prompts=1)
+        await queue.step_trained(1)
+        check(trained=2, training=0, trained_samples=4, trained_tokens=8, memory_bytes=queue.stats().memory_bytes)
+        assert queue.stats().length_bias == 1.0
+
+    run(go())
+
+
+def test_memory_counts_the_arrays_of_groups_that_wait(run, finish):
+    async def go():
+        queue = make_queue()
+        slots = await queue.reserve(2)
+        await finish(queue, *slots, length=100)
+        one = 4 * 2 + 2 * 9 * 100  # prompt of 2 tokens shared by 2 samples of 100 tokens: ids, log-probs, mask
+        assert queue.stats().memory_bytes == 2 * one
+        await queue.take_batch(1)
+        await queue.step_trained(1)
+        assert queue.stats().memory_bytes == 0
+
+    run(go())
+
+
+def test_ages_are_told_apart_by_where_they_arose(run, finish, build):
+    async def go():
+        queue = make_queue(async_generation_ratio=3.0)
+        slots = await queue.reserve(2)
+        mixed = build.sample(build.prompt(), range(4), ((0, 1), (1, 3)))
+        queue.weights_held(1)
+        for slot in slots:
+            await queue.put(build.group(slot.group_id, samples=(mixed,)))
+        queue.weights_held(2)
+        await asyncio.sleep(9)
+        await queue.take_batch(3)
+        fresh = queue.freshness(3)
+        assert fresh.tokens_by_versions == {1: 6, 2: 2} and fresh.mean_versions == pytest.approx(10 / 8)
+        assert fresh.max_versions == 2 and fresh.over_bound_fraction == 0
+        assert fresh.queue_share == pytest.approx(8 / 10) and fresh.in_flight_share == pytest.approx(2 / 10)
+        assert fresh.mean_age_s == fresh.max_age_s == pytest.approx(9)
+
+    run(go())
