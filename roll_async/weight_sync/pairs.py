@@ -30,6 +30,7 @@ _PATIENCE = timedelta(minutes=30)
 """How long a group may be idle: longer than a training step. Deadlines of a push are the synchronizer's."""
 _JOIN_POLL_S = 0.02
 _GOODBYE = -1
+_GOODBYE_S = 1.0
 
 MakeGroup = Callable[[dist.Store, int, int, timedelta], dist.ProcessGroup]
 """(store, rank, size, timeout) -> group."""
@@ -60,7 +61,13 @@ class PairWriter:
         self._published: dict[tuple[int, int], Tensor] = {}
         self._version_count = 0
         self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="weight receivers", daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept, name="weight receivers")
+
+    def _start(self, target: Callable[..., None], *args: int, name: str) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+        thread.start()
 
     def write(self, index: int, planned: PlannedBucket, num_bytes: int) -> tuple[str, Tensor]:
         if index == 0:
@@ -85,9 +92,7 @@ class PairWriter:
         joined = 0
         while not self._closed.wait(_JOIN_POLL_S):
             while store.check([f"join/{joined}"]):
-                threading.Thread(
-                    target=self._serve, args=(joined,), name=f"weight receiver {joined}", daemon=True
-                ).start()
+                self._start(self._serve, joined, name=f"weight receiver {joined}")
                 joined += 1
 
     def _serve(self, number: int) -> None:
@@ -111,6 +116,8 @@ class PairWriter:
 
     def close(self) -> None:
         self._closed.set()
+        for thread in self._threads:  # a receiver that never said goodbye keeps its thread until the process ends
+            thread.join(_GOODBYE_S)
         with self._lock:
             self._published.clear()
 
