@@ -20,7 +20,7 @@ from roll_async.buffer.states import QueueOptions
 
 
 def can_be_trained_in_time(left, step, batch, bound):
-    """Serve greedily, earliest deadline first, `batch` groups at each step after `step`: does every group meet its own?"""
+    """Earliest deadline first, `batch` groups at each step after `step`: does every group meet its own?"""
     waiting = sorted(v for v, count in left.items() for _ in range(count))
     for number, version in enumerate(waiting):
         trained_at = step + 1 + number // batch
@@ -79,7 +79,7 @@ def test_the_excess_names_the_first_deadline_that_cannot_be_met():
 
 @pytest.mark.parametrize("policy", ["oldest first without looking ahead", "the rule"])
 def test_taking_without_the_look_ahead_breaks_the_bound_and_with_it_never(policy):
-    """Random finishing orders: the trainer takes finished groups oldest first; the rule makes it wait for what is due."""
+    """Random finishing orders: the trainer takes finished groups oldest first; the rule makes it wait."""
     rng, broken = random.Random(5), 0
     for _ in range(300):
         batch, ratio = rng.randint(1, 3), rng.choice((0.5, 1.0, 2.0))

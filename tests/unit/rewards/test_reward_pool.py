@@ -1,0 +1,154 @@
+"""Workers that hang, die or talk too much cost their own task and nothing else."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.schema import RewardStatus
+
+HERE = str(Path(__file__).parent)
+MISBEHAVING = "sample_rewards.Misbehaving"
+
+
+@pytest.fixture
+def scoring(monkeypatch):
+    """Run `work(pool)` against a pool of real worker processes."""
+    monkeypatch.syspath_prepend(HERE)
+    root = str(Path(__file__).parents[3])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, root, os.environ.get("PYTHONPATH", "")]))
+
+    def run(work, reward=MISBEHAVING, **options):
+        async def go():
+            pool = RewardPool(PoolOptions(reward=reward, **{"num_workers": 1, "timeout_s": 20.0, **options}))
+            await pool.start()
+            try:
+                async with asyncio.timeout(30):
+                    return await work(pool)
+            finally:
+                await pool.close()
+
+        return asyncio.run(go())
+
+    return run
+
+
+def ask(pool, *texts):
+    return asyncio.gather(*(pool.score(text, "42", {}) for text in texts))
+
+
+def test_answers_come_back_to_the_sample_that_asked(scoring):
+    async def work(pool):
+        return await ask(pool, *map(str, range(200)))
+
+    rewards = scoring(work, num_workers=2)
+    assert [r.score for r in rewards] == list(range(200))
+    assert all(r.status is RewardStatus.OK and r.scoring_s >= 0 for r in rewards)
+    assert rewards[0].metrics == {"acc": 1.0, "format": 1.0, "length": 2.0}
+
+
+def test_a_hanging_reward_is_a_time_out_and_its_neighbours_are_unharmed(scoring):
+    async def work(pool):
+        started = time.monotonic()
+        rewards = await ask(pool, "1", "hang", "2", "3", "hang", "4")
+        return rewards, time.monotonic() - started, pool.timeouts, pool.crashes
+
+    rewards, seconds, timeouts, crashes = scoring(work, timeout_s=0.5)
+    ok, late = RewardStatus.OK, RewardStatus.TIMEOUT
+    assert [r.status for r in rewards] == [ok, late, ok, ok, late, ok]
+    assert [r.score for r in rewards if r.status is ok] == [1, 2, 3, 4]
+    assert "no verdict within 0.5 s" in rewards[1].reason
+    assert (timeouts, crashes) == (2, 0) and seconds < 8
+
+
+def test_a_hanging_reward_delays_only_its_own_worker(scoring):
+    async def work(pool):
+        hanging = asyncio.ensure_future(pool.score("hang", "42", {}))
+        await asyncio.sleep(0.05)
+        rewards = await ask(pool, *"123456789")
+        return [r.score for r in rewards], hanging.done()
+
+    scores, hanging_done = scoring(work, num_workers=2, timeout_s=10.0)
+    assert scores == list(range(1, 10)) and not hanging_done
+
+
+def test_a_reward_that_kills_its_worker_twice_gets_no_score_and_the_next_one_does(scoring):
+    async def work(pool):
+        rewards = await ask(pool, "die", "7", "die", "8")
+        return rewards, pool.crashes
+
+    rewards, crashes = scoring(work)
+    assert [r.status.value for r in rewards] == ["timeout", "ok", "timeout", "ok"]
+    assert "killed the worker twice" in rewards[0].reason and crashes == 4
+
+
+def test_an_exception_is_an_outage_with_its_reason_and_not_a_score(scoring):
+    rewards = scoring(lambda pool: ask(pool, "raise", "1"))
+    assert rewards[0].status is RewardStatus.OUTAGE and "KeyError" in rewards[0].reason
+    assert rewards[1].score == 1
+
+
+def test_a_reward_that_eats_the_memory_does_not_eat_the_host(scoring):
+    rewards = scoring(lambda pool: ask(pool, "eat", "1"), memory_mb=1024)
+    assert rewards[0].status is RewardStatus.OUTAGE and "MemoryError" in rewards[0].reason
+    assert rewards[1].status is RewardStatus.OK
+
+
+def test_what_a_reward_prints_does_not_get_between_the_answers(scoring):
+    rewards = scoring(lambda pool: ask(pool, "print", "2", "print"))
+    assert [r.score for r in rewards] == [1, 2, 1]
+
+
+def test_text_of_any_kind_reaches_the_reward_unchanged(scoring):
+    async def work(pool):
+        return await pool.score("1.5", "x\n\u2028\U0001f600\x00" + "y" * 200_000, {"why": "line\nbreak"})
+
+    reward = scoring(work)
+    assert reward.score == 1.5 and reward.metrics["length"] == 200_005 and reward.reason == "line\nbreak"
+
+
+def test_a_plain_function_by_dotted_path_is_a_reward(scoring):
+    assert scoring(lambda pool: pool.score("x", "y", {}), reward="sample_rewards.constant").score == 0.5
+
+
+def test_closing_leaves_no_process_and_nobody_waiting(scoring):
+    async def work(pool):
+        waiting = [asyncio.ensure_future(pool.score("hang", "", {})) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        processes = [r.get_name() for r in pool._runners]
+        await pool.close()
+        await asyncio.sleep(0)
+        return processes, [w.cancelled() for w in waiting]
+
+    processes, cancelled = scoring(work)
+    assert processes == ["reward worker 0"] and all(cancelled)
+    assert not _children()
+
+
+def _children():
+    mine = []
+    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            command = (entry / "cmdline").read_text()
+        except (OSError, NotADirectoryError):
+            continue
+        if int(fields[1]) == os.getpid() and "roll_async.rewards.worker" in command:
+            mine.append(entry.name)
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("exact_mach", "'exact_mach' is not one of math_rule | exact_match"),
+        ("no_such_module.Reward", "no_such_module"),
+        ("sample_rewards.Missing", "Missing"),
+    ],
+)
+def test_a_reward_that_cannot_be_built_is_refused_before_any_process_starts(scoring, reward, message):
+    with pytest.raises(ValueError, match=message):
+        scoring(lambda pool: ask(pool, "1"), reward=reward)

@@ -1,0 +1,101 @@
+"""Rules that read an answer: right, wrong, and nothing to read."""
+
+import asyncio
+
+import pytest
+
+from roll_async.config.schema import RewardConfig
+from roll_async.rewards.exact_match import ExactMatch
+from roll_async.rewards.math_rule import MathRule, final_answer
+from roll_async.rewards.registry import REWARDS, create_reward
+from roll_async.rewards.router import RewardRouter
+from roll_async.schema import RewardStatus
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score", "form"),
+    [
+        ("8+7+0=15;5+6+1=12;=425", "425", 1, 1),
+        ("=425", "425", 1, 1),
+        ("= 425 \n", "425", 1, 1),
+        ("425", "425", 0, 0),
+        ("", "425", 0, 0),
+        ("=425;=424", "425", 0, 1),
+        ("=0425", "425", 0, 1),
+        ("=425=", "425", 0, 1),
+        ("=", "", 1, 1),
+    ],
+)
+def test_exact_match_compares_what_follows_the_last_marker(text, truth, score, form):
+    verdict = ExactMatch()(text, truth, {})
+    assert (verdict.score, verdict.acc, verdict.format) == (score, score, form)
+    assert bool(verdict.reason) == (not score)
+
+
+def test_the_marker_of_exact_match_can_be_another():
+    assert ExactMatch("####")("so #### 7", "7", {}).score == 1 and ExactMatch("####")("so = 7", "7", {}).format == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} and an open \boxed{2", "1"),
+        (r"\fbox{3}", "3"),
+        ("Answer: 12", "12"),
+        ("**Final Answer:** 12\nAnswer: 13\nbye", "13"),
+        (r"<think>\boxed{1}</think> the answer is \boxed{2}", "2"),
+        (r"<think>\boxed{1}</think> I do not know", None),
+        ("nothing at all", None),
+        ("", None),
+    ],
+)
+def test_the_final_answer_is_the_last_one_stated_after_the_thinking(text, answer):
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("stated", "truth", "score"),
+    [
+        ("42", "42", 1),
+        (r"\frac{1}{2}", "0.5", 1),
+        ("1,234", "1234", 1),
+        (r"\$18", "18", 1),
+        ("18.", "18", 1),
+        ("x+1", "1+x", 1),
+        ("43", "42", 0),
+        ("apple", "42", 0),
+    ],
+)
+def test_the_math_rule_compares_values_and_not_letters(stated, truth, score):
+    pytest.importorskip("math_verify")
+    verdict = MathRule()(rf"thus \boxed{{{stated}}}", truth, {})
+    assert verdict.score == verdict.acc == score and verdict.format == 1
+
+
+def test_the_math_rule_names_what_is_missing_and_refuses_an_endless_answer():
+    assert MathRule()("no answer", "1", {}).format == 0
+    assert "3000 characters" in MathRule()(rf"\boxed{{{'9' * 3000}}}", "1", {}).reason
+
+
+def test_every_name_in_the_table_can_be_built():
+    assert all(callable(create_reward(name)) for name in REWARDS)
+
+
+def test_the_router_sends_a_prompt_to_the_reward_of_its_domain(build):
+    router = RewardRouter({"add": RewardConfig(type="exact_match"), "other": RewardConfig(type="exact_match")})
+
+    async def go():
+        await router.start()
+        try:
+            right = await router.score(build.prompt(domain="add", ground_truth="3"), "=3")
+            wrong = await router.score(build.prompt(domain="other", ground_truth="4"), "=3")
+            with pytest.raises(KeyError):
+                await router.score(build.prompt(domain="nowhere"), "=3")
+            return right, wrong
+        finally:
+            await router.close()
+
+    right, wrong = asyncio.run(go())
+    assert (right.score, wrong.score) == (1, 0) and right.status is wrong.status is RewardStatus.OK
