@@ -19,8 +19,8 @@ from roll_async.config.schema import (
     WorkerConfig,
 )
 from roll_async.inference.settings import EngineSettings
+from roll_async.prompts.load import DataOptions
 from roll_async.prompts.rows import Columns
-from roll_async.prompts.stream import DataOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.server_manager import ManagerOptions
 from roll_async.schema import SamplingParams
@@ -137,10 +137,15 @@ def _loss(config: RLVRConfig) -> LossSettings:
     )
 
 
+def _all_generating_args(config: RLVRConfig) -> list[GeneratingArguments]:
+    validation = [] if config.validation is None else [config.validation.generating_args]
+    return [config.actor_infer.generating_args, *validation]
+
+
 def engine_settings(config: RLVRConfig) -> EngineSettings:
     """One replica of actor_infer."""
     role = config.actor_infer
-    strategy, args = role.strategy_args.strategy_config, role.generating_args
+    strategy = role.strategy_args.strategy_config
     common: dict[str, object] = {
         "model_folder": role.model_args.model_name_or_path,
         "dtype": role.model_args.dtype,
@@ -148,7 +153,8 @@ def engine_settings(config: RLVRConfig) -> EngineSettings:
         "max_model_len": config.sequence_length,
         "seed": config.seed,
         "max_running": config.async_training.max_concurrent_per_server,
-        "truncated_sampling": args.top_k > 0 or args.top_p < 1,
+        "stop_strings": any(a.stop_strings for a in _all_generating_args(config)),
+        "truncated_sampling": any(a.top_k > 0 or a.top_p < 1 for a in _all_generating_args(config)),
         "extra": strategy.extra,
     }
     match strategy:
@@ -269,4 +275,5 @@ def data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:
         prompt_length=config.prompt_length,
         domains={name: tuple(r.tag_included) for name, r in config.rewards.items()},
         tokenizer_folder=config.pretrain,
+        num_workers=data.preprocessing_num_workers,
     )

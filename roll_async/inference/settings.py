@@ -34,6 +34,8 @@ class EngineSettings:
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     quantization: str | None = None
+    stop_strings: bool = False
+    """Requests may carry stop strings: a tokenizer is loaded to find them."""
     truncated_sampling: bool = False
     """top_k or top_p in use: log-probs are those of the truncated distribution."""
     extra: Mapping[str, object] = field(default_factory=dict)

@@ -57,6 +57,7 @@ class VllmEngine:
         self._mixed = settings.random_weights
         """The model holds no whole version: nothing is generated until the next commit."""
         self._transport: str | None = None
+        self._kv_tokens = 0
         self._serving = asyncio.Event()
         if not settings.random_weights:
             self._serving.set()
@@ -89,7 +90,7 @@ class VllmEngine:
             "pipeline_parallel_size": settings.pipeline_parallel_size,
             "quantization": settings.quantization,
             "logprobs_mode": "processed_logprobs",
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not settings.stop_strings,
             "disable_log_stats": True,
             "worker_extension_cls": "roll_async.inference.vllm_worker_extension.WeightUpdateExtension",
         }
@@ -126,6 +127,8 @@ class VllmEngine:
                 f"request {request.request_id}: {len(prompt)} prompt tokens leave no room in max_model_len "
                 f"{self._settings.max_model_len}"
             )
+        if request.sampling.stop_strings and not self._settings.stop_strings:
+            raise ValueError(f"request {request.request_id} has stop_strings, and the engine was started without them")
         loop = asyncio.get_running_loop()
         submitted = loop.time()
         max_tokens = min(request.sampling.max_new_tokens, room)

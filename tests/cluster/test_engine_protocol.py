@@ -46,6 +46,15 @@ def tiny_model(seed: int, tied: bool):
     return model
 
 
+def save_tokenizer(folder):
+    """Token 17 is the word w017."""
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({f"w{i:03}": i for i in range(512)}, unk_token="w000"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w002", pad_token="w000")
+    tokenizer.save_pretrained(folder)
+
+
 def tensors_of(model):
     return [(name, p.detach()) for name, p in model.named_parameters()]
 
@@ -81,6 +90,7 @@ class Replica:
     def __init__(self, strategy, folder, tied, **changes):
         self.models = {"old": tiny_model(1, tied), "new": tiny_model(2, tied)}
         self.models["old"].save_pretrained(folder)
+        save_tokenizer(folder)
         self.runner = asyncio.Runner()
         settings = {"dtype": "fp32", "device": "cpu", "max_model_len": CONTEXT, "max_running": 64, "seed": 7, **changes}
         self.engine = create_engine(strategy, EngineSettings(model_folder=str(folder), **settings))
@@ -149,7 +159,7 @@ def strategy(request):
 
 @pytest.fixture(scope="module")
 def shared(strategy, tmp_path_factory):
-    replica = Replica(strategy, tmp_path_factory.mktemp("model"), tied=True)
+    replica = Replica(strategy, tmp_path_factory.mktemp("model"), tied=True, stop_strings=True)
     yield replica
     replica.close()
 
@@ -212,6 +222,21 @@ def test_a_stop_token_of_the_request_ends_it_and_is_part_of_the_answer(replica):
         wanted = greedy(replica.models["old"], PROMPT, 24)
         stop = next(t for i, t in enumerate(wanted) if i > 2 and t not in wanted[:i])
         completion = await replica.engine.generate(replica.request(temperature=0.0, stop_token_ids=(stop,)))
+        assert list(completion.token_ids) == wanted[: wanted.index(stop) + 1]
+        assert completion.finish_reason is FinishReason.STOP
+
+    replica.runner.run(go())
+
+
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it_or_is_refused(replica):
+    async def go():
+        wanted = greedy(replica.models["old"], PROMPT, 24)
+        stop = next(t for i, t in enumerate(wanted) if i > 2 and t not in wanted[:i])
+        try:
+            completion = await replica.engine.generate(replica.request(temperature=0.0, stop_strings=(f"w{stop:03}",)))
+        except ValueError as error:
+            assert "stop_strings" in str(error) and "use vllm" in str(error)
+            return
         assert list(completion.token_ids) == wanted[: wanted.index(stop) + 1]
         assert completion.finish_reason is FinishReason.STOP
 

@@ -1,0 +1,190 @@
+"""Many requests per call over one engine: each ends as a completion or a failure, and nobody waits for ever."""
+
+import asyncio
+from array import array
+
+import pytest
+
+from roll_async.inference.backends import ENGINES, create_engine
+from roll_async.inference.engine_host import EngineHost
+from roll_async.inference.protocol import EngineLoad, PauseMode
+from roll_async.inference.settings import EngineSettings
+from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams
+
+
+class FakeEngine:
+    """Answers after as many seconds as the request may have tokens; prompt [0] is refused, prompt [1] kills the engine."""
+
+    def __init__(self):
+        self.running, self.aborted, self.modes, self.closed = {}, [], [], False
+
+    async def generate(self, request):
+        kind = request.prompt_token_ids[0]
+        if kind == 0:
+            raise ValueError("the prompt leaves no room")
+        if kind == 1:
+            raise ConnectionError("the engine process is dead")
+        self.running[request.request_id] = stop = asyncio.Event()
+        try:
+            async with asyncio.timeout(request.sampling.max_new_tokens):
+                await stop.wait()
+            return answer(request, FinishReason.ABORT)
+        except TimeoutError:
+            return answer(request, FinishReason.LENGTH)
+        finally:
+            del self.running[request.request_id]
+
+    async def abort(self, request_ids):
+        self.aborted += request_ids
+        for request_id in request_ids:
+            if request_id in self.running:
+                self.running[request_id].set()
+        await asyncio.sleep(0)
+
+    async def pause(self, mode):
+        self.modes.append(mode)
+
+    async def resume(self):
+        self.modes.append("resume")
+
+    def load(self):
+        return EngineLoad(running=len(self.running), waiting=0, free_kv_fraction=1.0)
+
+
+def answer(request, reason):
+    return Completion(
+        request_id=request.request_id,
+        token_ids=array("i", [7]),
+        logprobs=array("f", [-1.0]),
+        version_runs=((0, 1),),
+        finish_reason=reason,
+        generation_s=1.0,
+    )
+
+
+def ask(name, tokens=1, kind=5):
+    sampling = SamplingParams(max_new_tokens=tokens)
+    return GenerateRequest(request_id=str(name), prompt_token_ids=array("i", [kind]), sampling=sampling)
+
+
+def test_no_completion_is_lost_or_told_twice_while_requests_keep_coming(run):
+    async def go():
+        host = EngineHost(FakeEngine())
+        told, reports = [], 0
+
+        async def submit():
+            for start in range(0, 400, 8):
+                await host.submit([ask(i, tokens=1 + i * 7 % 13) for i in range(start, start + 8)])
+                await asyncio.sleep(0.3)
+
+        submitting = asyncio.create_task(submit())
+        while len(told) < 400:
+            report = await host.collect()
+            assert report.completions and not report.failures
+            told += [c.request_id for c in report.completions]
+            reports += 1
+        await submitting
+        assert sorted(told, key=int) == [str(i) for i in range(400)] and reports < 400
+
+    run(go())
+
+
+def test_results_that_come_together_travel_together_with_the_load(run):
+    async def go():
+        host = EngineHost(FakeEngine())
+        await host.submit([*(ask(i) for i in range(20)), ask("long", tokens=50)])
+        report = await host.collect()
+        assert len(report.completions) == 20 and report.load.running == 1
+
+    run(go())
+
+
+def test_collect_waits_when_there_is_nothing_to_tell(run):
+    async def go():
+        host = EngineHost(FakeEngine())
+        collecting = asyncio.create_task(host.collect())
+        await asyncio.sleep(100)
+        assert not collecting.done()
+        await host.submit([ask("a")])
+        assert [c.request_id for c in (await collecting).completions] == ["a"]
+
+    run(go())
+
+
+def test_a_request_that_cannot_fit_is_a_failure_and_the_others_go_on(run):
+    async def go():
+        host = EngineHost(FakeEngine())
+        await host.submit([ask("bad", kind=0), ask("good")])
+        first, second = await host.collect(), await host.collect()
+        assert first.failures == (("bad", "ValueError: the prompt leaves no room"),) and not first.completions
+        assert [c.request_id for c in second.completions] == ["good"]
+
+    run(go())
+
+
+def test_an_id_that_already_runs_is_refused_and_the_running_one_is_answered(run):
+    async def go():
+        host = EngineHost(FakeEngine())
+        await host.submit([ask("a", tokens=5)])
+        await asyncio.sleep(1)
+        await host.submit([ask("a", tokens=1)])
+        ((request_id, reason),) = (await host.collect()).failures
+        assert request_id == "a" and "already running" in reason
+        assert len((await host.collect()).completions) == 1
+        assert asyncio.get_running_loop().time() == pytest.approx(5, abs=0.1)
+        await host.submit([ask("a")])
+        assert len((await host.collect()).completions) == 1, "an id is free again when its request has ended"
+
+    run(go())
+
+
+def test_after_an_abort_the_results_are_ready(run):
+    async def go():
+        engine = FakeEngine()
+        host = EngineHost(engine)
+        await host.submit([ask(i, tokens=100) for i in range(3)])
+        await asyncio.sleep(1)
+        await host.abort(["0", "2", "stranger"])
+        report = await host.collect()
+        assert {c.request_id: c.finish_reason for c in report.completions} == {
+            "0": FinishReason.ABORT,
+            "2": FinishReason.ABORT,
+        }
+        assert list(engine.running) == ["1"] and asyncio.get_running_loop().time() < 2
+
+    run(go())
+
+
+def test_a_dead_engine_first_tells_what_it_finished_and_then_that_it_is_dead(run):
+    async def go():
+        host = EngineHost(FakeEngine())
+        await host.submit([ask("done")])
+        await asyncio.sleep(2)
+        await host.submit([ask("fatal", kind=1)])
+        await asyncio.sleep(0)
+        assert [c.request_id for c in (await host.collect()).completions] == ["done"]
+        for _ in range(2):
+            with pytest.raises(ConnectionError, match="engine process is dead"):
+                await host.collect()
+
+    run(go())
+
+
+def test_pause_resume_and_load_are_the_engines_own(run):
+    async def go():
+        engine = FakeEngine()
+        host = EngineHost(engine)
+        await host.pause(PauseMode.KEEP)
+        await host.resume()
+        assert engine.modes == [PauseMode.KEEP, "resume"] and await host.load() == engine.load()
+
+    run(go())
+
+
+def test_an_engine_is_built_by_the_name_of_its_strategy_without_starting_it(tmp_path):
+    pytest.importorskip("torch")
+    settings = EngineSettings(model_folder=str(tmp_path), dtype="fp32", device="cpu", max_model_len=64)
+    engine = create_engine("hf_infer", settings)
+    assert type(engine).__name__ == ENGINES["hf_infer"].rpartition(".")[2] and engine.version == 0
+    dummy = EngineSettings(model_folder="x", dtype="fp32", device="cpu", max_model_len=64, random_weights=True)
+    assert create_engine("hf_infer", dummy).version is None
