@@ -39,6 +39,11 @@ def trained_tokens_by_version(sample: Sample) -> Counter[WeightVersion]:
     return +counts
 
 
+def newest_version(group: Group) -> WeightVersion | None:
+    """Version of the newest token of the group, masked tokens included; None without tokens."""
+    return max((version for sample in group.samples for version, _ in sample.version_runs), default=None)
+
+
 @dataclass(kw_only=True, slots=True)
 class LengthAudit:
     """Sums of response lengths, so that dropping long answers cannot go unseen."""

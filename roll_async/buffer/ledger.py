@@ -1,39 +1,49 @@
-"""Durable log of groups: SQLite in WAL mode, one row per group.
+"""Durable log of groups: SQLite in WAL mode, one row per position of the prompt stream.
 
 A finished group is durable before it counts as buffered. "Consumed by step t" is written in the same transaction that
-records
-step t. Accounting is by position in the prompt stream: a position is done, buffered, or to be generated, never two of
-them.
+records step t. A position is done, buffered, or to be generated, never two of them: it is the primary key. What is to
+be generated needs no row: every position below the first unknown one that has none.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from roll_async.buffer.errors import LedgerError
+from roll_async.buffer.freshness import newest_version
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.schema import Group, WeightVersion
 
+_FORMAT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     prompt_index INTEGER PRIMARY KEY,
     group_id INTEGER NOT NULL,
-    state TEXT NOT NULL,              -- buffered, trained, filtered, failed
-    consumed_step INTEGER,
-    finished_version INTEGER,
+    state TEXT NOT NULL CHECK (state IN ('buffered', 'trained', 'filtered', 'failed')),
+    consumed_step INTEGER,            -- trained by this step
+    after_step INTEGER NOT NULL,      -- last step recorded when the row was written
+    newest_version INTEGER,           -- of its tokens
+    finished_version INTEGER,         -- held by the engines when it finished
+    rewards TEXT,                     -- JSON list, one score per sample, for readers of the file
     reason TEXT NOT NULL DEFAULT '',
     header TEXT,
-    block BLOB
+    block BLOB,
+    checksum INTEGER
 );
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS by_step ON groups (consumed_step);
 """
 _FSYNC = {"group": "FULL", "step": "NORMAL", "never": "OFF"}
+_WAL_PAGES = 16384
+"""64 MiB of log before it is folded into the file: a group of 16 long samples is more than half a MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +59,14 @@ class StoredGroup:
 class Recovered:
     """What a ledger says relative to a restored step."""
 
-    buffered: tuple[StoredGroup, ...]
-    done: frozenset[int]
+    buffered: tuple[StoredGroup, ...] = ()
+    done: frozenset[int] = frozenset()
     """Positions trained up to the restored step, filtered, or quarantined."""
-    next_index: int
+    next_index: int = 0
     """First position the ledger knows nothing about."""
+    next_group_id: int = 0
+    filtered: int = 0
+    failed: int = 0
 
 
 class Ledger(Protocol):
@@ -67,7 +80,7 @@ class Ledger(Protocol):
 
     def trained(self, step: int, prompt_indexes: Sequence[int]) -> None: ...
 
-    def restore(self, step: int) -> Recovered: ...
+    def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered: ...
 
     def prune(self, step: int) -> None: ...
 
@@ -75,22 +88,39 @@ class Ledger(Protocol):
 
 
 class MemoryLedger:
-    """Keeps nothing: a restart begins with an empty buffer."""
+    """Keeps nothing: after a restart finished groups are generated again. Refuses a second use of a position."""
+
+    def __init__(self) -> None:
+        self._used: set[int] = set()
 
     def finished(self, group: Group, prompt_index: int, version: WeightVersion) -> None:
-        pass
+        self._use(prompt_index)
 
     def closed(self, prompt_index: int, group_id: int, state: str, reason: str) -> None:
-        pass
+        self._use(prompt_index)
 
     def reopened(self, prompt_index: int) -> None:
-        pass
+        self._used.discard(prompt_index)
 
     def trained(self, step: int, prompt_indexes: Sequence[int]) -> None:
-        pass
+        assert self._used.issuperset(prompt_indexes), f"step {step} trained groups that were never finished"
 
-    def restore(self, step: int) -> Recovered:
-        return Recovered(buffered=(), done=frozenset(), next_index=0)
+    def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered:
+        """From a checkpoint's `state` (`MessageQueue.checkpoint_state`). Raises LedgerError for a later step without
+        it.
+        """
+        if state is None:
+            if step:
+                raise LedgerError(
+                    f"step {step} cannot be restored without its position in the prompt stream: the ledger is off "
+                    "(ledger.enable: false) and the checkpoint does not hold it; start fresh, or enable the ledger"
+                )
+            return Recovered()
+        next_index, still_open = state["next_index"], state["open"]
+        assert isinstance(next_index, int) and isinstance(still_open, list)
+        done = frozenset(range(next_index)) - frozenset(still_open)
+        self._used |= done
+        return Recovered(done=done, next_index=next_index)
 
     def prune(self, step: int) -> None:
         pass
@@ -98,40 +128,69 @@ class MemoryLedger:
     def close(self) -> None:
         pass
 
+    def _use(self, prompt_index: int) -> None:
+        assert prompt_index not in self._used, f"prompt {prompt_index} is finished twice"
+        self._used.add(prompt_index)
+
 
 class SqliteLedger:
-    """One file, one writing process. Raises LedgerError naming the file, what was being written, and the remedy."""
+    """One file, one process. Raises LedgerError naming the file, what was being written, and the remedy.
 
-    def __init__(self, path: str, *, fsync: str = "group") -> None:
-        self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._fsync = fsync
+    fsync: `group`: every finished group is on the disk before it counts; `step`: at the latest with the step that
+    trains it; `never`: when the system likes, a crash of the machine may cost groups (they are generated again), not
+    the file.
+    """
+
+    def __init__(self, path: str | Path, *, fsync: str = "group") -> None:
+        self._path, self._fsync = Path(path), fsync
+        if fsync not in _FSYNC:
+            raise ValueError(f"ledger.fsync {fsync!r}: expected group, step or never")
         with self._naming("opening"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
-            # EXCLUSIVE keeps a second run out of the same folder for as long as this one lives.
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute(f"PRAGMA synchronous={_FSYNC[fsync]}")
-            self._db.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA.split(";"):
-                self._db.execute(statement)
-            self._db.execute("COMMIT")
+            try:
+                self._open()
+            except BaseException:
+                self._db.close()
+                raise
+        self._step = int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
+
+    def _open(self) -> None:
+        # EXCLUSIVE keeps a second run out of the same folder for as long as this one lives.
+        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        if mode != "wal":
+            raise LedgerError(f"ledger {self._path}: its file system has no write-ahead log ({mode}); use a local disk")
+        self._db.execute(f"PRAGMA synchronous={_FSYNC[self._fsync]}")
+        self._db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
+        self._db.execute("BEGIN IMMEDIATE")
+        found = self._db.execute("PRAGMA user_version").fetchone()[0]
+        known = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
+        if known and found != _FORMAT:
+            raise LedgerError(f"ledger {self._path} has format {found}, this version writes {_FORMAT}; move it away")
+        for statement in _SCHEMA.split(";\n"):
+            self._db.execute(statement)
+        self._db.execute(f"PRAGMA user_version={_FORMAT}")
+        self._db.execute("COMMIT")
 
     def finished(self, group: Group, prompt_index: int, version: WeightVersion) -> None:
         """Make a finished group durable."""
         header, block = encode_group(group)
+        rewards = json.dumps([None if s.reward is None else s.reward.score for s in group.samples])
         with self._transaction(f"group {group.group_id} (prompt {prompt_index})"):
             self._db.execute(
-                "INSERT OR REPLACE INTO groups (prompt_index, group_id, state, finished_version, header, block) VALUES (?, ?, 'buffered', ?, ?, ?)",
-                (prompt_index, group.group_id, version, header, block),
-            )
+                "INSERT INTO groups (prompt_index, group_id, state, after_step, newest_version, finished_version,"
+                " rewards, header, block, checksum) VALUES (?, ?, 'buffered', ?, ?, ?, ?, ?, ?, ?)",
+                (prompt_index, group.group_id, self._step, newest_version(group), version, rewards, header, block,
+                 _checksum(header, block)),
+            )  # fmt: skip
 
     def closed(self, prompt_index: int, group_id: int, state: str, reason: str) -> None:
         """A position that will not be trained: filtered or failed."""
         with self._transaction(f"group {group_id} (prompt {prompt_index})"):
             self._db.execute(
-                "INSERT OR REPLACE INTO groups (prompt_index, group_id, state, reason) VALUES (?, ?, ?, ?)",
-                (prompt_index, group_id, state, reason[:2000]),
+                "INSERT INTO groups (prompt_index, group_id, state, after_step, reason) VALUES (?, ?, ?, ?, ?)",
+                (prompt_index, group_id, state, self._step, reason[:2000]),
             )
 
     def reopened(self, prompt_index: int) -> None:
@@ -141,55 +200,100 @@ class SqliteLedger:
 
     def trained(self, step: int, prompt_indexes: Sequence[int]) -> None:
         """Step `step` consumed these groups: the step and its groups in one transaction."""
-        with self._transaction(f"step {step}"):
-            self._db.execute("INSERT OR REPLACE INTO steps (step) VALUES (?)", (step,))
-            self._db.executemany(
-                "UPDATE groups SET state = 'trained', consumed_step = ? WHERE prompt_index = ?",
+        if self._fsync == "step":  # a synced commit of the log makes every commit before it durable, too
+            self._db.execute("PRAGMA synchronous=FULL")
+        with self._transaction(f"step {step} (prompts {', '.join(map(str, prompt_indexes[:8]))} ...)"):
+            self._db.execute("INSERT INTO steps (step) VALUES (?)", (step,))
+            changed = self._db.executemany(
+                "UPDATE groups SET state = 'trained', consumed_step = ? WHERE prompt_index = ? AND state = 'buffered'",
                 [(step, index) for index in prompt_indexes],
+            ).rowcount
+            assert changed == len(prompt_indexes), (
+                f"step {step}: {changed} of {len(prompt_indexes)} groups were buffered"
             )
         if self._fsync == "step":
-            with self._naming("syncing"):
-                self._db.execute("PRAGMA wal_checkpoint(FULL)")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+        self._step = step
 
-    def restore(self, step: int) -> Recovered:
-        """State relative to a restored step: what later steps consumed is available again."""
+    def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered:
+        """State relative to a restored step: what later steps consumed is available again, what was decided after it is
+        open again, groups of weights newer than it are gone. The ledger knows its position; `state` is not needed.
+        """
         with self._transaction(f"restore of step {step}"):
+            if step and not self._db.execute("SELECT count(*) FROM steps WHERE step = ?", (step,)).fetchone()[0]:
+                raise LedgerError(
+                    f"ledger {self._path} has no record of step {step}, which the checkpoint names: it belongs "
+                    "to another run or was moved; put it back, resume from another checkpoint, or start fresh "
+                    "under another exp_name"
+                )
             self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
+            self._db.execute("DELETE FROM groups WHERE state IN ('filtered', 'failed') AND after_step > ?", (step,))
             self._db.execute(
-                "UPDATE groups SET state = 'buffered', consumed_step = NULL WHERE consumed_step > ?", (step,)
+                "DELETE FROM groups WHERE (state = 'buffered' OR consumed_step > ?)"
+                " AND (newest_version > ? OR block IS NULL)",
+                (step, step),
             )
+            self._db.execute(
+                "UPDATE groups SET state = 'buffered', consumed_step = NULL, after_step = ? WHERE consumed_step > ?",
+                (step, step),
+            )
+        self._step = step
+        return self._read()
+
+    def _read(self) -> Recovered:
         with self._naming("reading"):
             rows = self._db.execute("SELECT prompt_index, state FROM groups").fetchall()
+            last_id = self._db.execute("SELECT coalesce(max(group_id), -1) FROM groups").fetchone()[0]
             stored = self._db.execute(
-                "SELECT prompt_index, finished_version, header, block FROM groups WHERE state = 'buffered' ORDER BY group_id"
+                "SELECT prompt_index, finished_version, header, block, checksum FROM groups WHERE state = 'buffered'"
+                " ORDER BY group_id"
             ).fetchall()
-        buffered = []
-        for index, version, header, block in stored:
-            if header is None:  # its tokens were pruned by a later checkpoint: generate it again
-                self.reopened(index)
-                continue
-            try:
-                buffered.append(
-                    StoredGroup(prompt_index=index, finished_version=version, group=decode_group(header, block))
-                )
-            except ValueError as error:
-                raise LedgerError(
-                    f"ledger {self._path} is corrupted at prompt {index}: {error}; move the file away to go on without it"
-                ) from error
+        states = [state for _, state in rows]
         return Recovered(
-            buffered=tuple(buffered),
+            buffered=tuple(self._decoded(*row) for row in stored),
             done=frozenset(index for index, state in rows if state != "buffered"),
             next_index=max((index for index, _ in rows), default=-1) + 1,
+            next_group_id=last_id + 1,
+            filtered=states.count("filtered"),
+            failed=states.count("failed"),
+        )
+
+    def _decoded(self, index: int, version: int, header: str, block: bytes, checksum: int) -> StoredGroup:
+        problem = "checksum differs" if _checksum(header, block) != checksum else ""
+        if not problem:
+            try:
+                return StoredGroup(prompt_index=index, finished_version=version, group=decode_group(header, block))
+            except ValueError as error:
+                problem = str(error)
+        raise LedgerError(
+            f"ledger {self._path} is corrupted at prompt {index}: {problem}; move the file away to go on without its "
+            "finished groups"
         )
 
     def prune(self, step: int) -> None:
-        """Free the tokens of groups consumed up to a checkpointed step; their accounting stays."""
+        """Free the tokens of groups consumed up to a checkpointed step; their accounting stays. The space is used
+        again.
+        """
         with self._transaction(f"pruning up to step {step}"):
-            self._db.execute("UPDATE groups SET header = NULL, block = NULL WHERE consumed_step <= ?", (step,))
+            self._db.execute(
+                "UPDATE groups SET header = NULL, block = NULL WHERE consumed_step <= ? AND block IS NOT NULL", (step,)
+            )
+
+    def fact(self, name: str) -> str | None:
+        """A remembered value, None when it was never set."""
+        with self._naming(f"reading {name}"):
+            row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else row[0]
+
+    def set_fact(self, name: str, value: str) -> None:
+        """Remember a value under a name: running statistics, the fingerprint of the data."""
+        with self._transaction(name):
+            self._db.execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", (name, value))
 
     def close(self) -> None:
-        """Write everything back into the one file."""
-        self._db.close()
+        """Fold the log into the one file and let it go."""
+        with self._naming("closing"):
+            self._db.close()
 
     @contextmanager
     def _transaction(self, what: str) -> Iterator[None]:
@@ -207,18 +311,45 @@ class SqliteLedger:
     def _naming(self, what: str) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise LedgerError(f"ledger {self._path}: {what} failed: {error}; {_remedy(error)}") from error
 
 
-def _remedy(error: sqlite3.Error) -> str:
-    text = str(error)
-    if "locked" in text:
-        return "another run uses it: stop that run, or choose another exp_name"
-    if "full" in text or "I/O" in text or "disk" in text:
-        return "free space on its disk, or set ledger.path to another one"
-    if "malformed" in text or "not a database" in text:
-        return "it is corrupted: move the file away to go on without its finished groups"
-    if "readonly" in text or "unable to open" in text:
-        return "make its folder writable, or set ledger.path"
+def set_aside(path: str | Path) -> Path | None:
+    """Move an older ledger (file, log, index) to `PATH.previous`, None when there is none. Raises LedgerError when a
+    run still uses it: a file must not be taken away from under it.
+    """
+    source = Path(path)
+    if not source.exists():
+        return None
+    SqliteLedger(source, fsync="never").close()
+    target = source.with_name(source.name + ".previous")
+    for suffix in ("", "-wal", "-shm"):
+        part, moved = Path(f"{source}{suffix}"), Path(f"{target}{suffix}")
+        moved.unlink(missing_ok=True)
+        if part.exists():
+            part.rename(moved)
+    return target
+
+
+def _checksum(header: str, block: bytes) -> int:
+    return zlib.crc32(block, zlib.crc32(header.encode()))
+
+
+def _remedy(error: Exception) -> str:
+    name = getattr(error, "sqlite_errorname", "") or type(error).__name__
+    for names, remedy in _REMEDIES.items():
+        if name.startswith(names):
+            return remedy
     return "set ledger.path to another place"
+
+
+_REMEDIES: dict[tuple[str, ...], str] = {
+    ("SQLITE_BUSY", "SQLITE_LOCKED"): "another run uses it: stop that run, or choose another exp_name",
+    ("SQLITE_FULL", "SQLITE_IOERR"): "free space on its disk, or set ledger.path to another one, then resume",
+    ("SQLITE_CORRUPT", "SQLITE_NOTADB"): "it is corrupted: move the file away to go on without its finished groups",
+    ("SQLITE_READONLY", "SQLITE_CANTOPEN", "PermissionError", "FileExistsError", "NotADirectoryError"): (
+        "make its folder writable, or set ledger.path"
+    ),
+    ("SQLITE_CONSTRAINT",): "two groups of one prompt finished: this is a defect of the program, please report it",
+}

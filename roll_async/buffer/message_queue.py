@@ -1,9 +1,13 @@
 """Finished groups between rollout and trainer: admission, the staleness bound, exactly-once accounting.
 
-One instance per run, on one event loop; no call holds anything across a wait. The arithmetic is in `staleness.py`,
-what is
-durable in `ledger.py`. Every group is in exactly one `GroupState`, and the counts add up at every instant (invariant
-2).
+One instance per run, on one event loop; no call holds anything across a wait. The arithmetic is in `staleness.py`, the
+counts are in `book.py`, what is durable is in `ledger.py`. Synchronous and asynchronous runs differ by the admission
+limit only.
+
+Who waits for whom: `reserve` for the trainer, a weight push or a release; `take_batch` for groups in flight; `put` only
+while the groups kept already fill the admission rule (over-sampling). `take_batch` reports every `batch_timeout_s` and
+raises StallError after `stall_timeout_s` without any change; the step itself and the push have deadlines of their
+owners.
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 
+from roll_async.buffer.batch_choice import BatchChoice
+from roll_async.buffer.book import Entry, GroupBook
 from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
-from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, response_lengths
+from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, newest_version, response_lengths
 from roll_async.buffer.ledger import Ledger
-from roll_async.buffer.staleness import StalenessPolicy, is_schedulable, staleness
+from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
 from roll_async.buffer.states import GroupState, Outcome, QueueOptions, QueueStats, Slot
 from roll_async.schema import Group, WeightVersion
 
@@ -25,17 +31,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["EndOfData", "MessageQueue", "QueueClosed", "StallError", "TooManyFailures"]
 
-
-@dataclass(slots=True)
-class _Entry:
-    """One admitted group."""
-
-    slot: Slot
-    state: GroupState
-    admitted_s: float
-    group: Group | None = None
-    finished_version: WeightVersion = 0
-    finished_s: float = 0.0
+_NAMED_IN_REPORTS = 8
 
 
 class MessageQueue:
@@ -43,20 +39,24 @@ class MessageQueue:
 
     def __init__(self, options: QueueOptions, ledger: Ledger) -> None:
         self._options, self._ledger = options, ledger
-        self._entries: dict[int, _Entry] = {}
-        self._finals: Counter[GroupState] = Counter()
+        self._book = GroupBook()
+        self._choice = BatchChoice(options, self._book)
         self._next_id = self._next_index = 0
         self._requeued: list[tuple[int, int]] = []  # heap of (prompt index, attempt)
         self._done: frozenset[int] = frozenset()
         self._held: WeightVersion | None = None
-        self._trained_before = 0  # slots of steps before the restored one: they count as admitted
-        self._no_more_prompts = self._closed = self._reserving = False
-        self._stopped_reserving = False
+        self._last_taken = 0
+        self._no_more_prompts = self._closed = self._stopped_reserving = False
         self._late = self._dropped_stale = 0
         self._audit = LengthAudit()
         self._failures: list[str] = []
         self._changed = asyncio.Event()
         self._progress_s = 0.0
+
+    @property
+    def admission_limit(self) -> int:
+        """ceil((p + 1 + r) * W) groups in total, p = weight pushes the engines hold; 0 before the first push."""
+        return 0 if self._held is None else self._options.admission_limit(self._held)
 
     # Producer
 
@@ -71,21 +71,20 @@ class MessageQueue:
                     count = min(count, len(self._requeued))
                 if count > 0:
                     return [self._admit() for _ in range(count)]
-            elif not self._count(GroupState.IN_FLIGHT):
+            elif not self._book.counts[GroupState.IN_FLIGHT]:
                 return []
-            await self._change()
+            await self._changed.wait()
 
     def _free_slots(self) -> int:
         """min over the admission rule, the queue's own bound and soft_versions; 0 before the first weight push."""
-        if self._held is None:
-            return 0
-        options = self._options
-        live = self._count(GroupState.IN_FLIGHT) + self._count(GroupState.BUFFERED) + self._count(GroupState.TRAINING)
-        admitted = live + self._finals[GroupState.TRAINED] + self._trained_before
-        free = options.admission_limit(self._held) - admitted + options.oversample_groups
-        free = min(free, options.queue_limit + options.oversample_groups - (live - self._count(GroupState.TRAINING)))
-        if options.soft_versions is not None and self._stale_waiting():
-            return 0
+        options, counts = self._options, self._book.counts
+        waiting = counts[GroupState.IN_FLIGHT] + counts[GroupState.BUFFERED]
+        if self._book.finished >= self.admission_limit:
+            return 0  # over-sampled slots too: nothing they finish could be kept
+        free = self.admission_limit + options.oversample_groups - self._book.occupying
+        free = min(free, options.queue_limit + options.oversample_groups - waiting)
+        if waiting >= options.groups_per_batch and self._stale_waiting():
+            return 0  # a batch can come without new groups, so holding them back cannot starve the trainer
         return max(0, free)
 
     def _admit(self) -> Slot:
@@ -99,52 +98,77 @@ class MessageQueue:
             self._next_index += 1
         slot = Slot(group_id=self._next_id, prompt_index=index, admitted_version=self._held, attempt=attempt)
         self._next_id += 1
-        self._entries[slot.group_id] = _Entry(slot, GroupState.IN_FLIGHT, self._now())
+        self._book.admit(slot, self._now())
         return slot
 
-    async def put(self, group: Group) -> None:
-        """A finished, kept group: durable first, then buffered. A result of a released group is late and refused."""
-        entry = self._entries.get(group.group_id)
-        if entry is None or entry.state is not GroupState.IN_FLIGHT:
-            self._late += 1
-            return
+    async def put(self, group: Group) -> bool:
+        """A finished, kept group: durable first, then buffered. False: refused, the group was released meanwhile (a
+        late result) or is surplus, in which case its prompt comes again.
+        """
+        while True:
+            entry = self._book.in_flight_entry(group.group_id)
+            if entry is None:
+                self._late += 1
+                return False
+            if entry.surplus or self._choice.is_too_many(entry, self._last_taken + 1):
+                await self.release(group.group_id, Outcome.REQUEUED, "surplus")
+                return False
+            if self._closed or self._book.finished < self.admission_limit:
+                break
+            await self._changed.wait()
         expected = self._options.samples_per_group
         assert expected is None or len(group.samples) == expected, f"group {group.group_id} is not whole"
+        oldest = group.oldest_version
+        assert oldest is None or oldest >= entry.slot.admitted_version, f"group {group.group_id} is older than its slot"
         version = self._held or 0
         self._ledger.finished(group, entry.slot.prompt_index, version)
         self._audit.generated(response_lengths(group))
         entry.group, entry.finished_version, entry.finished_s = group, version, self._now()
-        entry.state = GroupState.BUFFERED
+        self._book.move(entry, GroupState.BUFFERED)
         self._notify()
+        return True
 
-    async def release(self, group_id: int, outcome: Outcome, reason: str = "") -> None:
-        """Give a slot back without a group. Raises TooManyFailures when one group too many was quarantined."""
-        entry = self._entries.get(group_id)
-        if entry is None or entry.state is not GroupState.IN_FLIGHT:
+    async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
+        """Give a slot back without a kept group. `group`: what was generated all the same, for the length audit.
+
+        Raises TooManyFailures when one group too many was quarantined.
+        """
+        entry = self._book.in_flight_entry(group_id)
+        if entry is None:
             self._late += 1
             return
+        if group is not None:
+            self._audit.generated(response_lengths(group))
         index = entry.slot.prompt_index
         match outcome:
             case Outcome.UNUSED:
-                del self._entries[group_id]
-                self._notify()
-                return
+                self._book.forget(entry)
             case Outcome.REQUEUED:
-                self._final(group_id, GroupState.DROPPED)
+                self._book.move(entry, GroupState.DROPPED)
                 heapq.heappush(self._requeued, (index, entry.slot.attempt + 1))
             case Outcome.FILTERED:
                 self._ledger.closed(index, group_id, "filtered", reason)
-                self._final(group_id, GroupState.FILTERED)
+                self._book.move(entry, GroupState.FILTERED)
             case Outcome.FAILED:
                 self._ledger.closed(index, group_id, "failed", reason)
-                self._final(group_id, GroupState.FAILED)
+                self._book.move(entry, GroupState.FAILED)
                 self._failures.append(f"prompt {index}: {reason}")
         self._notify()
-        if self._finals[GroupState.FAILED] > self._options.max_failed_groups:
+        failed, allowed = len(self._failures), self._options.max_failed_groups
+        if outcome is Outcome.FAILED and failed > allowed:
             last = "; ".join(self._failures[-3:])
-            raise TooManyFailures(
-                f"{self._finals[GroupState.FAILED]} groups failed, more than fault.max_failed_groups={self._options.max_failed_groups}; last: {last}"
-            )
+            raise TooManyFailures(f"{failed} groups failed, more than fault.max_failed_groups={allowed}; last: {last}")
+
+    async def early_stop(self) -> list[int]:
+        """Waits until groups in flight have become surplus (the batch is complete without them) and names them; the
+        caller aborts and releases them. Empty when the queue closes. Only over-sampling makes surplus groups.
+        """
+        while not self._closed:
+            surplus = [e.slot.group_id for e in self._book.in_state(GroupState.IN_FLIGHT) if e.surplus]
+            if surplus:
+                return surplus
+            await self._changed.wait()
+        return []
 
     def end_of_data(self) -> None:
         """The prompt stream is exhausted; requeued prompts still come."""
@@ -159,91 +183,76 @@ class MessageQueue:
     # Consumer
 
     async def take_batch(self, step: int) -> list[Group]:
-        """Exactly G groups for training step `step`, oldest admission first.
+        """Exactly G groups for training step `step` (1, 2, ...; after a restore the next one), oldest admission first.
 
-        Raises EndOfData when no full batch can come any more, StallError when nothing moved for stall_timeout.
+        Raises EndOfData when no full batch can come any more, QueueClosed after `close`, StallError when nothing moved
+        for stall_timeout_s.
         """
+        if step != self._last_taken + 1:
+            raise RuntimeError(f"take_batch({step}) after step {self._last_taken}: steps take their batches in order")
         self._progress_s = self._now()
         while True:
             if self._closed:
-                raise QueueClosed("the queue was closed", leftovers=self._count(GroupState.BUFFERED))
+                raise QueueClosed("the queue was closed", leftovers=len(self._book.buffered_ids))
             chosen = self._choose(step)
             if chosen is not None:
                 for entry in chosen:
-                    entry.state = GroupState.TRAINING
+                    self._book.move(entry, GroupState.TRAINING)
+                self._last_taken = step
                 self._notify()
                 return [entry.group for entry in chosen if entry.group is not None]
             if self._exhausted():
-                left = self._count(GroupState.BUFFERED)
-                raise EndOfData(
-                    f"the data ended with {left} finished groups, fewer than the {self._options.groups_per_batch} of a batch",
-                    leftovers=left,
-                )
+                left, wanted = len(self._book.buffered_ids), self._options.groups_per_batch
+                message = f"the data ended with {left} finished groups, fewer than the {wanted} of a batch"
+                raise EndOfData(message, leftovers=left)
             await self._change_or_stall(step)
 
-    def _choose(self, step: int) -> list[_Entry] | None:
+    def _choose(self, step: int) -> list[Entry] | None:
         """The batch of this step, or None while it has to wait."""
-        options = self._options
-        if options.policy is StalenessPolicy.DROP:
+        if self._options.policy is not StalenessPolicy.WAIT:
             self._drop_stale(step)
-        ready = sorted(
-            (e for e in self._entries.values() if e.state is GroupState.BUFFERED), key=lambda e: e.slot.group_id
-        )
-        if len(ready) < options.groups_per_batch:
-            return None
-        chosen = ready[: options.groups_per_batch]
-        if options.policy is StalenessPolicy.WAIT:
-            ids = {e.slot.group_id for e in chosen}
-            waiting = (GroupState.IN_FLIGHT, GroupState.BUFFERED)
-            left = Counter(
-                e.slot.admitted_version
-                for e in self._entries.values()
-                if e.state in waiting and e.slot.group_id not in ids
-            )
-            if not is_schedulable(
-                left_by_version=left,
-                step=step,
-                groups_per_batch=options.groups_per_batch,
-                max_versions=options.bound_versions,
-            ):
-                return None
-            for entry in chosen:
-                oldest = entry.group.oldest_version if entry.group else None
-                assert oldest is None or staleness(step=step, version=oldest) <= options.bound_versions, "bound broken"
-        return chosen
+        surplus = self._choice.surplus(step, nothing_more_fits=self._book.finished >= self.admission_limit)
+        for entry in surplus:
+            self._book.mark_surplus(entry)
+        if surplus:
+            self._notify()
+        return self._choice.batch(step)
 
     def _drop_stale(self, step: int) -> None:
-        for group_id, entry in list(self._entries.items()):
-            if entry.state is not GroupState.BUFFERED or entry.group is None:
+        """Discard buffered groups over the bound. Policy token_mask keeps a group as long as one token is within it."""
+        bound, masks = self._options.bound_versions, self._options.policy is StalenessPolicy.TOKEN_MASK
+        for entry in [self._book.entries[i] for i in self._book.buffered_ids]:
+            group = entry.group
+            assert group is not None
+            decisive = newest_version(group) if masks else group.oldest_version
+            if decisive is None or staleness(step=step, version=decisive) <= bound:
                 continue
-            oldest = entry.group.oldest_version
-            if oldest is not None and staleness(step=step, version=oldest) > self._options.bound_versions:
-                self._audit.dropped(entry.group)
-                self._dropped_stale += 1
-                self._ledger.reopened(entry.slot.prompt_index)
-                heapq.heappush(self._requeued, (entry.slot.prompt_index, entry.slot.attempt + 1))
-                self._final(group_id, GroupState.DROPPED)
-                self._notify()
+            self._audit.dropped(group)
+            self._dropped_stale += 1
+            self._ledger.reopened(entry.slot.prompt_index)
+            heapq.heappush(self._requeued, (entry.slot.prompt_index, entry.slot.attempt + 1))
+            self._book.move(entry, GroupState.DROPPED)
+            self._notify()
 
     def _exhausted(self) -> bool:
-        in_flight = self._count(GroupState.IN_FLIGHT)
         ended = self._no_more_prompts and not self._requeued
-        return not in_flight and (ended or self._stopped_reserving)
+        return not self._book.counts[GroupState.IN_FLIGHT] and (ended or self._stopped_reserving)
 
     async def step_trained(self, step: int) -> None:
         """The groups taken last were consumed by `step`: one transaction with the record of the step."""
-        ids = [i for i, e in self._entries.items() if e.state is GroupState.TRAINING]
-        self._ledger.trained(step, [self._entries[i].slot.prompt_index for i in ids])
-        for group_id in ids:
-            group = self._entries[group_id].group
-            assert group is not None
-            self._audit.trained(group)
-            self._final(group_id, GroupState.TRAINED)
+        assert step == self._last_taken, f"step {step} is not the one that was taken, {self._last_taken}"
+        entries = self._book.in_state(GroupState.TRAINING)
+        assert len(entries) == self._options.groups_per_batch, f"step {step} trained {len(entries)} groups"
+        self._ledger.trained(step, [e.slot.prompt_index for e in entries])
+        for entry in entries:
+            assert entry.group is not None
+            self._audit.trained(entry.group)
+            self._book.move(entry, GroupState.TRAINED)
         self._notify()
 
     def freshness(self, step: int) -> BatchFreshness:
         """Ages of the batch in training; call it between take_batch and step_trained."""
-        taken = [e for e in self._entries.values() if e.state is GroupState.TRAINING]
+        taken = self._book.in_state(GroupState.TRAINING)
         return BatchFreshness.measure(
             [e.group for e in taken if e.group is not None],
             [e.finished_version for e in taken],
@@ -257,26 +266,33 @@ class MessageQueue:
 
     def weights_held(self, version: WeightVersion) -> None:
         """Every engine serves `version`."""
+        assert self._held is None or version >= self._held, f"version {version} after {self._held}"
         self._held = version
         self._notify()
 
-    def restore(self, step: int) -> None:
-        """Continue after training step `step`: what the ledger holds within the bound is buffered, every other open
-        prompt comes again.
+    def checkpoint_state(self) -> dict[str, object]:
+        """Plain JSON: the position in the prompt stream, for a checkpoint of a run without a durable ledger."""
+        open_indexes = {e.slot.prompt_index for e in self._book.entries.values()} | {i for i, _ in self._requeued}
+        return {"step": self._last_taken, "next_index": self._next_index, "open": sorted(open_indexes)}
 
-        A group sampled by weights newer than the restored step is generated again: those weights do not exist any more.
+    def restore(self, step: int, state: Mapping[str, object] | None = None) -> None:
+        """Continue after training step `step`: what the ledger holds within the bound is buffered, every other open
+        prompt comes again. A group sampled by weights newer than the restored step is generated again: those weights do
+        not exist any more. `state`: `checkpoint_state` of that step, needed when the ledger is not durable.
         """
-        recovered = self._ledger.restore(step)
-        self._trained_before = step * self._options.groups_per_batch
+        recovered = self._ledger.restore(step, state)
+        self._last_taken, self._next_id = step, recovered.next_group_id
         self._next_index, self._done = recovered.next_index, recovered.done
+        self._book.carry_over(
+            {
+                GroupState.TRAINED: step * self._options.groups_per_batch,
+                GroupState.FILTERED: recovered.filtered,
+                GroupState.FAILED: recovered.failed,
+            }
+        )
         kept = set()
         for stored in recovered.buffered:
-            versions = [v for s in stored.group.samples for v, _ in s.version_runs]
-            oldest = stored.group.oldest_version
-            usable = not versions or max(versions) <= step
-            if usable and oldest is not None:
-                usable = staleness(step=step + 1, version=oldest) <= self._options.bound_versions
-            if not usable:
+            if not self._still_usable(stored.group, step):
                 self._ledger.reopened(stored.prompt_index)
                 continue
             kept.add(stored.prompt_index)
@@ -286,52 +302,56 @@ class MessageQueue:
                 heapq.heappush(self._requeued, (index, 1))
         self._notify()
 
+    def _still_usable(self, group: Group, step: int) -> bool:
+        """Sampled by weights that exist, within the bound, and schedulable with what is buffered already."""
+        options = self._options
+        if (newest_version(group) or 0) > step or self._book.finished >= options.admission_limit(step):
+            return False
+        if options.policy is StalenessPolicy.WAIT:
+            return self._choice.still_fits(group.admitted_version, step + 1)
+        oldest = group.oldest_version
+        return oldest is None or staleness(step=step + 1, version=oldest) <= options.bound_versions
+
     def _readmit(self, index: int, group: Group, finished_version: WeightVersion) -> None:
-        group_id, now = self._next_id, self._now()
-        self._next_id += 1
-        renamed = Group(
-            group_id=group_id,
-            prompt=group.prompt,
-            samples=group.samples,
-            admitted_version=group.admitted_version,
-            admitted_s=now,
-            finished_s=now,
-            baseline_score=group.baseline_score,
-        )
-        slot = Slot(group_id=group_id, prompt_index=index, admitted_version=group.admitted_version, attempt=0)
-        self._entries[group_id] = _Entry(slot, GroupState.BUFFERED, now, renamed, finished_version, now)
+        """Keeps its admission number, which orders deadlines; the times of the old process mean nothing here."""
+        now = self._now()
+        slot = Slot(group_id=group.group_id, prompt_index=index, admitted_version=group.admitted_version)
+        entry = self._book.admit(slot, now)
+        entry.group = replace(group, admitted_s=now - (group.finished_s - group.admitted_s), finished_s=now)
+        entry.finished_version, entry.finished_s = finished_version, now
+        self._book.move(entry, GroupState.BUFFERED)
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step` is complete: tokens consumed up to it are no longer needed."""
         self._ledger.prune(step)
 
     def close(self) -> None:
-        """Wake all waiters; the ledger holds every finished group."""
-        self._closed = True
-        self._notify()
-        self._ledger.close()
+        """Wake all waiters; the ledger holds every finished group. Closing twice is allowed."""
+        if not self._closed:
+            self._closed = True
+            self._notify()
+            self._ledger.close()
 
     def stats(self) -> QueueStats:
         """Counts of invariant 2, memory, ages."""
-        now, by_state = self._now(), Counter(e.state for e in self._entries.values())
-        flying = [now - e.admitted_s for e in self._entries.values() if e.state is GroupState.IN_FLIGHT]
-        waiting = [now - e.finished_s for e in self._entries.values() if e.state is GroupState.BUFFERED]
-        held = [e.group for e in self._entries.values() if e.group is not None]
-        live = sum(by_state.values())
+        now, book, counts = self._now(), self._book, self._book.counts
+        entries = book.entries.values()
+        flying = [now - e.admitted_s for e in entries if e.state is GroupState.IN_FLIGHT]
+        waiting = [now - e.finished_s for e in entries if e.state is GroupState.BUFFERED]
         return QueueStats(
-            admitted=live + sum(self._finals.values()),
-            trained=self._finals[GroupState.TRAINED],
-            filtered=self._finals[GroupState.FILTERED],
-            dropped=self._finals[GroupState.DROPPED],
-            failed=self._finals[GroupState.FAILED],
-            training=by_state[GroupState.TRAINING],
-            buffered=by_state[GroupState.BUFFERED],
-            in_flight=by_state[GroupState.IN_FLIGHT],
+            admitted=book.admitted,
+            trained=counts[GroupState.TRAINED],
+            filtered=counts[GroupState.FILTERED],
+            dropped=counts[GroupState.DROPPED],
+            failed=counts[GroupState.FAILED],
+            training=counts[GroupState.TRAINING],
+            buffered=counts[GroupState.BUFFERED],
+            in_flight=counts[GroupState.IN_FLIGHT],
             dropped_stale=self._dropped_stale,
             late_results=self._late,
             requeued_prompts=len(self._requeued),
             held_version=self._held,
-            memory_bytes=sum(map(group_bytes, held)),
+            memory_bytes=sum(group_bytes(e.group) for e in entries if e.group is not None),
             oldest_in_flight_s=max(flying, default=0.0),
             oldest_buffered_s=max(waiting, default=0.0),
             stale_waiting=self._stale_waiting(),
@@ -340,52 +360,57 @@ class MessageQueue:
             trained_samples=self._audit.trained_samples,
             trained_tokens=self._audit.trained_tokens,
             dropped_by_length=dict(self._audit.dropped_by_length),
+            failures=tuple(self._failures[-_NAMED_IN_REPORTS:]),
         )
 
     # Inside
 
     def _stale_waiting(self) -> int:
-        soft, held = self._options.soft_versions, self._held
-        if soft is None or held is None:
+        """Buffered groups that would be older than soft_versions at the next step."""
+        soft = self._options.soft_versions
+        if soft is None:
             return 0
-        waiting = (e.group for e in self._entries.values() if e.state is GroupState.BUFFERED and e.group is not None)
-        return sum(1 for g in waiting if (v := g.oldest_version) is not None and held - v > soft)
-
-    def _count(self, state: GroupState) -> int:
-        return sum(1 for e in self._entries.values() if e.state is state)
-
-    def _final(self, group_id: int, state: GroupState) -> None:
-        del self._entries[group_id]
-        self._finals[state] += 1
+        groups = (self._book.entries[i].group for i in self._book.buffered_ids)
+        oldest = (g.oldest_version for g in groups if g is not None)
+        return sum(1 for v in oldest if v is not None and staleness(step=self._last_taken + 1, version=v) > soft)
 
     def _notify(self) -> None:
+        """Something changed: wake every waiter, which looks again."""
+        self._book.check()
         self._progress_s = self._now()
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _change(self) -> None:
-        await self._changed.wait()
-
     async def _change_or_stall(self, step: int) -> None:
-        """Wait for any change; say whom we wait for every batch_timeout, give up after stall_timeout without one."""
+        """Wait for any change; say whom we wait for every batch_timeout_s, give up after stall_timeout_s without
+        one.
+        """
         changed, options = self._changed, self._options
         while True:
+            left = self._progress_s + options.stall_timeout_s - self._now()
+            if left <= 0:
+                silent = self._now() - self._progress_s
+                raise StallError(f"nothing moved for {silent:.0f} s: {self._whom_we_wait_for(step)}")
             try:
-                async with asyncio.timeout(options.batch_timeout_s):
+                async with asyncio.timeout(min(options.batch_timeout_s, left)):
                     await changed.wait()
                     return
             except TimeoutError:
-                silent = self._now() - self._progress_s
-                report = self._whom_we_wait_for(step)
-                if silent >= options.stall_timeout_s:
-                    raise StallError(f"nothing moved for {silent:.0f} s: {report}") from None
-                logger.warning("%s", report)
+                if self._now() - self._progress_s < options.stall_timeout_s:
+                    logger.warning("%s", self._whom_we_wait_for(step))
 
     def _whom_we_wait_for(self, step: int) -> str:
-        stats = self.stats()
+        options, now = self._options, self._now()
+        flying = [e for e in self._book.in_state(GroupState.IN_FLIGHT) if not e.surplus]
+        bound = options.bound_versions
+        due = [e for e in flying if due_step(admitted_version=e.slot.admitted_version, max_versions=bound) <= step]
+        names = [f"{e.slot.group_id} ({now - e.admitted_s:.0f} s)" for e in flying[:_NAMED_IN_REPORTS]]
+        more = f" and {len(flying) - len(names)} more" if len(flying) > len(names) else ""
+        who = f"groups {', '.join(names)}{more} in flight, {len(due)} of them due" if names else "no group is in flight"
+        free = self._free_slots()
         return (
-            f"the trainer waits for step {step}: {stats.buffered} of {self._options.groups_per_batch} groups are finished, "
-            f"{stats.in_flight} are in flight (oldest {stats.oldest_in_flight_s:.0f} s), engines hold version {stats.held_version}"
+            f"the trainer waits for step {step}: {len(self._book.buffered_ids)} of {options.groups_per_batch} groups "
+            f"are finished; {who}; {free} free slots for the rollouter; engines hold version {self._held}"
         )
 
     def _now(self) -> float:

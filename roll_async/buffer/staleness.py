@@ -44,7 +44,9 @@ class StalenessPolicy(str, Enum):
 
 
 def exact_ratio(ratio: float) -> Fraction:
-    """The number the user wrote: 0.1 is 1/10 and not the binary float beside it, which would admit one group too many."""
+    """The number the user wrote: 0.1 is 1/10 and not the binary float beside it, which would admit one group too
+    many.
+    """
     return Fraction(repr(float(ratio)))
 
 

@@ -61,9 +61,14 @@ class QueueOptions:
     soft_versions: int | None = None
     """Older finished groups count as stale, and no new group starts while one waits."""
     max_queue_size: int | None = None
-    """Groups finished or on their way to it; None = ceil((1 + r) * W), which admission keeps by itself."""
+    """Groups finished and waiting, or on their way to it; None = ceil((1 + r) * W), which admission keeps by itself.
+    Over-sampling adds `oversample_groups` to it.
+    """
     oversample_groups: int = 0
-    """Groups in flight beyond what the admission rule lets finish (gen_batch_size - G)."""
+    """Groups in flight beyond what the admission rule lets finish (gen_batch_size - G). The first to finish are kept;
+    what no step could train in time becomes surplus (`MessageQueue.early_stop`), the rest is the next step's head
+    start.
+    """
     samples_per_group: int | None = None
     """A finished group must have this many samples; None = not checked."""
     batch_timeout_s: float = 30.0
@@ -143,6 +148,8 @@ class QueueStats:
     trained_tokens: int
     dropped_by_length: Mapping[int, int] = field(default_factory=dict)
     """Samples dropped over the bound, by response length: key b counts lengths in (b / 2, b]."""
+    failures: tuple[str, ...] = ()
+    """The last quarantined prompts with their reasons."""
 
     @property
     def length_bias(self) -> float:
