@@ -25,7 +25,8 @@ from roll_async.config.schema import RLVRConfig, WorkerConfig
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.rlvr import PipelineParts, RLVRPipeline, RunPlan
-from roll_async.prompts.stream import ShuffledPrompts, load_prompts
+from roll_async.prompts.load import load_prompts
+from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager

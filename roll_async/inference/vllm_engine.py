@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM behind the Engine protocol, on CPU and on CUDA.
+"""vLLM's AsyncLLM behind the Engine protocol, on CPU and on CUDA. Versions 0.26 to 0.32 are known.
 
 One behaviour log-prob per token, of the distribution really sampled from (`processed_logprobs`: after temperature,
 top-k, top-p). One
@@ -12,7 +12,7 @@ import os
 import pickle
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import groupby
 
@@ -41,6 +41,8 @@ class _Ticket:
     num_tokens: int
     """Most tokens it can come to hold in the KV cache."""
     admitted: bool = False
+    version: WeightVersion = 0
+    """Served when it was admitted."""
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     """vLLM knows it, or never will: from here on an abort reaches it."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,13 +60,17 @@ class VllmEngine:
         """The model holds no whole version: nothing is generated until the next commit."""
         self._transport: str | None = None
         self._kv_tokens = 0
+        self._labels_tokens = True
+        """vLLM tells the weight version of every token; older releases can not."""
         self._serving = asyncio.Event()
         if not settings.random_weights:
             self._serving.set()
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(keep_in_place=True, prefix_caching=self._settings.enable_prefix_caching)
+        return EngineCapabilities(
+            keep_in_place=self._labels_tokens, prefix_caching=self._settings.enable_prefix_caching
+        )
 
     @property
     def version(self) -> WeightVersion | None:
@@ -74,6 +80,7 @@ class VllmEngine:
         settings = self._settings
         prepare_environment(settings.device)
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.outputs import CompletionOutput
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments: dict[str, object] = {
@@ -116,8 +123,12 @@ class VllmEngine:
             )
         cache = self._llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-        if self._version is not None:
-            await self._llm.update_weight_version(str(self._version))
+        self._labels_tokens = "weight_versions" in {f.name for f in fields(CompletionOutput)}
+        await self._label(self._version)
+
+    async def _label(self, version: WeightVersion | None) -> None:
+        if self._labels_tokens and version is not None:
+            await self._llm.update_weight_version(str(version))
 
     async def generate(self, request: GenerateRequest) -> Completion:
         prompt = list(request.prompt_token_ids)
@@ -137,7 +148,7 @@ class VllmEngine:
             if not await self._admitted(ticket):
                 return _nothing(request.request_id, loop.time() - submitted)
             output = await self._run(request.request_id, prompt, _sampling(request.sampling, max_tokens), ticket)
-            return self._completion(request.request_id, output, loop.time() - submitted)
+            return self._completion(request.request_id, output, ticket.version, loop.time() - submitted)
         finally:
             del self._running[request.request_id]
             ticket.handed_over.set()
@@ -166,7 +177,7 @@ class VllmEngine:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-        ticket.admitted = not ticket.aborted.is_set()
+        ticket.admitted, ticket.version = not ticket.aborted.is_set(), self._version or 0
         return ticket.admitted
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -184,6 +195,8 @@ class VllmEngine:
         await asyncio.gather(*(ticket.handed_over.wait() for ticket in tickets if ticket.admitted))
 
     async def pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.KEEP and not self._labels_tokens:
+            raise ValueError("interrupt.mode keep needs a vLLM that labels tokens with weight versions; use resume")
         self._serving.clear()
         admitted = [t for t in self._running.values() if t.admitted]
         await self._handed_over(admitted)
@@ -227,7 +240,7 @@ class VllmEngine:
         self._mixed = True
         await self._workers("roll_commit")
         await self._llm.reset_prefix_cache()
-        await self._llm.update_weight_version(str(version))
+        await self._label(version)
         self._version, self._transport, self._mixed = version, None, False
 
     async def _workers(self, method: str, *args: str | bytes) -> list[str]:
@@ -251,13 +264,12 @@ class VllmEngine:
         await self.abort(list(self._running))
         self._llm.shutdown()
 
-    def _completion(self, request_id: str, output, seconds: float) -> Completion:  # noqa: ANN001 (vLLM's CompletionOutput)
+    def _completion(self, request_id: str, output, version: WeightVersion, seconds: float) -> Completion:  # noqa: ANN001
+        """From vLLM's CompletionOutput. Without labels nothing outlives a weight update, so one version is all."""
         tokens = array("i", output.token_ids)
-        spans = output.weight_versions
-        if spans:
-            runs: VersionRuns = tuple((int(s.version), s.end - s.start) for s in spans if s.end > s.start)
-        else:
-            runs = ((self._version or 0, len(tokens)),) if tokens else ()
+        runs: VersionRuns = ((version, len(tokens)),) if tokens else ()
+        if self._labels_tokens and tokens:
+            runs = tuple((int(s.version), s.end - s.start) for s in output.weight_versions if s.end > s.start)
         return Completion(
             request_id=request_id,
             token_ids=tokens,

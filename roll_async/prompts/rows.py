@@ -1,17 +1,27 @@
-"""Rows of prompt files: json, jsonl and parquet; ROLL's columns, verl's columns, or whatever the config names."""
+"""Rows of prompt files: json, jsonl and parquet; ROLL's columns, verl's columns, or whatever the config names.
+
+Formats with an example each: docs_roll/data.md.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MAX_BAD_ROWS = 100
 _ORIGINS = {
-    "gsm8k": "it is the GSM8K file of openai/grade-school-math (grade_school_math/data); put it there or pass its place as an override",
+    "gsm8k": "it is the GSM8K file of openai/grade-school-math (grade_school_math/data); put it there or pass its "
+    "place as an override",
     "demo_assets": "make it with: make demo-assets",
+    "skywork": "make it with: python examples/async_dapo/process_skywork.py --local_dir DIR",
+    "aime": "make it with: python examples/async_dapo/process_aime24.py --local_dir DIR",
+    "dapo-math": "make it with: bash examples/dapo/prepare_dapo_data.sh",
 }
+_GSM8K_ANSWER = re.compile(r"(?:^|\n)#### *([^\n]+?)\s*$")
+"""The last line of a GSM8K solution; the reasoning stands before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +39,14 @@ class Columns:
 class Row:
     """One prompt as text."""
 
+    where: str
+    """File and line, for messages to the user."""
     row_id: str
     tag: str
     messages: tuple[Mapping[str, str], ...]
     ground_truth: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """The columns nothing else uses: text as it is, everything else as JSON. Reward functions read them."""
 
 
 class BadRows:
@@ -50,17 +64,29 @@ class BadRows:
 
 
 def read_rows(files: Sequence[str], columns: Columns, bad: BadRows) -> Iterator[Row]:
-    """Stream the rows of all files, in order. Raises ValueError naming a missing file or one of an unknown kind."""
+    """Stream the rows of all files, in order. Raises ValueError naming a missing or unreadable file."""
     for name in files:
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(missing_file(name))
-        for number, record in _records(path, bad):
-            where = f"{name}:{number}"
+        for where, record in read_records(name, bad):
             try:
                 yield _row(record, columns, where)
             except (KeyError, TypeError, ValueError) as error:
                 bad.add(f"{where}: {_say(error)}")
+
+
+def read_records(name: str, bad: BadRows) -> Iterator[tuple[str, object]]:
+    """(place, record) of one file, by its suffix. Raises ValueError naming a missing or unreadable file."""
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(missing_file(name))
+    match path.suffix:
+        case ".jsonl":
+            yield from _json_lines(path, bad)
+        case ".json":
+            yield from _json_file(path, bad)
+        case ".parquet":
+            yield from _parquet_rows(path)
+        case other:
+            raise ValueError(f"data file {path} has suffix {other!r}; expected .json, .jsonl or .parquet")
 
 
 def missing_file(name: str) -> str:
@@ -69,55 +95,72 @@ def missing_file(name: str) -> str:
     return f"data file {name} does not exist; " + (hints[0] if hints else "check data_args.file_name")
 
 
-def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, object]]:
-    match path.suffix:
-        case ".jsonl":
-            with open(path, encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        try:
-                            yield number, json.loads(line)
-                        except json.JSONDecodeError as error:
-                            bad.add(f"{path}:{number}: not JSON: {error.msg}")
-        case ".json":
-            try:
-                rows = json.loads(path.read_text(encoding="utf-8"))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
-            if not isinstance(rows, list):
-                raise ValueError(f"{path}: expected a list of rows")
-            yield from enumerate(rows, 1)
-        case ".parquet":
-            try:
-                from pyarrow import parquet
-            except ImportError as error:
-                raise ValueError(f"{path}: reading parquet needs pyarrow; pip install 'roll_async[data]'") from error
-            number = 0
-            for batch in parquet.ParquetFile(path).iter_batches():
+def _json_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, object]]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield f"{path}:{number}", json.loads(line)
+                    except json.JSONDecodeError as error:
+                        bad.add(f"{path}:{number}: not JSON: {error.msg}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _json_file(path: Path, bad: BadRows) -> Iterator[tuple[str, object]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object per line under the name of .json is common
+            yield from _json_lines(path, bad)
+            return
+        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: reading parquet needs pyarrow; pip install 'roll_async[data]'") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
                 for record in batch.to_pylist():
                     number += 1
-                    yield number, record
-        case other:
-            raise ValueError(f"data file {path} has suffix {other!r}; expected .json, .jsonl or .parquet")
+                    yield f"{path}: row {number}", record
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: not readable as parquet after row {number}: {error}") from error
 
 
 def _row(record: object, columns: Columns, where: str) -> Row:
     if not isinstance(record, dict):
-        raise TypeError("a row must be an object")
+        raise TypeError(f"a row must be an object, got {type(record).__name__}")
+    row_id, source = record.get(columns.id), record.get("data_source")
+    if row_id is None:
+        row_id = _nested(record, "extra_info", "index")
+    tag = record.get(columns.tag)
     return Row(
-        row_id=str(record.get(columns.id, _nested(record, "extra_info", "index") or where)),
-        tag=str(record.get(columns.tag) or record.get("data_source") or ""),
+        where=where,
+        row_id=where if row_id is None else str(row_id),
+        tag=str(source or "") if tag is None else str(tag),
         messages=_messages(record, columns),
         ground_truth=_ground_truth(record, columns),
+        extra=_extra(record, columns),
     )
 
 
 def _messages(record: dict, columns: Columns) -> tuple[Mapping[str, str], ...]:
     if columns.prompt is not None:
-        text = record[columns.prompt]
-        if isinstance(text, str):
-            return ({"role": "user", "content": text},)
-        turns = text
+        turns = record[columns.prompt]
     elif columns.messages in record:
         turns = record[columns.messages]
         turns = json.loads(turns) if isinstance(turns, str) else turns
@@ -125,13 +168,17 @@ def _messages(record: dict, columns: Columns) -> tuple[Mapping[str, str], ...]:
         turns = record["prompt"]
     else:
         raise KeyError(columns.messages)
-    if (
-        not isinstance(turns, (list, tuple))
-        or not turns
-        or not all(isinstance(t, dict) and {"role", "content"} <= set(t) for t in turns)
-    ):
-        raise ValueError("the chat must be a non-empty list of {role, content}")
-    return tuple({"role": str(t["role"]), "content": str(t["content"])} for t in turns)
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    if not isinstance(turns, list) or not turns or not all(_is_turn(t) for t in turns):
+        raise ValueError("the chat must be a non-empty list of {role: text, content: text}")
+    if turns[-1]["role"] == "assistant":
+        raise ValueError("the chat ends with an answer of the assistant; there is nothing to generate")
+    return tuple({"role": t["role"], "content": t["content"]} for t in turns)
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
 
 
 def _ground_truth(record: dict, columns: Columns) -> str:
@@ -140,9 +187,20 @@ def _ground_truth(record: dict, columns: Columns) -> str:
         value = _nested(record, "reward_model", "ground_truth")
     if value is None:
         raise KeyError(columns.ground_truth)
-    text = str(value)
-    # GSM8K keeps the reasoning and the answer in one column.
-    return text.rpartition("#### ")[2].strip().replace(",", "") if "#### " in text else text
+    text = _text(value)
+    gold = _GSM8K_ANSWER.search(text)
+    return gold[1].replace(",", "") if gold else text
+
+
+def _extra(record: dict, columns: Columns) -> dict[str, str]:
+    used = {columns.id, columns.tag, columns.ground_truth, columns.messages, columns.prompt, "prompt", "reward_model"}
+    return {name: _text(value) for name, value in record.items() if name not in used and value is not None}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _nested(record: dict, outer: str, inner: str) -> object:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _QWEN_SYSTEM = (
@@ -24,6 +24,7 @@ TEMPLATES: dict[str, str | None] = {
     "qwen3": _CHATML,
     "base": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
 }
+"""By `data_args.template`; None = the one the tokenizer brings."""
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -32,19 +33,43 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
     if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
         raise ValueError(f"{folder} holds no tokenizer (tokenizer_config.json is missing)")
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"no tokenizer for {folder}: neither a folder here nor to be fetched: {reason}") from error
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], template: str) -> list[int]:
-    """Token ids of a chat, ready for the assistant's answer. Raises ValueError for an unknown template or a tokenizer
+class Renderer:
+    """Chats to token ids, ready for the assistant's answer. Raises ValueError for an unknown template or a tokenizer
     without one.
     """
-    if template not in TEMPLATES:
-        raise ValueError(f"template {template!r} is not one of {' | '.join(TEMPLATES)}")
-    chosen = TEMPLATES[template]
-    if chosen is None and tokenizer.chat_template is None:
-        raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
-    text = tokenizer.apply_chat_template(
-        [dict(m) for m in messages], chat_template=chosen, add_generation_prompt=True, tokenize=False
-    )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+        if template not in TEMPLATES:
+            raise ValueError(f"template {template!r} is not one of {' | '.join(TEMPLATES)}")
+        self._tokenizer, self._template = tokenizer, TEMPLATES[template]
+        if self._template is None and tokenizer.chat_template is None:
+            raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
+
+    def render(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int] | str]:
+        """Token ids of each chat, or why the template refused it."""
+        texts = [self._text(chat) for chat in chats]
+        good = [text for text, refused in texts if not refused]
+        encoded = iter(self._tokenizer(good, add_special_tokens=False)["input_ids"] if good else [])
+        return [text if refused else next(encoded) for text, refused in texts]
+
+    def _text(self, chat: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(turn) for turn in chat],
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            return f"the chat template refuses it: {error}", True
+        assert isinstance(text, str)
+        return text, False

@@ -1,0 +1,158 @@
+"""Prompt files to tokenised prompts by domain."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from roll_async.prompts.rows import BadRows, Columns, Row, read_rows
+from roll_async.prompts.tokenizer import Renderer, load_tokenizer
+from roll_async.schema import Prompt
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_ROWS = 512
+"""Rows rendered and tokenised together, and handed to a worker process as one task."""
+
+Chats = list[tuple[Mapping[str, str], ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions:
+    """The part of the config the loader obeys."""
+
+    files: tuple[str, ...]
+    columns: Columns
+    template: str
+    prompt_length: int
+    """Tokens; longer prompts are skipped and counted."""
+    domains: Mapping[str, tuple[str, ...]]
+    """Tags of each domain; a single domain takes all."""
+    tokenizer_folder: str
+    num_workers: int = 1
+    """Processes that render and tokenise; 1 = this one. The result does not depend on it."""
+
+
+def load_prompts(options: DataOptions) -> dict[str, list[Prompt]]:
+    """Tokenised prompts by domain, in file order. Raises ValueError when a domain gets none, naming what was skipped
+    and why.
+    """
+    bad, too_long, homeless = BadRows(), 0, Counter[str]()
+    by_domain: dict[str, list[Prompt]] = {name: [] for name in options.domains}
+
+    def routed() -> Iterator[tuple[Row, str]]:
+        for row in read_rows(options.files, options.columns, bad):
+            domain = domain_of(row, options.domains)
+            if domain is None:
+                homeless[row.tag] += 1
+            else:
+                yield row, domain
+
+    for (row, domain), ids in _tokenised(routed(), options):
+        if isinstance(ids, str) or not ids:
+            bad.add(f"{row.where}: {ids or 'the prompt is empty'}")
+        elif len(ids) > options.prompt_length:
+            too_long += 1
+        else:
+            by_domain[domain].append(_prompt(row, domain, ids))
+    for problem in bad.problems:
+        logger.warning("skipped %s", problem)
+    kept = sum(map(len, by_domain.values()))
+    skipped = (
+        f"{len(bad.problems)} malformed, {too_long} longer than prompt_length {options.prompt_length}, "
+        f"{_homeless(homeless)}"
+    )
+    logger.info("%d prompts of %s (skipped: %s)", kept, ", ".join(options.files), skipped)
+    empty = [name for name, prompts in by_domain.items() if not prompts]
+    if empty:
+        raise ValueError(
+            f"no prompt for domain {', '.join(empty)} in {', '.join(options.files)}: {kept} kept; skipped: {skipped}"
+            + (f"; first malformed: {bad.problems[0]}" if bad.problems else "")
+        )
+    return by_domain
+
+
+def domain_of(row: Row, domains: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The domain whose tags hold the row's tag; a single domain takes all rows."""
+    if len(domains) == 1:
+        return next(iter(domains))
+    return next((name for name, tags in domains.items() if row.tag in tags), None)
+
+
+def _prompt(row: Row, domain: str, ids: Sequence[int]) -> Prompt:
+    return Prompt(
+        row_id=row.row_id,
+        token_ids=array("i", ids),
+        domain=domain,
+        ground_truth=row.ground_truth,
+        text=row.messages[-1]["content"],
+        extra=row.extra,
+    )
+
+
+def _homeless(tags: Counter[str]) -> str:
+    if not tags:
+        return "0 without a domain"
+    named = ", ".join(f"{tag!r} {count}" for tag, count in tags.most_common(5))
+    return f"{tags.total()} whose tag belongs to no domain ({named})"
+
+
+def _tokenised(
+    rows: Iterable[tuple[Row, str]], options: DataOptions
+) -> Iterator[tuple[tuple[Row, str], list[int] | str]]:
+    """Every row with its token ids or the reason it has none, in order."""
+    chunks = _chunks(rows)
+    if options.num_workers == 1:
+        renderer = Renderer(load_tokenizer(options.tokenizer_folder), options.template)
+        for chunk in chunks:
+            yield from zip(chunk, renderer.render([row.messages for row, _ in chunk]), strict=True)
+        return
+    yield from _tokenised_in_processes(chunks, options)
+
+
+def _tokenised_in_processes(
+    chunks: Iterator[list[tuple[Row, str]]], options: DataOptions
+) -> Iterator[tuple[tuple[Row, str], list[int] | str]]:
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    # Spawned, not forked: the caller runs threads. At most two chunks per worker are under way, so that a large file
+    # does not pile up in memory.
+    with ProcessPoolExecutor(
+        options.num_workers,
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(options.tokenizer_folder, options.template),
+    ) as pool:
+        Renderer(load_tokenizer(options.tokenizer_folder), options.template)  # its errors are readable here
+        under_way = []
+        for chunk in chunks:
+            under_way.append((chunk, pool.submit(_render, [row.messages for row, _ in chunk])))
+            if len(under_way) >= 2 * options.num_workers:
+                done, future = under_way.pop(0)
+                yield from zip(done, future.result(), strict=True)
+        for chunk, future in under_way:
+            yield from zip(chunk, future.result(), strict=True)
+
+
+def _chunks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
+    source = iter(rows)
+    while chunk := list(islice(source, _CHUNK_ROWS)):
+        yield chunk
+
+
+_worker_renderer: Renderer | None = None
+
+
+def _start_worker(folder: str, template: str) -> None:
+    global _worker_renderer
+    _worker_renderer = Renderer(load_tokenizer(folder), template)
+
+
+def _render(chats: Chats) -> list[list[int] | str]:
+    assert _worker_renderer is not None
+    return _worker_renderer.render(chats)

@@ -1,0 +1,140 @@
+"""Files to tokenised prompts, with a real tokenizer built in the test."""
+
+import json
+import logging
+
+import pytest
+
+from roll_async.prompts.load import DataOptions, domain_of, load_prompts
+from roll_async.prompts.rows import Columns, Row
+from roll_async.prompts.tokenizer import TEMPLATES, Renderer, load_tokenizer
+
+pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level tokenizer: one id per byte."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    target = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(target)
+    return str(target)
+
+
+def data(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row(number, text="hello", tag=""):
+    return {"id": number, "tag": tag, "messages": [{"role": "user", "content": text}], "ground_truth": "1"}
+
+
+def options(folder, *files, **fields):
+    defaults = {"columns": Columns(), "template": "base", "prompt_length": 100, "domains": {"math": ()}}
+    return DataOptions(files=files, tokenizer_folder=folder, **{**defaults, **fields})
+
+
+def test_prompts_carry_tokens_text_answer_and_extras(folder, tmp_path):
+    (prompt,) = load_prompts(options(folder, data(tmp_path, {**row(3, "2+2="), "level": 5})))["math"]
+    assert load_tokenizer(folder).decode(prompt.token_ids) == "2+2="
+    assert (prompt.row_id, prompt.text, prompt.ground_truth, prompt.extra) == ("3", "2+2=", "1", {"level": "5"})
+
+
+def test_prompts_longer_than_the_limit_are_skipped_and_counted(folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "roll_async")
+    logging.getLogger("roll_async").propagate = True
+    file = data(tmp_path, row(0, "x" * 10), row(1, "x" * 11), row(2, "x" * 9))
+    loaded = load_prompts(options(folder, file, prompt_length=10))
+    assert [p.row_id for p in loaded["math"]] == ["0", "2"]
+    assert "2 prompts" in caplog.text and "1 longer than prompt_length 10" in caplog.text
+
+
+def test_several_domains_take_rows_by_tag_and_name_the_tags_nobody_takes(folder, tmp_path):
+    file = data(tmp_path, row(0, tag="algebra"), row(1, tag="leetcode"), row(2, tag="poems"), row(3, tag="algebra"))
+    domains = {"math": ("algebra", "geometry"), "code": ("leetcode",)}
+    loaded = load_prompts(options(folder, file, domains=domains))
+    assert {name: [p.row_id for p in part] for name, part in loaded.items()} == {"math": ["0", "3"], "code": ["1"]}
+    with pytest.raises(ValueError, match=r"no prompt for domain code .*3 whose tag belongs to no domain .'algebra' 2"):
+        load_prompts(options(folder, file, domains={"math": ("leetcode",), "code": ("cobol",)}))
+
+
+def test_a_single_domain_takes_every_tag():
+    anything = Row(where="", row_id="", tag="poems", messages=(), ground_truth="")
+    assert domain_of(anything, {"math": ("algebra",)}) == "math"
+    assert domain_of(anything, {"math": ("algebra",), "code": ("leetcode",)}) is None
+
+
+def test_empty_prompts_and_rows_a_template_refuses_are_malformed_not_fatal(folder, tmp_path, caplog):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{{ raise_exception('only users') if messages[0].role != 'user' else messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path / "strict")
+    strange = {**row(1), "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    file = data(tmp_path, row(0), strange, row(2, ""))
+    caplog.set_level(logging.WARNING, "roll_async")
+    logging.getLogger("roll_async").propagate = True
+    loaded = load_prompts(options(str(tmp_path / "strict"), file, template="native"))
+    assert [p.row_id for p in loaded["math"]] == ["0"]
+    assert f"{file}:2: the chat template refuses it: only users" in caplog.text
+    assert f"{file}:3: the prompt is empty" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("base", "hi"),
+        ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        ("qwen3", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "qwen2_5",
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_templates_give_the_exact_text_and_special_tokens_are_single_ids(folder, template, text):
+    tokenizer = load_tokenizer(folder)
+    (ids,) = Renderer(tokenizer, template).render([[{"role": "user", "content": "hi"}]])
+    assert tokenizer.decode(ids) == text
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == text.count("<|im_start|>")
+
+
+def test_a_system_turn_of_the_row_replaces_the_default_one(folder):
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    tokenizer = load_tokenizer(folder)
+    (ids,) = Renderer(tokenizer, "qwen2_5").render([chat])
+    assert tokenizer.decode(ids).startswith("<|im_start|>system\nS<|im_end|>") and "Qwen" not in tokenizer.decode(ids)
+
+
+def test_the_templates_are_the_ones_the_config_offers():
+    from typing import get_args, get_type_hints
+
+    from roll_async.config.schema import DataArguments
+
+    assert set(TEMPLATES) == set(get_args(get_type_hints(DataArguments)["template"]))
+
+
+def test_what_a_user_can_fix_is_one_readable_line(folder, tmp_path):
+    file = data(tmp_path, row(0))
+    with pytest.raises(ValueError, match="template 'llama' is not one of native | qwen2_5"):
+        load_prompts(options(folder, file, template="llama"))
+    with pytest.raises(ValueError, match="this tokenizer has no chat template; choose chatml or base"):
+        load_prompts(options(folder, file, template="native"))
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="model holds no tokenizer .tokenizer_config.json is missing."):
+        load_prompts(options(str(tmp_path / "model"), file))
+
+
+@pytest.mark.slow
+def test_worker_processes_change_nothing_but_the_time(folder, tmp_path):
+    file = data(tmp_path, *[row(i, "x" * (i % 120 + 1)) for i in range(2000)])
+    assert load_prompts(options(folder, file)) == load_prompts(options(folder, file, num_workers=2))

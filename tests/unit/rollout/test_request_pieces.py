@@ -1,0 +1,55 @@
+"""Pieces of an interrupted request become one completion again."""
+
+import asyncio
+from array import array
+
+import pytest
+
+from roll_async.rollout.requests import PendingRequest, empty_completion
+from roll_async.schema import Completion, FinishReason
+
+
+def piece(tokens, version, reason=FinishReason.ABORT):
+    return Completion(
+        request_id="r#1",
+        token_ids=array("i", tokens),
+        logprobs=array("f", [-t for t in tokens]),
+        version_runs=((version, len(tokens)),) if tokens else (),
+        finish_reason=reason,
+        generation_s=2.0,
+    )
+
+
+@pytest.fixture
+def pending(run, make):
+    async def go():
+        return PendingRequest(make("r", tokens=10, temperature=0.7), asyncio.get_running_loop().create_future(), None, False)
+
+    return run(go())
+
+
+def test_each_attempt_continues_from_the_tokens_so_far_with_what_is_left_of_the_budget(pending):
+    first = pending.next_attempt()
+    assert (first.request_id, list(first.prompt_token_ids), first.sampling.max_new_tokens) == ("r#1", [1, 2, 3], 10)
+    pending.keep(piece([4, 5], 0))
+    pending.keep(piece([], 0))
+    pending.keep(piece([6], 1))
+    second = pending.next_attempt()
+    assert (second.request_id, list(second.prompt_token_ids)) == ("r#2", [1, 2, 3, 4, 5, 6])
+    assert second.sampling.max_new_tokens == 7 and second.sampling.temperature == 0.7
+    assert list(pending.request.prompt_token_ids) == [1, 2, 3]
+
+
+def test_the_pieces_join_into_one_completion_with_runs_of_equal_versions_merged(pending):
+    pending.keep(piece([4, 5], 3))
+    pending.keep(piece([6], 3))
+    merged = pending.merged(piece([7, 8], 4, FinishReason.STOP))
+    assert list(merged.token_ids) == [4, 5, 6, 7, 8] and merged.logprobs.tolist() == [-4, -5, -6, -7, -8]
+    assert merged.version_runs == ((3, 3), (4, 2)) and merged.finish_reason is FinishReason.STOP
+    assert merged.request_id == "r" and merged.generation_s == 6.0
+
+
+def test_a_request_that_ends_without_a_new_token_keeps_the_old_ones(pending):
+    pending.keep(piece([4], 3))
+    merged = pending.merged(empty_completion("r#2", FinishReason.LENGTH))
+    assert list(merged.token_ids) == [4] and merged.finish_reason is FinishReason.LENGTH

@@ -1,0 +1,203 @@
+"""One training step on fake ranks: what reaches the loss, and what the step says about itself."""
+
+import asyncio
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from roll_async.algorithms.correction import CorrectionOptions
+from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts, LearnerState
+
+
+class FakeScoring:
+    """Log-probs `shift` above the recorded ones, which are -0.5 everywhere in the mask."""
+
+    def __init__(self, log, name, shift=0.0):
+        self.log, self.name, self.shift = log, name, shift
+
+    async def compute_logprobs(self, rows):
+        self.log.append((self.name, "logprobs"))
+        return torch.where(rows.mask, -0.5 + self.shift, 0.0)
+
+
+class FakeActor(FakeScoring):
+    def __init__(self, log, shift=0.0):
+        super().__init__(log, "actor", shift)
+        self.rows = []
+
+    async def update_policy(self, rows, step):
+        self.log.append(("actor", f"update {step}"))
+        self.rows.append(rows)
+        return {"trainer/loss": 0.25}
+
+
+class FakeCritic:
+    def __init__(self, log):
+        self.log, self.rows = log, []
+
+    async def compute_values(self, rows):
+        self.log.append(("critic", "values"))
+        return torch.where(rows.mask, 0.5, 0.0)
+
+    async def update_values(self, rows, step):
+        self.log.append(("critic", f"update {step}"))
+        self.rows.append(rows)
+        return {"critic/loss": 0.5}
+
+
+class Trial:
+    """A learner over fakes."""
+
+    def __init__(self, *, shift=0.0, reference=None, teacher=None, critic=False, **options):
+        self.log = []
+        self.actor = FakeActor(self.log, shift)
+        self.critic = FakeCritic(self.log) if critic else None
+        parts = LearnerParts(
+            actor=self.actor,
+            reference=None if reference is None else FakeScoring(self.log, "reference", reference),
+            teacher=None if teacher is None else FakeScoring(self.log, "teacher", teacher),
+            critic=self.critic,
+        )
+        values = {
+            "domains": ("math", "code"),
+            "response_length": 8,
+            "adv_estimator": "grpo",
+            "adv_options": {},
+            "pg_variant": "ppo",
+            "pg_options": object(),
+            "correction": CorrectionOptions(),
+        }
+        self.learner = Learner(parts, LearnerOptions(**{**values, **options}))
+
+    def step(self, groups, step=1):
+        self.report = asyncio.run(self.learner.learn(groups, step))
+        return self.actor.rows[-1] if self.actor.rows else None
+
+
+def of_lengths(build, *pairs):
+    """One group of samples with the given (length, score)."""
+    prompt = build.prompt()
+    samples = tuple(build.sample(prompt, range(n), ((0, n),), score) for n, score in pairs)
+    return [build.group(0, prompt=prompt, samples=samples)]
+
+
+def test_a_step_scores_first_and_then_trains_on_the_whole_batch(build):
+    trial = Trial(reference=0.0, kl_loss_coef=0.1)
+    rows = trial.step([build.group(0), build.group(1, scores=(0.0, 1.0))], step=3)
+    assert trial.log == [("actor", "logprobs"), ("reference", "logprobs"), ("actor", "update 3")]
+    assert rows.tokens.shape == (4, 4) and rows.mask.sum() == 8 and rows.ref_logprobs is not None
+    assert (trial.report.num_samples, trial.report.num_tokens) == (4, 16)
+    assert trial.report.metrics["trainer/loss"] == 0.25
+
+
+def test_the_better_answer_of_a_group_is_pushed_up_and_the_other_down(build):
+    rows = Trial().step([build.group(0, scores=(1.0, 0.0)), build.group(1, scores=(0.5, 0.5))])
+    per_row = [rows.advantages[i][rows.mask[i]] for i in range(4)]
+    assert (per_row[0] > 0).all() and (per_row[1] < 0).all()
+    assert torch.allclose(per_row[0], -per_row[1]) and per_row[2].abs().max() == per_row[3].abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [("recompute", ["logprobs", "update 1"]), ("behaviour", ["update 1"]), ("interpolate", ["update 1"])],
+)
+def test_the_proximal_logprobs_come_from_where_they_are_said_to(build, mode, calls):
+    trial = Trial(shift=0.1, proximal_logprobs=mode)
+    rows = trial.step([build.group(0)])
+    assert [call for _, call in trial.log] == calls
+    if mode == "interpolate":
+        assert rows.proximal_logprobs is None and rows.correction_weights is None
+    else:
+        wanted = -0.4 if mode == "recompute" else -0.5
+        assert rows.proximal_logprobs[rows.mask].tolist() == pytest.approx([wanted] * 4)
+
+
+@pytest.mark.parametrize(("shift", "weight"), [(0.0, 1.0), (0.2, 1.2214028), (3.0, 2.0)])
+def test_the_correction_weighs_tokens_by_the_mismatch_and_truncates(build, shift, weight):
+    rows = Trial(shift=shift).step([build.group(0)])
+    assert rows.correction_weights[rows.mask].tolist() == pytest.approx([weight] * 4)
+
+
+def test_the_lag_of_a_token_counts_from_the_freshest_weights_of_the_step(build):
+    prompt = build.prompt()
+    mixed = build.sample(prompt, (7, 8, 9), ((2, 1), (3, 1), (4, 1)), 1.0)
+    group = build.group(0, samples=(mixed, build.sample(prompt, (7, 8, 9), ((4, 3),), 0.0)), prompt=prompt)
+    assert Trial().step([group], step=5).version_lag.tolist() == [[0, 0, 2, 1, 0], [0, 0, 0, 0, 0]]
+    masked = Trial(mask_older_than=1)
+    rows = masked.step([group], step=5)
+    assert rows.mask.tolist() == [[False, False, False, True, True], [False, False, True, True, True]]
+    assert masked.report.metrics["staleness/masked_fraction"] == pytest.approx(1 / 6)
+
+
+def test_answers_cut_at_the_length_limit_leave_the_loss_but_stay_in_the_baseline(build):
+    trial = Trial(max_len_mask=True)
+    rows = trial.step(of_lengths(build, (8, 0.0), (3, 1.0)))
+    assert rows.mask.sum(-1).tolist() == [0, 3] and (rows.advantages[1][rows.mask[1]] > 0).all()
+    assert trial.report.metrics["staleness/masked_fraction"] == pytest.approx(8 / 11)
+
+
+def test_too_easy_and_too_hard_groups_leave_the_loss(build):
+    groups = [build.group(0, scores=(1.0, 1.0)), build.group(1, scores=(1.0, 0.0)), build.group(2, scores=(0.0, 0.0))]
+    rows = Trial(difficulty_low=0.1, difficulty_high=0.9).step(groups)
+    assert rows.mask.any(-1).tolist() == [False, False, True, True, False, False]
+
+
+def test_long_answers_are_punished_before_the_group_is_compared(build):
+    trial = Trial(overlong_len=4)
+    rows = trial.step(of_lengths(build, (4, 1.0), (8, 1.0)))
+    assert (rows.advantages[0][rows.mask[0]] > 0).all() and (rows.advantages[1][rows.mask[1]] < 0).all()
+    assert trial.report.metrics["reward/overlong_share"] == 0.5
+    assert rows.scores.tolist() == [1.0, 1.0], "the loss that reads scores gets the raw ones"
+
+
+def test_running_moments_and_the_kl_coefficient_survive_a_restart(build):
+    options = {"norm_mean_type": "running", "norm_std_type": "running", "adv_estimator": "reinforce"}
+    options |= {"token_kl_coef": 0.2, "target_kl": 0.1, "reference": 0.3}
+    groups = [[build.group(i, scores=(float(i), 1.0))] for i in range(4)]
+    whole, first, second = Trial(**options), Trial(**options), Trial(**options)
+    for step, batch in enumerate(groups, 1):
+        wanted = whole.step(batch, step)
+    for step, batch in enumerate(groups[:2], 1):
+        first.step(batch, step)
+    second.learner.state = LearnerState.from_json(first.learner.state.to_json())
+    for step, batch in enumerate(groups[2:], 3):
+        found = second.step(batch, step)
+    assert torch.equal(found.advantages, wanted.advantages)
+    assert second.learner.state == whole.learner.state and whole.learner.state.token_kl_coef != 0.2
+
+
+def test_a_teacher_lifts_the_tokens_it_finds_more_likely(build):
+    trial = Trial(teacher=0.3, distill_coef=2.0)
+    rows = trial.step([build.group(0, scores=(0.5, 0.5))])
+    assert ("teacher", "logprobs") in trial.log
+    assert rows.advantages[rows.mask].tolist() == pytest.approx([0.6] * 4)
+
+
+def test_with_a_critic_values_are_the_baseline_and_are_trained_too(build):
+    trial = Trial(critic=True, adv_estimator="gae")
+    trial.step([build.group(0, scores=(1.0, 0.0))])
+    assert trial.log == [("actor", "logprobs"), ("critic", "values"), ("critic", "update 1"), ("actor", "update 1")]
+    (values,) = trial.critic.rows
+    assert values.old_values[values.mask].tolist() == [0.5] * 4
+    assert trial.report.metrics["critic/loss"] == 0.5
+
+
+def test_while_the_critic_warms_up_the_actor_is_not_trained(build):
+    trial = Trial(critic=True, adv_estimator="gae", critic_warmup=2)
+    for step in (1, 2, 3):
+        trial.step([build.group(0)], step)
+    assert [call for who, call in trial.log if who == "actor" and "update" in call] == ["update 3"]
+    assert len(trial.critic.rows) == 3
+
+
+def test_an_unscored_sample_stops_the_step_before_any_call_to_a_rank(build):
+    trial = Trial()
+    with pytest.raises(ValueError, match="has no reward"):
+        trial.step([build.group(0, scores=(1.0, None))])
+    assert trial.log == []
+
+
+def test_an_unknown_source_of_proximal_logprobs_is_named(build):
+    with pytest.raises(ValueError, match="proximal_logprobs 'guess'"):
+        Trial(proximal_logprobs="guess").step([build.group(0)])
