@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_async import assemble_settings as settings
-from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
+from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.engine_group import RayEngineClient
@@ -111,10 +111,10 @@ class Assembly:
         checkpoints = RunCheckpoints(
             folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep
         )
-        restored = await restore_loop(config, groups["actor_train"], learner, checkpoints)
+        restored, position = await restore_loop(config, groups["actor_train"], learner, checkpoints)
         folder.truncate_metrics(restored)
         queue = MessageQueue(settings.queue_options(config), self._ledger())
-        queue.restore(restored)
+        queue.restore(restored, position)
         saver = LoopCheckpoint(config, groups["actor_train"], learner, queue, checkpoints)
         rollouter = Rollouter(queue, scheduler, manager, train)
         synchronizer = ParameterSynchronizer(
@@ -202,12 +202,9 @@ class Assembly:
     def _ledger(self) -> Ledger:
         ledger = self._config.ledger
         path = Path(ledger.path)
-        if self._config.checkpoint.resume_from is None and path.exists():
+        if self._config.checkpoint.resume_from is None:
             # A fresh run must not train groups of an older one; they are kept beside it, not lost.
-            for suffix in ("", "-wal", "-shm"):
-                old = path.with_name(path.name + suffix)
-                if old.exists():
-                    old.rename(path.with_name(path.name + ".previous" + suffix))
+            set_aside(path)
         return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
 
     def _transport(self) -> str:
@@ -257,9 +254,9 @@ class LoopCheckpoint:
 
     async def save(self, step: int) -> None:
         """Write the checkpoint of a step; older ones beyond max_to_keep go afterwards."""
-        state = json.dumps({"step": step, "learner": self._learner.state.to_json()}).encode()
+        state = {"step": step, "learner": self._learner.state.to_json(), "queue": self._queue.checkpoint_state()}
         target = self._checkpoints.folder_of(step)
-        await self._actor.save(str(target), step, state)
+        await self._actor.save(str(target), step, json.dumps(state).encode())
         if self._config.checkpoint.save_hf_model:
             await self._actor.export_hf(str(target / "hf"))
         self._queue.checkpointed(step)
@@ -268,16 +265,18 @@ class LoopCheckpoint:
 
 async def restore_loop(
     config: RLVRConfig, actor: RayTrainerGroup, learner: Learner, checkpoints: RunCheckpoints
-) -> int:
-    """Load what `checkpoint.resume_from` names; the step the run continues after, 0 for a fresh run."""
+) -> tuple[int, Mapping[str, object] | None]:
+    """Load what `checkpoint.resume_from` names: the step the run continues after (0 for a fresh run) and its position
+    in the prompt stream.
+    """
     wanted = config.checkpoint.resume_from
     if wanted is None:
-        return 0
+        return 0, None
     folder = checkpoints.find(wanted)
     if folder is None:
         logger.info("resume_from latest: no checkpoint yet, starting fresh")
-        return 0
+        return 0, None
     state = json.loads(await actor.load(str(folder)))
     learner.state = LearnerState.from_json(state["learner"])
     logger.info("resumed after step %d from %s", state["step"], folder)
-    return int(state["step"])
+    return int(state["step"]), state.get("queue")

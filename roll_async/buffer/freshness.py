@@ -39,6 +39,11 @@ def trained_tokens_by_version(sample: Sample) -> Counter[WeightVersion]:
     return +counts
 
 
+def newest_trained_version(group: Group) -> WeightVersion | None:
+    """Version of the newest token with loss mask 1; None without one."""
+    return max((v for sample in group.samples for v in trained_tokens_by_version(sample)), default=None)
+
+
 def newest_version(group: Group) -> WeightVersion | None:
     """Version of the newest token of the group, masked tokens included; None without tokens."""
     return max((version for sample in group.samples for version, _ in sample.version_runs), default=None)

@@ -21,7 +21,14 @@ from dataclasses import replace
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.book import Entry, GroupBook
 from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
-from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, newest_version, response_lengths
+from roll_async.buffer.freshness import (
+    BatchFreshness,
+    LengthAudit,
+    group_bytes,
+    newest_trained_version,
+    newest_version,
+    response_lengths,
+)
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
 from roll_async.buffer.states import GroupState, Outcome, QueueOptions, QueueStats, Slot
@@ -219,12 +226,14 @@ class MessageQueue:
         return self._choice.batch(step)
 
     def _drop_stale(self, step: int) -> None:
-        """Discard buffered groups over the bound. Policy token_mask keeps a group as long as one token is within it."""
+        """Discard buffered groups over the bound. Policy token_mask keeps a group as long as one of its trained
+        tokens is within it.
+        """
         bound, masks = self._options.bound_versions, self._options.policy is StalenessPolicy.TOKEN_MASK
         for entry in [self._book.entries[i] for i in self._book.buffered_ids]:
             group = entry.group
             assert group is not None
-            decisive = newest_version(group) if masks else group.oldest_version
+            decisive = newest_trained_version(group) if masks else group.oldest_version
             if decisive is None or staleness(step=step, version=decisive) <= bound:
                 continue
             self._audit.dropped(group)

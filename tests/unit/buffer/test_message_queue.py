@@ -178,18 +178,25 @@ def test_what_is_too_old_is_dropped_under_policy_drop_and_its_prompt_comes_again
     run(go())
 
 
-def test_under_policy_token_mask_old_groups_are_trained_all_the_same(run, finish):
+def test_under_policy_token_mask_groups_stay_as_long_as_one_of_their_trained_tokens_is_within_the_bound(run, build):
     async def go():
         options = {"async_generation_ratio": 2.0, "max_versions": 0, "policy": StalenessPolicy.TOKEN_MASK}
         queue = make_queue(**options)
         slots = await queue.reserve(6)
-        await finish(queue, *slots)
+        old, mixed = ((0, 4),), ((0, 1), (1, 3))
+        tool_tokens_at_the_end = b"\x01\x00\x00\x00"
+        queue.weights_held(1)
+        for slot, runs, mask in zip(
+            slots, (old, old, old, mixed, mixed, mixed), [b"\x01" * 4] * 5 + [b""], strict=True
+        ):
+            sample = build.sample(build.prompt(), range(4), runs, loss_mask=mask or tool_tokens_at_the_end)
+            await queue.put(build.group(slot.group_id, samples=(sample,)))
         await queue.take_batch(1)
         await queue.step_trained(1)
-        queue.weights_held(1)
-        assert [g.group_id for g in await queue.take_batch(2)] == [2, 3]
+        assert [g.group_id for g in await queue.take_batch(2)] == [3, 4]
         fresh = queue.freshness(2)
-        assert (fresh.max_versions, fresh.over_bound_fraction) == (1, 1.0)
+        assert (fresh.max_versions, fresh.over_bound_fraction) == (1, 0.25)
+        assert queue.stats().dropped_stale == 2, "groups 2 and 5 have no token left to train"
 
     run(go())
 
@@ -280,7 +287,8 @@ def test_a_stall_says_who_waits_for_what_and_progress_puts_it_off(run, finish):
         await asyncio.sleep(50)
         await finish(queue, slots[0])
         with pytest.raises(
-            StallError, match="nothing moved for 60 s.*step 1: 1 of 2 groups are finished, 1 are in flight"
+            StallError,
+            match="nothing moved for 60 s.*step 1: 1 of 2 groups are finished; groups 1 .110 s. in flight, 1 of",
         ):
             await taking
         assert loop.time() == pytest.approx(110)
@@ -330,7 +338,9 @@ def test_memory_counts_the_arrays_of_groups_that_wait(run, finish):
 
 def test_ages_are_told_apart_by_where_they_arose(run, finish, build):
     async def go():
-        queue = make_queue(async_generation_ratio=3.0)
+        queue = make_queue(async_generation_ratio=3.0, held=None)
+        queue.restore(2, {"next_index": 4, "open": []})
+        queue.weights_held(0)
         slots = await queue.reserve(2)
         mixed = build.sample(build.prompt(), range(4), ((0, 1), (1, 3)))
         queue.weights_held(1)
