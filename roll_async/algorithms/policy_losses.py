@@ -323,3 +323,7 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Metrics]]] = {
     "kl_cov": kl_cov,
     "m2po": m2po,
 }
+
+SILENT_WITHOUT_ADVANTAGE = frozenset(POLICY_LOSSES) - {"kimi15", "kl_cov"}
+"""Variants whose gradient is exactly zero where the advantage is zero; the others add a
+penalty of their own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,6 +33,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
 from roll_async.algorithms.aggregation import count_denominators, reduce_metrics  # noqa: E402
+from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.trainer.megatron import rank_state  # noqa: E402
 from roll_async.trainer.megatron.logprobs import next_token_logprobs  # noqa: E402
@@ -185,18 +186,40 @@ class MegatronWorker:
         results = []
         for _ in range(loss_settings.ppo_epochs):
             for start in range(0, len(rows.lengths), size):
-                part = range(start, min(start + size, len(rows.lengths)))
-                mask = rows.mask[part.start : part.stop]
-                denominators = count_denominators(mask_BT=mask, normalizer_length=loss_settings.normalizer_length)
+                whole = range(start, min(start + size, len(rows.lengths)))
+                part = self._rows_with_signal(rows, whole)
+                denominators = count_denominators(
+                    mask_BT=rows.mask[whole.start : whole.stop], normalizer_length=loss_settings.normalizer_length
+                )
 
                 def loss_of(batch: MicroBatch, logits: Tensor, denominators=denominators):  # noqa: ANN001, ANN202
                     current = self._logprobs(batch, logits, with_entropy=True)
                     return policy_loss(batch, current, loss_settings, denominators)
 
                 result = self._step(part, rows.tokens, rows.lengths, rows.mask, fields, loss_of)
-                metrics = reduce_metrics(parts=result.pop("parts"), denominators=denominators)
-                results.append({**result, **metrics})
+                seen = count_denominators(mask_BT=rows.mask[part], normalizer_length=1)
+                metrics = reduce_metrics(parts=result.pop("parts"), denominators=seen)
+                silent = 1 - len(part) / len(whole)
+                results.append({**result, **metrics, "trainer/silent_rows_share": silent})
         return _mean_of(results)
+
+    def _rows_with_signal(self, rows: PolicyRows, part: range) -> list[int]:
+        """The rows of a mini-batch that can move a weight. Where every answer of a group has the same score, all
+        advantages are zero, and so is the gradient: half of a late GRPO batch. The step is exactly the same without
+        them, because the denominators count all rows. One row per data-parallel rank stays, for the schedule.
+        """
+        loss = self._settings.loss
+        assert loss is not None
+        speaks_always = loss.kl_coef > 0 or loss.entropy_coef > 0 or self._model.config.num_moe_experts is not None
+        if speaks_always or loss.pg_variant not in SILENT_WITHOUT_ADVANTAGE:
+            return list(part)
+        signal = rows.mask & (rows.advantages != 0)
+        if rows.correction_weights is not None:
+            signal &= rows.correction_weights != 0
+        heard = [row for row in part if bool(signal[row].any())]
+        least = min(len(part), parallel_state.get_data_parallel_world_size())
+        silent = [row for row in part if not bool(signal[row].any())]
+        return sorted(heard + silent[: max(0, least - len(heard))])
 
     def supervised_update(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> float:
         """One cross-entropy step on the masked tokens; the mean loss per token."""
@@ -211,7 +234,7 @@ class MegatronWorker:
 
     def _step(
         self,
-        rows: range,
+        rows: Sequence[int],
         tokens: Tensor,
         lengths: Tensor,
         mask: Tensor,
@@ -293,7 +316,7 @@ class MegatronWorker:
             for part in split
         ]
 
-    def _my_rows(self, rows: range) -> list[int]:
+    def _my_rows(self, rows: Sequence[int]) -> list[int]:
         """This data-parallel rank's rows: every size-th, so that long groups spread."""
         rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         return list(rows[rank::size])

@@ -8,7 +8,7 @@ import torch
 
 from roll_async.algorithms.aggregation import aggregate, count_denominators
 from roll_async.algorithms.policy_loss_options import POLICY_LOSS_OPTIONS
-from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from roll_async.algorithms.policy_losses import POLICY_LOSSES, SILENT_WITHOUT_ADVANTAGE, PolicyLossInputs
 
 CASES = [
     ("vanilla", {}),
@@ -259,6 +259,17 @@ def test_only_logprobs_carry_a_gradient(name, make_batch):
     loss.sum().backward()
     assert leaves["logprobs"].grad is not None
     assert all(leaf.grad is None for field, leaf in leaves.items() if field != "logprobs")
+
+
+@pytest.mark.parametrize(("name", "given"), CASES, ids=IDS)
+def test_without_advantage_the_gradient_is_exactly_zero_for_the_losses_that_promise_it(name, given, make_batch):
+    batch = make_batch(7)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    batch.logprobs = batch.logprobs.clone().requires_grad_()
+    loss, _ = POLICY_LOSSES[name](batch.inputs(), options=POLICY_LOSS_OPTIONS[name](**given))
+    loss.sum().backward()
+    silent = not bool(batch.logprobs.grad.any())
+    assert silent == (name in SILENT_WITHOUT_ADVANTAGE)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
