@@ -203,7 +203,6 @@ def sampling_params(args: GeneratingArguments) -> SamplingParams:
 def scheduler_options(config: RLVRConfig) -> SchedulerOptions:
     """How prompts become groups."""
     groups = config.algorithm.filter_groups
-    slowest = max(r.timeout for r in config.rewards.values())
     return SchedulerOptions(
         samples_per_group=config.samples_per_group,
         sampling=sampling_params(config.actor_infer.generating_args),
@@ -214,7 +213,8 @@ def scheduler_options(config: RLVRConfig) -> SchedulerOptions:
         max_num_gen_batches=groups.max_num_gen_batches,
         gen_batch_size=groups.gen_batch_size,
         sample_retries=config.fault.sample_retries,
-        reward_timeout_s=4 * slowest,
+        reward_timeout_s=config.fault.stall_timeout,
+        outage_patience_s=config.fault.stall_timeout,
         greedy_baseline=config.algorithm.adv_estimator == "remax",
         spread_samples=config.is_num_return_sequences_expand,
     )

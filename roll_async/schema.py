@@ -99,13 +99,12 @@ class Completion:
 
 
 class RewardStatus(str, Enum):
-    """A score exists only with OK. An outage is not a wrong answer."""
+    """A score exists only with OK. Nothing else is a wrong answer."""
 
     OK = "ok"
-    TIMEOUT = (
-        "timeout"  # the sample's own computation took too long; scored by the scorer's own rule, never as an outage
-    )
-    OUTAGE = "outage"  # the scorer could not work; the sample has no score
+    TIMEOUT = "timeout"  # judging this sample exceeded the scorer's limits of time or memory; asking again is no use
+    ERROR = "error"  # the reward raised on this sample: a bug in the reward or in the data row
+    OUTAGE = "outage"  # the scorer could not work; the same sample can be scored when it is back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

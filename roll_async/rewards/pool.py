@@ -2,9 +2,8 @@
 
     score --> queue --> worker (one task running, one waiting in its pipe) --> verdict
 
-A worker that hangs or dies is replaced by a warm spare; the task it ran gets TIMEOUT or is retried once, the one
-behind it
-goes to another worker as if nothing had happened.
+A worker that hangs or dies is replaced by a warm spare; the task it ran gets TIMEOUT or is tried once more, the one
+behind it goes to another worker as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from roll_async.rewards.registry import create_reward, needs_environment
 from roll_async.schema import Reward, RewardStatus
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,12 @@ logger = logging.getLogger(__name__)
 _PIPE_DEPTH = 2
 """Tasks given to a worker at once: the next one is there when it answers, so no round trip is waited for."""
 _MAX_CRASHES = 2
+_MAX_STARTS = 3
+"""Attempts to replace a worker before what waits is told that nobody is left."""
+_START_TIMEOUT_S = 120.0
+"""Importing a reward's libraries on a busy machine."""
 _LINE_LIMIT_BYTES = 16 << 20
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "HOME", "TMPDIR", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +42,10 @@ class PoolOptions:
     """Name or dotted path."""
     num_workers: int = 1
     timeout_s: float = 30.0
+    """Seconds one sample may compute; what it waits for a worker does not count."""
     memory_mb: int = 4096
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """Keyword arguments of the reward's class, plain JSON values."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,25 +63,46 @@ class _Worker:
         self.tasks: deque[_Task] = deque()
 
     async def start(self) -> None:
-        command = (
+        """Start the process and wait until it is ready. Raises RuntimeError with its reason when it cannot be."""
+        options = self._options
+        settings = {
+            "reward": options.reward,
+            "memory_mb": options.memory_mb,
+            "options": dict(options.arguments),
+            "parent": os.getpid(),
+        }
+        self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "roll_async.rewards.worker",
-            self._options.reward,
-            str(self._options.memory_mb),
-        )
-        self.process = await asyncio.create_subprocess_exec(
-            *command,
+            json.dumps(settings),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=_LINE_LIMIT_BYTES,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=_environment(options.reward),
+            start_new_session=True,  # what a user's reward starts ends with it
         )
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                line = await self.process.stdout.readline()  # type: ignore[union-attr]
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(f"not ready within {_START_TIMEOUT_S:g} s") from error
+            raise
+        answer = json.loads(line) if line else {}
+        if "ready" not in answer:
+            await self.stop()
+            raise RuntimeError(answer.get("error") or f"it ended with status {self.process.returncode}")
 
     async def stop(self) -> None:
+        """End the process and everything it started."""
         if self.process.returncode is None:
-            self.process.kill()
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
         await self.process.wait()
 
 
@@ -88,12 +118,18 @@ class RewardPool:
         self.timeouts = self.crashes = 0
 
     async def start(self) -> None:
-        """Start the workers and prove that the reward can be built. Raises ValueError when it cannot."""
-        from roll_async.rewards.registry import create_reward
-
-        create_reward(self._options.reward)
-        workers = [await self._new_worker() for _ in range(self._options.num_workers)]
-        self._spare = asyncio.ensure_future(self._new_worker())
+        """Start the workers. Raises ValueError when the reward cannot be built, here or in a worker."""
+        options = self._options
+        create_reward(options.reward, options.arguments)
+        started = await asyncio.gather(
+            *(self._new_worker() for _ in range(options.num_workers)), return_exceptions=True
+        )
+        workers = [w for w in started if isinstance(w, _Worker)]
+        failed = [e for e in started if isinstance(e, BaseException)]
+        if failed:
+            await asyncio.gather(*(w.stop() for w in workers))
+            raise ValueError(f"reward {options.reward!r} does not start in a worker process: {failed[0]}")
+        self._order_spare()
         self._runners = [asyncio.create_task(self._run(w), name=f"reward worker {i}") for i, w in enumerate(workers)]
 
     async def close(self) -> None:
@@ -102,12 +138,18 @@ class RewardPool:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
         if self._spare is not None:
-            await (await self._spare).stop()
+            spare, self._spare = self._spare, None
+            spare.cancel()
+            for worker in await asyncio.gather(spare, return_exceptions=True):
+                if isinstance(worker, _Worker):
+                    await worker.stop()
         for task in self._waiting:
             task.result.cancel()
 
     async def score(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Reward:
-        """One verdict. TIMEOUT and OUTAGE are states of their own, with score 0 that must not be used."""
+        """One verdict. TIMEOUT, ERROR and OUTAGE are states of their own, with a score of 0 that must not be used. A
+        caller that gives up takes its task out of the queue.
+        """
         line = json.dumps({"text": text, "ground_truth": ground_truth, "extra": dict(extra)}).encode() + b"\n"
         task = _Task(line, asyncio.get_running_loop().create_future())
         self._waiting.append(task)
@@ -129,18 +171,19 @@ class RewardPool:
                     _resolve(head, _no_score(RewardStatus.TIMEOUT, f"no verdict within {self._options.timeout_s:g} s"))
                     worker = await self._replace(worker)
                     continue
-                if not line:
-                    self.crashes += 1
-                    worker.tasks.popleft()
-                    head.crashes += 1
-                    if head.crashes >= _MAX_CRASHES:
-                        _resolve(head, _no_score(RewardStatus.TIMEOUT, "its scoring killed the worker twice"))
-                    else:
-                        self._waiting.appendleft(head)
-                    worker = await self._replace(worker)
-                    continue
                 worker.tasks.popleft()
-                _resolve(head, _reward(json.loads(line)))
+                if line:
+                    _resolve(head, _reward(json.loads(line)))
+                    continue
+                await worker.stop()
+                self.crashes += 1
+                head.crashes += 1
+                if head.crashes < _MAX_CRASHES:
+                    self._waiting.appendleft(head)
+                else:
+                    ending = _ending(worker.process.returncode)
+                    _resolve(head, _no_score(RewardStatus.TIMEOUT, f"its scoring killed the worker twice ({ending})"))
+                worker = await self._replace(worker)
         finally:
             for task in worker.tasks:
                 task.result.cancel()
@@ -151,6 +194,8 @@ class RewardPool:
         while True:
             while self._waiting and len(worker.tasks) < _PIPE_DEPTH:
                 task = self._waiting.popleft()
+                if task.result.done():  # nobody waits for it any more
+                    continue
                 worker.tasks.append(task)
                 try:
                     worker.process.stdin.write(task.line)  # type: ignore[union-attr]
@@ -163,19 +208,46 @@ class RewardPool:
             await self._work.wait()
 
     async def _replace(self, worker: _Worker) -> _Worker:
-        """The spare takes over; tasks behind the bad one go back to the head of the queue."""
+        """The spare takes over; tasks behind the bad one go back to the head of the queue. When no worker starts any
+        more, what waits is told of an outage, until one does.
+        """
         self._waiting.extendleft(reversed(worker.tasks))
         worker.tasks.clear()
         await worker.stop()
-        assert self._spare is not None
-        fresh = await self._spare
+        attempt = 0
+        while True:
+            assert self._spare is not None
+            result = (await asyncio.gather(self._spare, return_exceptions=True))[0]
+            self._order_spare()
+            if isinstance(result, _Worker):
+                return result
+            logger.warning("reward %s: a worker does not start: %s", self._options.reward, result)
+            attempt += 1
+            if attempt >= _MAX_STARTS:
+                for task in self._waiting:
+                    _resolve(task, _no_score(RewardStatus.OUTAGE, f"no worker starts: {result}"))
+                self._waiting.clear()
+            await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
+
+    def _order_spare(self) -> None:
         self._spare = asyncio.ensure_future(self._new_worker())
-        return fresh
 
     async def _new_worker(self) -> _Worker:
         worker = _Worker(self._options)
         await worker.start()
         return worker
+
+
+def _environment(reward: str) -> dict[str, str]:
+    """A user's reward sees the environment, keys included; ours see what Python itself needs."""
+    kept = os.environ if needs_environment(reward) else {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def _ending(returncode: int | None) -> str:
+    if returncode is not None and returncode < 0:
+        return signal.Signals(-returncode).name
+    return f"exit status {returncode}"
 
 
 def _resolve(task: _Task, reward: Reward) -> None:

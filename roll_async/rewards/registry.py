@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
-from roll_async.rewards.verdict import RewardFunction
+from roll_async.rewards.verdict import RewardFunction, Verdict, verdict_of
 
 REWARDS = {
     "math_rule": "roll_async.rewards.math_rule.MathRule",
     "exact_match": "roll_async.rewards.exact_match.ExactMatch",
 }
+"""Judged in worker processes. `llm_judge` is a client of a server and lives in the router."""
+
+RULES = frozenset({"math_rule", "exact_match"})
+"""They read text and compute; their workers need neither files nor network nor processes, and have none."""
+
+_VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def create_reward(name: str) -> RewardFunction:
-    """Build the function. Raises ValueError naming what could not be found."""
+def is_rule(name: str) -> bool:
+    """Whether the reward needs nothing but the processor, by its name or by the path of its class."""
+    return name in RULES or any(REWARDS[rule] == name for rule in RULES)
+
+
+def needs_environment(name: str) -> bool:
+    """Whether the reward is a user's code, which may need variables of the run's environment."""
+    return name not in REWARDS and name not in REWARDS.values()
+
+
+def create_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:
+    """Build the function; `options` are the keyword arguments of a class. Raises ValueError naming what could not be
+    found or built.
+
+    A function may return anything `verdict_of` understands, and may have verl's parameters (data_source, solution_str,
+    ground_truth, extra_info) instead of ours.
+    """
     path = REWARDS.get(name, name)
     module, _, attribute = path.rpartition(".")
     if not module:
@@ -22,4 +46,30 @@ def create_reward(name: str) -> RewardFunction:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"reward type {name!r} cannot be imported: {error}") from error
-    return found() if isinstance(found, type) else found
+    if not callable(found):
+        raise ValueError(f"reward type {name!r} is a {type(found).__name__}, neither a function nor a class")
+    try:
+        function = found(**(options or {})) if isinstance(found, type) else found
+    except TypeError as error:
+        raise ValueError(f"reward type {name!r} cannot be built: {error}") from error
+    return _adapted(function)
+
+
+def _adapted(function: Callable[..., object]) -> RewardFunction:
+    """The function behind our parameters and our return type."""
+    try:
+        verl = tuple(inspect.signature(function).parameters)[:4] == _VERL_PARAMETERS
+    except (TypeError, ValueError):  # a function in C without a signature
+        verl = False
+
+    def judge(text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
+        if not verl:
+            return verdict_of(function(text, ground_truth, extra))
+        info = json.loads(extra.get("extra_info", "{}"))
+        return verdict_of(
+            function(
+                data_source=extra.get("data_source", ""), solution_str=text, ground_truth=ground_truth, extra_info=info
+            )
+        )
+
+    return judge

@@ -1,9 +1,11 @@
-"""What every reward function returns, and the shape of the function itself."""
+"""What a reward says of one answer, and the shape of the function that says it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Protocol
 
 
@@ -18,9 +20,58 @@ class Verdict:
     """1 = the answer was where it should be."""
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers, usable by `filter_groups.metric` and published as `reward/metrics/NAME`."""
 
 
 class RewardFunction(Protocol):
-    """Runs in a reward worker process. Deterministic; never evaluates the text as code."""
+    """Runs in a reward worker process. Never evaluates the text as code outside a sandbox.
+
+    Raise ConnectionError for an outage (the sample is asked again later); any other exception means that this sample
+    cannot be judged.
+    """
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict: ...
+
+
+def verdict_of(result: object) -> Verdict:
+    """What a user's function returned, as a Verdict: one already, a number, or a mapping with `score`.
+
+    A number is the score, and `acc` is 1 iff it is > 0. A mapping may also give `acc`, `format` and `reason`; its other
+    numbers become metrics, its other texts are dropped. Raises TypeError or ValueError for anything else, and for a
+    number that is not finite: that must not become a score.
+
+        {"score": 0.5, "acc": True, "f1": 0.7}  ->  Verdict(score=0.5, acc=1.0, metrics={"f1": 0.7})
+    """
+    if isinstance(result, Verdict):
+        verdict = result
+    elif isinstance(result, Real):
+        verdict = Verdict(score=float(result), acc=float(result > 0))
+    elif isinstance(result, Mapping):
+        verdict = _of_mapping(result)
+    else:
+        raise TypeError(f"a reward returns a Verdict, a number or a mapping with 'score', not {type(result).__name__}")
+    for name, value in (("score", verdict.score), ("acc", verdict.acc), ("format", verdict.format)):
+        _number(name, value)
+    for name, value in verdict.metrics.items():
+        _number(name, value)
+    return verdict
+
+
+def _of_mapping(result: Mapping[object, object]) -> Verdict:
+    if "score" not in result:
+        raise ValueError(f"a reward's mapping needs 'score'; it has {', '.join(map(str, result)) or 'nothing'}")
+    score = _number("score", result["score"])
+    numbers = {str(k): float(v) for k, v in result.items() if isinstance(v, Real)}
+    return Verdict(
+        score=score,
+        acc=numbers.pop("acc", float(score > 0)),
+        format=numbers.pop("format", 1.0),
+        reason=str(result.get("reason", "")),
+        metrics={k: v for k, v in numbers.items() if k != "score"},
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)

@@ -1,57 +1,79 @@
 """A reward worker process: reads one JSON task per line, answers one JSON verdict per line, ends when its input ends.
 
-Run as `python -m roll_async.rewards.worker REWARD MEMORY_MB`. The end of input comes also when the parent is killed.
+    python -m roll_async.rewards.worker '{"reward": "math_rule", "memory_mb": 4096, "options": {}}'
+
+The first line says that it is ready, or why it cannot be. The end of input comes also when the parent ends; when the
+parent is killed while a reward computes, the kernel ends the worker (Linux).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
 import time
+from typing import TextIO
 
-from roll_async.rewards.registry import create_reward
-
-
-def _limit(memory_mb: int) -> None:
-    """Memory is bounded, so that an exploding expression ends in MemoryError or a dead worker, never in a swapping
-    host.
-    """
-    limit = memory_mb << 20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+from roll_async.rewards.registry import create_reward, is_rule
+from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, limit_memory
+from roll_async.rewards.verdict import RewardFunction
 
 
 def main() -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = json.loads(sys.argv[1])
     # Libraries print; what they print must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    _limit(int(sys.argv[2]))
-    reward = create_reward(sys.argv[1])
+    die_with_parent(settings["parent"])
+    try:
+        reward = _prepare(settings)
+    except Exception as error:  # a user's module may raise anything; the pool reports it
+        _say(answers, {"error": f"{type(error).__name__}: {error}"[:2000]})
+        return
+    _say(answers, {"ready": True})
     for line in sys.stdin:
-        task = json.loads(line)
-        started = time.perf_counter()
-        try:
-            verdict = reward(task["text"], task["ground_truth"], task["extra"])
-            answer = {
-                "score": float(verdict.score),
-                "metrics": {"acc": verdict.acc, "format": verdict.format, **verdict.metrics},
-                "reason": verdict.reason,
-                "status": "ok",
-            }
-        except Exception as error:  # the model's text or a user's reward: counted as an outage, never as a score
-            answer = {
-                "score": 0.0,
-                "metrics": {},
-                "reason": f"{type(error).__name__}: {error}"[:500],
-                "status": "outage",
-            }
-        answer["scoring_s"] = time.perf_counter() - started
-        answers.write(json.dumps(answer) + "\n")
+        _say(answers, _judge(reward, json.loads(line)))
+
+
+def _prepare(settings: dict) -> RewardFunction:
+    """Build the reward and give up every right it does not need."""
+    limit_memory(settings["memory_mb"] << 20)
+    reward = create_reward(settings["reward"], settings["options"])
+    if is_rule(settings["reward"]):
+        # The first call imports what is imported late; afterwards nothing is written, started or connected to.
+        reward(r"\boxed{1}", "1", {})
+        confine(Confinement(read=tuple(p for p in sys.path if p), write=()))
+    return reward
+
+
+def _judge(reward: RewardFunction, task: dict) -> dict:
+    started = time.perf_counter()
+    try:
+        verdict = reward(task["text"], task["ground_truth"], task["extra"])
+        answer = {
+            "score": verdict.score,
+            "metrics": {"acc": verdict.acc, "format": verdict.format, **verdict.metrics},
+            "reason": verdict.reason,
+            "status": "ok",
+        }
+    except ConnectionError as error:
+        answer = _no_score("outage", error)
+    except (MemoryError, RecursionError) as error:
+        answer = _no_score("timeout", error)
+    except Exception as error:  # the model's text or a user's reward: a state of its own, never a score
+        answer = _no_score("error", error)
+    return {**answer, "scoring_s": time.perf_counter() - started}
+
+
+def _no_score(status: str, error: Exception) -> dict:
+    return {"score": 0.0, "metrics": {}, "reason": f"{type(error).__name__}: {error}"[:500], "status": status}
+
+
+def _say(answers: TextIO, answer: dict) -> None:
+    answers.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from roll_async.schema import (
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.5
+_LONGEST_RETRY_S = 30.0
 
 
 class GroupFate(Enum):
@@ -49,7 +50,7 @@ class GroupOutcome:
 
     fate: GroupFate
     group: Group | None = None
-    """With KEPT and FILTERED."""
+    """With KEPT, and with FILTERED unless a sample has no score."""
     reason: str = ""
 
 
@@ -69,7 +70,10 @@ class SchedulerOptions:
     gen_batch_size: int | None = None
     """Groups in flight in a round; None = as many as the round wants."""
     sample_retries: int = 2
-    reward_timeout_s: float = 120.0
+    reward_timeout_s: float = 1800.0
+    """Seconds without an answer of the scorer, its queue included, after which it counts as an outage."""
+    outage_patience_s: float = 1800.0
+    """Seconds a sample waits for a scorer that does not work; then its group fails."""
     greedy_baseline: bool = False
     """One greedy answer per prompt besides the samples (remax)."""
     spread_samples: bool = True
@@ -91,12 +95,17 @@ class RewardOutage(RuntimeError):
     """The scorer did not work, also after retries. Not a wrong answer."""
 
 
+class Unscorable(RuntimeError):
+    """Judging a sample exceeded the scorer's limits: no score, and no other answer from asking again."""
+
+
 class ChatCompletionScheduler:
     """Generates and scores groups on the replicas of a manager."""
 
     def __init__(self, manager: AsyncLLMServerManager, scorer: Scorer, options: SchedulerOptions) -> None:
         self._manager, self._scorer, self._options = manager, scorer, options
-        self.reward_outages = 0
+        self.reward_outages = self.reward_timeouts = self.reward_errors = 0
+        """Attempts that brought no score, by why."""
 
     async def run_group(
         self, prompt: Prompt, *, group_id: int, attempt: int = 0, admitted_version: WeightVersion = 0
@@ -115,6 +124,9 @@ class ChatCompletionScheduler:
                 baseline = tasks.create_task(self._baseline(prompt, f"{name}/greedy", affinity))
         except* Interrupted:
             ended = GroupOutcome(fate=GroupFate.REQUEUED, reason="interrupted by a weight push")
+        except* Unscorable as errors:
+            # Without all its scores the group has no statistics; like one with a score that is not finite.
+            ended = GroupOutcome(fate=GroupFate.FILTERED, reason=f"dropped_invalid: {_first(errors)}")
         except* (GenerationFailed, RewardOutage, ValueError) as errors:
             ended = GroupOutcome(fate=GroupFate.FAILED, reason=str(_first(errors)))
         finally:
@@ -168,26 +180,44 @@ class ChatCompletionScheduler:
         return sample.reward.score if sample.reward is not None else None
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """The reward; an outage or a hang is retried with backoff and then fails the group. A time-out is no score
-        either.
+        """The reward. An outage is waited out, with backoff, for `outage_patience_s`; an error of the reward itself is
+        tried `sample_retries` times more; both then fail the group. A time-out is final and filters the group.
         """
-        reason = ""
-        for attempt in range(self._options.sample_retries + 1):
-            if attempt:
-                await asyncio.sleep(_FIRST_RETRY_S * 2 ** (attempt - 1))
-            try:
-                async with asyncio.timeout(self._options.reward_timeout_s):
-                    reward = await self._scorer.score(prompt, sample)
-            except TimeoutError:
-                reason = f"no answer within {self._options.reward_timeout_s:g} s"
-            except ConnectionError as error:
-                reason = str(error)
-            else:
-                if reward.status is RewardStatus.OK:
+        loop, options = asyncio.get_running_loop(), self._options
+        patience_ends = loop.time() + options.outage_patience_s
+        pause_s, errors = _FIRST_RETRY_S, 0
+        where = f"reward of sample {sample.sample_id} (domain {prompt.domain})"
+        while True:
+            reward = await self._ask_scorer(prompt, sample)
+            match reward.status:
+                case RewardStatus.OK:
                     return reward
-                reason = f"{reward.status.value}: {reward.reason}"
-            self.reward_outages += 1
-        raise RewardOutage(f"reward of sample {sample.sample_id} (domain {prompt.domain}): {reason}")
+                case RewardStatus.TIMEOUT:
+                    self.reward_timeouts += 1
+                    raise Unscorable(f"{where}: {reward.reason}")
+                case RewardStatus.ERROR:
+                    self.reward_errors += 1
+                    errors += 1
+                    if errors > options.sample_retries:
+                        raise RewardOutage(f"{where}: {reward.reason}")
+                case RewardStatus.OUTAGE:
+                    self.reward_outages += 1
+                    if loop.time() + pause_s > patience_ends:
+                        raise RewardOutage(f"{where}: {reward.reason}, for {options.outage_patience_s:g} s")
+                    logger.warning("%s: %s; asking again in %g s", where, reward.reason, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
+
+    async def _ask_scorer(self, prompt: Prompt, sample: Sample) -> Reward:
+        """One attempt; a scorer that is gone or silent is an outage."""
+        timeout_s = self._options.reward_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._scorer.score(prompt, sample)
+        except TimeoutError:
+            return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"no answer within {timeout_s:g} s")
+        except ConnectionError as error:
+            return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=str(error))
 
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Sample]:
         """One scored sample per prompt, without filter or early stop, in the foreground. Failed ones are left out,
@@ -199,7 +229,7 @@ class ChatCompletionScheduler:
         for result in done:
             if isinstance(result, Sample):
                 samples.append(result)
-            elif isinstance(result, (GenerationFailed, RewardOutage, ValueError)):
+            elif isinstance(result, (GenerationFailed, RewardOutage, Unscorable, ValueError)):
                 logger.warning("validation: %s", result)
             else:
                 raise result

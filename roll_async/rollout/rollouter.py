@@ -110,8 +110,7 @@ class Rollouter:
                 if self._on_group is not None:
                     self._on_group(outcome.group)
             case GroupFate.FILTERED:
-                assert outcome.group is not None
-                self._samples += len(outcome.group.samples)
+                self._samples += len(outcome.group.samples) if outcome.group is not None else 0
                 self._filtered += 1
                 await self._queue.release(slot.group_id, Outcome.FILTERED, outcome.reason)
             case GroupFate.FAILED:

@@ -1,6 +1,8 @@
 """Rewards that misbehave, for the workers of `test_reward_pool.py` (imported by dotted path in another process)."""
 
 import os
+import subprocess
+import sys
 import time
 
 from roll_async.rewards.verdict import Verdict
@@ -17,12 +19,20 @@ class Misbehaving:
                 os._exit(3)
             case "raise":
                 raise KeyError("missing")
+            case "down":
+                raise ConnectionRefusedError("refused")
+            case "recurse":
+                return self("recurse", ground_truth, extra)
             case "print":
                 print("noise between the answers", flush=True)
                 os.system("echo more noise")
                 text = "1"
             case "eat":
                 return Verdict(score=float(len(bytearray(1 << 31))), acc=1.0)
+        if text.startswith("spawn "):
+            with open(text.removeprefix("spawn "), "w") as file:
+                file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+            time.sleep(1000)
         return Verdict(
             score=float(text), acc=1.0, metrics={"length": float(len(ground_truth))}, reason=extra.get("why", "")
         )
@@ -36,3 +46,25 @@ def constant(text, ground_truth, extra):
 class NeedsArguments:
     def __init__(self, path):
         self.path = path
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's signature and its dictionary."""
+    return {
+        "score": float(solution_str == ground_truth),
+        "acc": solution_str == ground_truth,
+        "pred": solution_str,
+        "index": extra_info["index"],
+        "from_gsm8k": data_source == "gsm8k",
+    }
+
+
+class OnlyHere:
+    """Can be built in the process of the test, not in a worker."""
+
+    def __init__(self):
+        if os.environ.get("OMP_NUM_THREADS") == "1" and "pytest" not in sys.modules:
+            raise OSError("not in this process")
+
+    def __call__(self, text, ground_truth, extra):
+        return 1.0

@@ -82,18 +82,27 @@ def test_a_reward_that_kills_its_worker_twice_gets_no_score_and_the_next_one_doe
 
     rewards, crashes = scoring(work)
     assert [r.status.value for r in rewards] == ["timeout", "ok", "timeout", "ok"]
-    assert "killed the worker twice" in rewards[0].reason and crashes == 4
+    assert "killed the worker twice (exit status 3)" in rewards[0].reason and crashes == 4
 
 
-def test_an_exception_is_an_outage_with_its_reason_and_not_a_score(scoring):
-    rewards = scoring(lambda pool: ask(pool, "raise", "1"))
-    assert rewards[0].status is RewardStatus.OUTAGE and "KeyError" in rewards[0].reason
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        ("raise", RewardStatus.ERROR, "KeyError"),
+        ("nan", RewardStatus.ERROR, "finite"),
+        ("recurse", RewardStatus.TIMEOUT, "RecursionError"),
+        ("down", RewardStatus.OUTAGE, "refused"),
+    ],
+)
+def test_what_went_wrong_is_a_state_with_its_reason_and_not_a_score(scoring, text, status, reason):
+    rewards = scoring(lambda pool: ask(pool, text, "1"))
+    assert rewards[0].status is status and reason in rewards[0].reason
     assert rewards[1].score == 1
 
 
 def test_a_reward_that_eats_the_memory_does_not_eat_the_host(scoring):
     rewards = scoring(lambda pool: ask(pool, "eat", "1"), memory_mb=1024)
-    assert rewards[0].status is RewardStatus.OUTAGE and "MemoryError" in rewards[0].reason
+    assert rewards[0].status is RewardStatus.TIMEOUT and "MemoryError" in rewards[0].reason
     assert rewards[1].status is RewardStatus.OK
 
 
@@ -112,6 +121,52 @@ def test_text_of_any_kind_reaches_the_reward_unchanged(scoring):
 
 def test_a_plain_function_by_dotted_path_is_a_reward(scoring):
     assert scoring(lambda pool: pool.score("x", "y", {}), reward="sample_rewards.constant").score == 0.5
+
+
+def test_a_function_written_for_verl_is_a_reward_as_it_is(scoring):
+    extra = {"data_source": "gsm8k", "extra_info": '{"index": 3}'}
+    reward = scoring(lambda pool: pool.score("7", "7", extra), reward="sample_rewards.compute_score")
+    assert (reward.score, reward.metrics) == (1.0, {"acc": 1.0, "format": 1.0, "index": 3.0, "from_gsm8k": 1.0})
+
+
+def test_a_reward_that_nobody_waits_for_any_more_is_not_computed(scoring):
+    async def work(pool):
+        behind = [asyncio.ensure_future(pool.score("hang", "", {})) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        for task in behind[2:]:  # two are in the worker's pipe already
+            task.cancel()
+        started = time.monotonic()
+        await pool.score("1", "", {})
+        return time.monotonic() - started
+
+    assert scoring(work, timeout_s=0.5) < 3.5
+
+
+def test_a_reward_that_only_a_worker_cannot_build_is_refused_with_its_reason(scoring):
+    with pytest.raises(ValueError, match="not in this process"):
+        scoring(lambda pool: ask(pool, "1"), reward="sample_rewards.OnlyHere")
+
+
+def test_what_a_reward_started_ends_with_its_worker(scoring, tmp_path):
+    async def work(pool):
+        reward = await pool.score(f"spawn {tmp_path / 'pid'}", "", {})
+        return reward.status, int((tmp_path / "pid").read_text())
+
+    status, child = scoring(work, timeout_s=0.5)
+    assert status is RewardStatus.TIMEOUT
+    deadline = time.monotonic() + 5
+    while _alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(child)
+
+
+def _alive(pid):
+    try:
+        return (
+            "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text() if Path("/proc").is_dir() else os.kill(pid, 0)
+        )
+    except OSError:
+        return False
 
 
 def test_closing_leaves_no_process_and_nobody_waiting(scoring):

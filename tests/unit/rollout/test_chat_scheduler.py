@@ -121,20 +121,61 @@ def test_a_group_of_one_is_kept_or_dropped_as_configured(run, build, replica_cla
 
 @pytest.mark.parametrize(
     "trouble",
-    [
-        ConnectionError("judge is down"),
-        Reward(score=0.0, status=RewardStatus.OUTAGE, reason="judge is down"),
-        Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="judge is down"),
-    ],
+    [ConnectionError("judge is down"), Reward(score=0.0, status=RewardStatus.OUTAGE, reason="judge is down")],
 )
-def test_an_outage_fails_the_group_and_never_becomes_a_score_of_zero(run, build, replica_class, scorer_class, trouble):
+def test_an_outage_is_waited_for_and_then_fails_the_group_and_is_never_a_score(
+    run, build, replica_class, scorer_class, trouble
+):
     async def go():
         scorer = scorer_class(by_sample(1.0, trouble, 1.0, 1.0))
-        async with scheduling([replica_class("a")], scorer, sample_retries=2) as scheduler:
+        async with scheduling([replica_class("a")], scorer, outage_patience_s=100) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FAILED and outcome.group is None
             assert "judge is down" in outcome.reason and "0.0/1" in outcome.reason and "math" in outcome.reason
-            assert scorer.calls == 3 + 3 and scheduler.reward_outages == 3
+            # 0.5 1 2 4 8 16 30 30: eight pauses fit into 100 s
+            assert 60 < asyncio.get_running_loop().time() < 110 and scorer.calls == 3 + scheduler.reward_outages
+            assert scheduler.reward_outages == 9
+
+    run(go())
+
+
+def test_a_scorer_that_comes_back_after_a_while_loses_no_group(run, build, replica_class, scorer_class):
+    async def go():
+        loop = asyncio.get_running_loop()
+        scorer = scorer_class(lambda p, s: ConnectionError("restarting") if loop.time() < 300 else 0.5)
+        async with scheduling([replica_class("a")], scorer) as scheduler:
+            outcomes = await asyncio.gather(*(scheduler.run_group(build.prompt(), group_id=i) for i in range(8)))
+            assert {o.fate for o in outcomes} == {GroupFate.KEPT}
+            assert {s.reward.score for o in outcomes for s in o.group.samples} == {0.5}
+            assert 300 < loop.time() < 340
+
+    run(go())
+
+
+def test_an_error_of_the_reward_is_tried_again_and_then_quarantines_the_group(run, build, replica_class, scorer_class):
+    async def go():
+        broken = Reward(score=0.0, status=RewardStatus.ERROR, reason="KeyError: 'cases'")
+        scorer = scorer_class(by_sample(1.0, broken, 1.0, 1.0))
+        async with scheduling([replica_class("a")], scorer, sample_retries=2) as scheduler:
+            outcome = await scheduler.run_group(build.prompt(), group_id=0)
+            assert outcome.fate is GroupFate.FAILED and "KeyError" in outcome.reason
+            assert scorer.calls == 3 + 3 and scheduler.reward_errors == 3 and scheduler.reward_outages == 0
+
+    run(go())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_answer_that_cannot_be_judged_in_time_filters_its_group_at_once(
+    run, build, replica_class, scorer_class, enabled
+):
+    async def go():
+        late = Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="no verdict within 30 s")
+        scorer = scorer_class(by_sample(1.0, 0.0, late, 0.0))
+        async with scheduling([replica_class("a")], scorer, filter_enabled=enabled) as scheduler:
+            outcome = await scheduler.run_group(build.prompt(), group_id=0)
+            assert outcome.fate is GroupFate.FILTERED and outcome.group is None
+            assert outcome.reason.startswith("dropped_invalid: reward of sample 0.0/2") and "30 s" in outcome.reason
+            assert scorer.calls == 4 and scheduler.reward_timeouts == 1
 
     run(go())
 
@@ -153,7 +194,7 @@ def test_an_outage_that_passes_is_retried_and_forgotten(run, build, replica_clas
 def test_a_hanging_scorer_is_given_up_after_its_time_out(run, build, replica_class, scorer_class):
     async def go():
         scorer = scorer_class(score_s=1e6)
-        async with scheduling([replica_class("a")], scorer, reward_timeout_s=30.0, sample_retries=1) as scheduler:
+        async with scheduling([replica_class("a")], scorer, reward_timeout_s=30.0, outage_patience_s=45.0) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FAILED and "no answer within 30 s" in outcome.reason
             assert asyncio.get_running_loop().time() < 10 + 2 * 30 + 1
@@ -327,7 +368,7 @@ def test_validation_scores_each_prompt_once_in_order_and_leaves_out_what_failed(
 ):
     async def go():
         scorer = scorer_class(lambda p, s: ConnectionError("down") if p.row_id == "1" else float(p.row_id))
-        async with scheduling([replica_class("a")], scorer, sample_retries=0) as scheduler:
+        async with scheduling([replica_class("a")], scorer, outage_patience_s=0) as scheduler:
             await scheduler.manager.set_aside(True)
             prompts = [build.prompt(row_id=str(i)) for i in range(4)]
             samples = await scheduler.validate(prompts, SamplingParams(max_new_tokens=3), name="step 5")
