@@ -8,7 +8,7 @@ from roll_async.rewards.verdict import Verdict
 
 
 class ExactMatch:
-    """Everything after the last marker, stripped, must equal the ground truth. Without the marker the format is wrong."""
+    """Everything after the last marker, stripped, must equal the ground truth. No marker: the format is wrong."""
 
     def __init__(self, marker: str = "=") -> None:
         self._marker = marker

@@ -7,35 +7,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from roll_async.rewards.answers import final_answer
 from roll_async.rewards.verdict import Verdict
 
 _MAX_ANSWER_CHARS = 2000
-_ANSWER_LINE = re.compile(r"(?im)^\W*(?:final\s+)?answer\s*(?:is)?\s*[:=]\s*(.+?)\s*$")
-
-
-def final_answer(text: str) -> str | None:
-    """The stated answer as LaTeX or plain text; None when none is stated."""
-    text = text.rpartition("</think>")[2] if "</think>" in text else text
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
-    lines = _ANSWER_LINE.findall(text)
-    return lines[-1] if lines else None
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...}, braces balanced."""
-    for start in (m.end() for m in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text)))):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if not depth:
-                return text[start:position].strip()
-    return None
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\\,|\{,\}|\\!,)\d{3})+(?![\d,])")
+"""Thousands: 1,234 or 1{,}234. With a list like 1,2,3 it has nothing in common."""
 
 
 class MathRule:
-    """Score 1 iff the stated answer and the reference are the same number or expression."""
+    """Score 1 iff the stated answer and the reference are the same number or expression.
+
+    The reference may be an expression, text with a box, or a GSM8K solution that ends in `#### 42`.
+    """
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         stated = final_answer(text)
@@ -43,7 +27,7 @@ class MathRule:
             return Verdict(score=0.0, acc=0.0, format=0.0, reason="no boxed expression and no Answer: line")
         if len(stated) > _MAX_ANSWER_CHARS:
             return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"the answer has {len(stated)} characters")
-        right = same_value(stated, ground_truth)
+        right = same_value(stated, reference_answer(ground_truth))
         return Verdict(
             score=float(right),
             acc=float(right),
@@ -51,18 +35,28 @@ class MathRule:
         )
 
 
+def reference_answer(ground_truth: str) -> str:
+    """The expression of a reference: after `####`, in its box, or all of it."""
+    if "####" in ground_truth:
+        return ground_truth.rpartition("####")[2].strip()
+    boxed = final_answer(ground_truth) if "\\boxed" in ground_truth else None
+    return ground_truth.strip() if boxed is None else boxed
+
+
 def same_value(stated: str, reference: str) -> bool:
     """math-verify's verdict, without its own time-outs: the worker pool has one for all rewards."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    if stated.strip() == reference.strip():
+    stated, reference = _plain(stated), _plain(reference)
+    if stated == reference:
         return True
     extraction = [LatexExtractionConfig(), ExprExtractionConfig()]
     gold = parse(f"${reference}$", extraction, parsing_timeout=None)
-    answer = parse(f"${_plain(stated)}$", extraction, parsing_timeout=None)
+    answer = parse(f"${stated}$", extraction, parsing_timeout=None)
     return bool(gold and answer and verify(gold, answer, timeout_seconds=None))
 
 
 def _plain(answer: str) -> str:
-    """Without currency signs and sentence ends that LaTeX would read as something else."""
-    return answer.strip().strip("$").replace("\\$", "").replace("$", "").rstrip(".")
+    """Without currency signs, thousands separators and sentence ends, which LaTeX would read as something else."""
+    text = answer.strip().strip("$").replace("\\$", "").replace("$", "").strip().rstrip(".").strip()
+    return _GROUPED.sub(lambda m: re.sub(r"[^\d]", "", m[0]), text)

@@ -12,10 +12,13 @@ from roll_async.rewards.verdict import RewardFunction, Verdict, verdict_of
 REWARDS = {
     "math_rule": "roll_async.rewards.math_rule.MathRule",
     "exact_match": "roll_async.rewards.exact_match.ExactMatch",
+    "multiple_choice": "roll_async.rewards.multiple_choice.MultipleChoice",
+    "qa": "roll_async.rewards.qa.QuestionAnswer",
+    "ifeval": "roll_async.rewards.ifeval.InstructionFollowing",
 }
 """Judged in worker processes. `llm_judge` is a client of a server and lives in the router."""
 
-RULES = frozenset({"math_rule", "exact_match"})
+RULES = frozenset({"math_rule", "exact_match", "multiple_choice", "qa", "ifeval"})
 """They read text and compute; their workers need neither files nor network nor processes, and have none."""
 
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")

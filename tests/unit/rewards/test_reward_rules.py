@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from roll_async.config.schema import RewardConfig
+from roll_async.rewards.answers import final_answer
 from roll_async.rewards.exact_match import ExactMatch
-from roll_async.rewards.math_rule import MathRule, final_answer
+from roll_async.rewards.math_rule import MathRule
 from roll_async.rewards.registry import REWARDS, create_reward
 from roll_async.rewards.router import RewardRouter
 from roll_async.schema import RewardStatus

@@ -1,0 +1,93 @@
+"""Multiple choice: the letters stated as answer are the letters of the reference."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from roll_async.rewards.answers import after_thinking, final_answer
+from roll_async.rewards.verdict import Verdict
+
+_COMMAND = re.compile(r"\\[a-zA-Z]{1,20}\s?\{?|[{}$*`_]")
+_LETTERS = re.compile(r"\(?([A-Z])\)?(?:(?:\s{0,2}(?:,|;|&|/|\band\b|\+)\s{0,2}){1,2}\(?([A-Z])\)?)*(?=[\s.:)]|$)")
+_ONE = re.compile(r"\(?\b([A-Z])\b\)?")
+_RUN = re.compile(r"[A-Z]{2,10}")
+_PHRASE = re.compile(
+    r"\b(?:answer|choice|option)s?(?:\s{1,2}is|\s{1,2}are)?\s{0,2}:?\s{0,2}[*(\[]{0,3}([A-Z])\b(?!')", re.IGNORECASE
+)
+
+
+class MultipleChoice:
+    """Score 1 iff exactly the right letters are stated: boxed, on an `Answer:` line, in "the answer is (B)", or alone
+    on the last line.
+
+    The reference is a letter, several (`A,C`), or the text of a choice; `extra["choices"]` may hold the choices as a
+    JSON list (or an object by letter), and then their texts are understood, too.
+    """
+
+    def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
+        choices = _choices(extra.get("choices", ""))
+        right = _letters(ground_truth, choices)
+        if not right:
+            raise ValueError(f"the reference {ground_truth[:80]!r} names no letter and none of the choices")
+        stated = _stated(text, choices)
+        if not stated:
+            return Verdict(score=0.0, acc=0.0, format=0.0, reason="no letter is stated as the answer")
+        same = float(stated == right)
+        reason = "" if same else f"{','.join(sorted(stated))} is not {','.join(sorted(right))}"
+        return Verdict(score=same, acc=same, reason=reason)
+
+
+def _stated(text: str, choices: Mapping[str, str]) -> frozenset[str]:
+    answer = final_answer(text)
+    if answer is not None:
+        return _letters(answer, choices)
+    visible = after_thinking(text)
+    phrases = _PHRASE.findall(visible)
+    if phrases and phrases[-1].isupper():
+        return frozenset(phrases[-1])
+    lines = visible.strip().splitlines()
+    last = lines[-1] if lines else ""
+    return (
+        _letters(last, choices)
+        if len(last) <= 40 and re.fullmatch(r"[\W_]*[A-Z][\W_]*(?:[.):].*)?", last)
+        else frozenset()
+    )
+
+
+def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
+    r"""{"B"} of "B", "(B)", "\text{B}", "B. Paris" or the text of choice B; {"A", "C"} of "A, C", "A and C" or "AC"."""
+    plain = _COMMAND.sub("", answer).strip()
+    by_text = [letter for letter, text in choices.items() if _same_text(text, plain)]
+    if by_text:
+        return frozenset(by_text)
+    if _RUN.fullmatch(plain) and len(set(plain)) == len(plain):
+        return frozenset(plain)
+    stated = _LETTERS.match(plain)
+    if not stated:
+        return frozenset(plain.upper()) if re.fullmatch(r"\(?[a-z]\)?", plain) and len(plain) == 1 else frozenset()
+    found = frozenset(_ONE.findall(stated[0]))
+    return found if not choices or found <= choices.keys() else frozenset()
+
+
+def _choices(text: str) -> dict[str, str]:
+    if not text:
+        return {}
+    found: object = json.loads(text)
+    if isinstance(found, dict) and isinstance(found.get("text"), list):  # ARC's form: {"text": [...], "label": [...]}
+        labels = found.get("label") or _alphabet(found["text"])
+        return {str(k): str(v) for k, v in zip(labels, found["text"], strict=True)}
+    if isinstance(found, dict):
+        return {str(k): str(v) for k, v in found.items()}
+    if isinstance(found, list):
+        return {k: str(v) for k, v in zip(_alphabet(found), found, strict=True)}
+    raise ValueError(f"choices must be a JSON list or object, got {type(found).__name__}")
+
+
+def _alphabet(items: Sequence[object]) -> list[str]:
+    return [chr(ord("A") + i) for i in range(len(items))]
+
+
+def _same_text(choice: str, answer: str) -> bool:
+    return choice.strip().casefold().rstrip(".") == answer.strip().casefold().rstrip(".")

@@ -1,0 +1,73 @@
+"""Short answers compared as words: exact match and F1 after SQuAD's normalisation (Rajpurkar et al. 2016)."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping
+
+from roll_async.rewards.answers import after_thinking, final_answer
+from roll_async.rewards.verdict import Verdict
+
+_ARTICLES = frozenset({"a", "an", "the"})
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
+"""A word of letters and digits; Chinese and Japanese characters stand alone: nothing separates their words."""
+
+
+class QuestionAnswer:
+    """Score = F1 over words with the best of the references; `acc` = exact match; both also as metrics `f1`, `em`.
+
+    The answer is what is boxed, tagged `<answer>` or on an `Answer:` line, else all that follows the thinking (`format` 0
+    then). The reference is a text or a JSON list of equally good texts.
+    """
+
+    def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
+        stated = final_answer(text)
+        answer = words(after_thinking(text) if stated is None else stated)
+        references = _references(ground_truth)
+        f1 = max(overlap_f1(answer, words(r)) for r in references)
+        exact = float(any(answer == words(r) for r in references))
+        return Verdict(
+            score=self._score(f1, exact),
+            acc=exact,
+            format=float(stated is not None),
+            reason="" if exact else f"{' '.join(answer)[:80]!r} is not {references[0][:80]!r}",
+            metrics={"f1": f1, "em": exact},
+        )
+
+    def _score(self, f1: float, exact: float) -> float:
+        return f1
+
+
+class ExactAnswer(QuestionAnswer):
+    """The same with score = exact match."""
+
+    def _score(self, f1: float, exact: float) -> float:
+        return exact
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles: "The Eiffel-Tower!" gives eiffel, tower."""
+    folded = unicodedata.normalize("NFKC", text).casefold().replace("'", "")
+    return [word for word in _WORD.findall(folded) if word not in _ARTICLES]
+
+
+def overlap_f1(answer: list[str], reference: list[str]) -> float:
+    """Harmonic mean of precision and recall over the multiset of words; 1 when both are empty."""
+    if not answer or not reference:
+        return float(answer == reference)
+    common = (Counter(answer) & Counter(reference)).total()
+    return 2 * common / (len(answer) + len(reference))
+
+
+def _references(ground_truth: str) -> list[str]:
+    if ground_truth.lstrip().startswith("["):
+        try:
+            found = json.loads(ground_truth)
+        except json.JSONDecodeError:
+            return [ground_truth]
+        if isinstance(found, list) and found:
+            return [str(item) for item in found]
+    return [ground_truth]

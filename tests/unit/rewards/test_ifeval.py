@@ -1,0 +1,124 @@
+"""Every constraint kind: a text that keeps it and one that just does not."""
+
+import json
+import time
+
+import pytest
+
+from roll_async.rewards.constraints import CONSTRAINTS
+from roll_async.rewards.ifeval import InstructionFollowing
+
+CASES = {
+    "keywords:existence": ({"keywords": ["sea", "Ship"]}, "The SEA carries a ship.", "The seas carry a ship."),
+    "keywords:frequency": ({"keyword": "sea", "frequency": 2, "relation": "at least"}, "sea, sea", "sea seas"),
+    "keywords:forbidden_words": ({"forbidden_words": ["cat"]}, "concatenate", "a Cat!"),
+    "keywords:letter_frequency": ({"letter": "e", "let_frequency": 3, "let_relation": "less than"}, "Eel", "eel e"),
+    "length_constraints:number_sentences": (
+        {"num_sentences": 2, "relation": "at least"},
+        'He said "go." Then 3.14 was it!',
+        "Version 1.2.3 of it.",
+    ),
+    "length_constraints:number_words": ({"num_words": 4, "relation": "less than"}, "don't stop now", "do not stop now"),
+    "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
+    "length_constraints:nth_paragraph_first_word": (
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
+        "a\n\n**Then** b",
+        "a\n\nb then",
+    ),
+    "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[name] of [town]", "[name] of []"),
+    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "text\nP. S. more", "text P.S. more"),
+    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n- b", "* a\n- b\n* c"),
+    "detectable_format:constrained_response": ({}, "My answer is maybe.", "My answer is perhaps."),
+    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*a* and **b**", "*a* and ** **"),
+    "detectable_format:multiple_sections": (
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1\nx\nSection 2\ny",
+        "Section 1\nx\nSection two",
+    ),
+    "detectable_format:json_format": ({}, '```json\n{"a": [1]}\n```', "{'a': 1}"),
+    "detectable_format:title": ({}, "<<A day>>\ntext", "<< >> <A day>"),
+    "combination:two_responses": ({}, "one\n******\ntwo", "one\n******\none"),
+    "combination:repeat_prompt": ({"prompt_to_repeat": "Say it."}, "say it. Yes", "I say it."),
+    "startend:end_checker": ({"end_phrase": "Any questions?"}, "Done. any questions?", "Any questions? No."),
+    "startend:quotation": ({}, '"all of it"', '"part" of it'),
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "NASA and USA",
+        "NASA and Usa",
+    ),
+    "change_case:english_capital": ({}, "ALL, 3!", "ALL but One"),
+    "change_case:english_lowercase": ({}, "all, 3!", "all but One"),
+    "punctuation:no_comma": ({}, "one. two", "one, two"),
+}
+
+
+def test_every_kind_has_a_case():
+    assert CASES.keys() == CONSTRAINTS.keys() and len(CASES) == 24
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_constraint_is_kept_by_one_text_and_broken_by_its_neighbour(kind):
+    arguments, good, bad = CASES[kind]
+    truth = json.dumps({"kind": kind, **arguments})
+    kept, broken = InstructionFollowing()(good, truth, {}), InstructionFollowing()(bad, truth, {})
+    assert (kept.score, kept.acc, kept.reason) == (1, 1, "")
+    assert (broken.score, broken.acc) == (0, 0) and kind in broken.reason
+
+
+@pytest.mark.parametrize(
+    ("relation", "counts"),
+    [("at least", [2, 3]), ("less than", [0, 1]), ("at most", [0, 1, 2]), ("more than", [3]), ("exactly", [2])],
+)
+def test_relations_mean_what_they_say(relation, counts):
+    truth = json.dumps({"kind": "keywords:frequency", "keyword": "x", "frequency": 2, "relation": relation})
+    assert [n for n in range(4) if InstructionFollowing()("x " * n + "y", truth, {}).acc] == counts
+
+
+IFEVAL = {
+    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+    "kwargs": [{"num_words": None}, {"num_words": 3, "relation": "at least", "keyword": None}],
+}
+FORMS = [
+    (json.dumps(IFEVAL), {}),
+    (repr([{"instruction_id": IFEVAL["instruction_id_list"], "kwargs": IFEVAL["kwargs"]}]), {}),
+    ("", {"instruction_id_list": json.dumps(IFEVAL["instruction_id_list"]), "kwargs": json.dumps(IFEVAL["kwargs"])}),
+    (json.dumps([{"kind": "punctuation:no_comma"}, {"kind": "length_constraints:number_words", "num_words": 3}]), {}),
+]
+
+
+@pytest.mark.parametrize(("truth", "extra"), FORMS)
+def test_the_score_is_the_share_and_acc_is_all_in_every_form_of_reference(truth, extra):
+    verdicts = [InstructionFollowing()(t, truth, extra) for t in ("one two three", "one, two three", "one, two", "")]
+    assert [(v.score, v.acc) for v in verdicts] == [(1, 1), (0.5, 0), (0, 0), (0, 0)]
+    assert verdicts[0].metrics == {"constraints": 2} and verdicts[3].format == 0
+
+
+def test_only_what_follows_the_thinking_is_looked_at():
+    truth = json.dumps({"kind": "punctuation:no_comma"})
+    assert InstructionFollowing()("<think>a, b</think>c", truth, {}).acc == 1
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        ('{"kind": "language:response_language", "language": "de"}', "language:response_language"),
+        ('{"kind": "keywords:frequency", "keyword": "x"}', "needs frequency"),
+        ('{"kind": "keywords:frequency", "keyword": "x", "frequency": 1, "relation": "about"}', "'about'"),
+        ('{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}', "1 constraints and 2 kwargs"),
+        ("[]", "no constraints"),
+        ("42", "no constraints"),
+    ],
+)
+def test_a_row_that_cannot_be_checked_is_an_error_and_not_a_wrong_answer(truth, message):
+    with pytest.raises(ValueError, match=message):
+        InstructionFollowing()("x", truth, {})
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "*" * 200_000, ". " * 100_000, "<" * 200_000, " " * 200_000 + "x", "{" * 200_000]
+)
+def test_checking_is_linear_in_whatever_the_model_wrote(text):
+    truth = json.dumps([{"kind": kind, **arguments} for kind, (arguments, _, _) in CASES.items()])
+    started = time.process_time()
+    InstructionFollowing()(text, truth, {})
+    assert time.process_time() - started < 2.0

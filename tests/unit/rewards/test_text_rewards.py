@@ -1,0 +1,127 @@
+"""Multiple choice and question answering: forms an answer takes, and what is not one."""
+
+import json
+
+import pytest
+
+from roll_async.rewards.multiple_choice import MultipleChoice
+from roll_async.rewards.qa import ExactAnswer, QuestionAnswer, overlap_f1, words
+
+CHOICES = json.dumps(["Paris", "London", "Rome", "Berlin"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"so \boxed{B}",
+        r"\boxed{(B)}",
+        r"\boxed{\text{B}}",
+        r"\boxed{\textbf{(B)}}",
+        "Answer: B",
+        "Answer: B. London",
+        "**Answer:** (B) because",
+        "A is wrong.\nThe correct answer is B.",
+        "the answer is **B**",
+        "I think\n\nB",
+        "so\n(B)",
+        "B) London",
+        r"\boxed{London}",
+        "<think>the answer is C</think> The answer is B",
+        "<answer>b</answer>",
+    ],
+)
+def test_the_right_letter_is_right_in_every_usual_form(text):
+    verdict = MultipleChoice()(text, "B", {"choices": CHOICES})
+    assert (verdict.score, verdict.acc, verdict.format, verdict.reason) == (1, 1, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "score", "form"),
+    [
+        ("Answer: C", 0, 1),
+        (r"\boxed{A, B}", 0, 1),
+        (r"\boxed{AB}", 0, 1),
+        ("Because it is a capital.", 0, 0),
+        ("A man went to the shop", 0, 0),
+        ("", 0, 0),
+        ("I say the answer is a", 0, 0),
+        (r"\boxed{E}", 0, 0),
+        (r"\boxed{Between}", 0, 0),
+        ("the answer is B</think>", 0, 0),
+    ],
+)
+def test_another_letter_or_none_is_wrong(text, score, form):
+    verdict = MultipleChoice()(text, "B", {"choices": CHOICES})
+    assert (verdict.score, verdict.format) == (score, form) and verdict.reason
+
+
+@pytest.mark.parametrize(
+    "text", [r"\boxed{A,C}", r"\boxed{C, A}", "Answer: A and C", r"\boxed{AC}", "Answer: (A), (C)"]
+)
+def test_several_letters_are_a_set(text):
+    assert MultipleChoice()(text, "A,C", {}).score == 1
+    assert MultipleChoice()(text, "A", {}).score == 0 and MultipleChoice()(text, "A,B,C", {}).score == 0
+
+
+@pytest.mark.parametrize(
+    ("truth", "choices"),
+    [
+        ("London", CHOICES),
+        ("B", json.dumps({"A": "Paris", "B": "London"})),
+        ("(B)", json.dumps({"text": ["Paris", "London"], "label": ["A", "B"]})),
+        ("B", json.dumps({"text": ["Paris", "London"]})),
+    ],
+)
+def test_choices_and_references_come_in_several_forms(truth, choices):
+    assert MultipleChoice()("Answer: london", truth, {"choices": choices}).score == 1
+
+
+def test_a_reference_without_a_letter_is_an_error_of_the_row_and_not_a_wrong_answer():
+    with pytest.raises(ValueError, match="names no letter"):
+        MultipleChoice()("Answer: B", "nothing", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "f1", "em", "form"),
+    [
+        ("Answer: The Eiffel Tower", 1, 1, 1),
+        ("<answer>eiffel tower!</answer>", 1, 1, 1),
+        (r"\boxed{Tower}", 2 / 3, 0, 1),
+        ("Answer: the big Eiffel tower in Paris", 4 / 7, 0, 1),
+        ("Eiffel Tower", 1, 1, 0),
+        ("Answer: Louvre", 0, 0, 1),
+        ("", 0, 0, 0),
+        ("<think>Eiffel Tower</think>", 0, 0, 0),
+    ],
+)
+def test_a_short_answer_is_scored_by_its_words(text, f1, em, form):
+    verdict = QuestionAnswer()(text, "Eiffel Tower", {})
+    assert verdict.score == verdict.metrics["f1"] == pytest.approx(f1)
+    assert (verdict.acc, verdict.metrics["em"], verdict.format) == (em, em, form)
+    assert ExactAnswer()(text, "Eiffel Tower", {}).score == em
+
+
+def test_the_best_of_several_references_counts():
+    truth = json.dumps(["George Washington", "Washington", 1789])
+    assert QuestionAnswer()("Answer: washington", truth, {}).acc == 1
+    assert QuestionAnswer()("Answer: 1789", truth, {}).acc == 1
+    assert QuestionAnswer()("Answer: [sic]", "[sic]", {}).acc == 1
+
+
+def test_words_of_other_scripts_are_words():
+    assert words("\u4e2d\u56fd\u3002") == ["\u4e2d", "\u56fd"] and words("na\u00efve CAF\u00c9") == [
+        "na\u00efve",
+        "caf\u00e9",
+    ]
+    assert words("\uff21\uff11") == ["a1"] and words("don't") == ["dont"]
+
+
+def test_f1_agrees_with_its_definition_on_all_small_multisets():
+    import itertools
+
+    for answer, reference in itertools.product(itertools.product("ab", repeat=3), itertools.product("abc", repeat=2)):
+        left = list(reference)
+        common = sum(1 for w in answer if w in left and left.remove(w) is None)
+        precision, recall = common / 3, common / 2
+        expected = 2 * precision * recall / (precision + recall) if common else 0.0
+        assert overlap_f1(list(answer), list(reference)) == pytest.approx(expected)
