@@ -9,8 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-_SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-               "chat_template.jinja", "added_tokens.json", "tokenizer.model")  # fmt: skip
+from roll_async.checkpoint.hf_config import HfConfig
+
+_SIDE_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "added_tokens.json", "tokenizer.model",
+)  # fmt: skip
 
 
 class HfFolder:
@@ -20,7 +24,11 @@ class HfFolder:
         self.path = Path(folder)
         if not (self.path / "config.json").is_file():
             raise ValueError(f"{folder} is not a Hugging Face checkpoint folder: config.json is missing")
-        self.config: dict[str, object] = json.loads((self.path / "config.json").read_text())
+        try:
+            values = json.loads((self.path / "config.json").read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.path / 'config.json'} is truncated or not JSON: {error}") from error
+        self.config = HfConfig(values, str(self.path / "config.json"))
         self._file_of = self._read_index()
 
     def _read_index(self) -> dict[str, Path]:

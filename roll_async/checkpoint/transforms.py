@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.table import Row, Transform
 
 
@@ -21,13 +22,21 @@ class HeadLayout:
     """Query heads per key-value head."""
     head_size: int
 
+    @classmethod
+    def of(cls, config: HfConfig) -> HeadLayout:
+        """The layout of a Hugging Face config."""
+        heads = config.integer("num_attention_heads")
+        groups = config.integer("num_key_value_heads", default=heads)
+        size = config.integer("head_dim", default=config.integer("hidden_size") // heads)
+        return cls(num_groups=groups, heads_per_group=heads // groups, head_size=size)
+
 
 def to_megatron(row: Row, tensors: Sequence[Tensor], heads: HeadLayout) -> Tensor:
     """One full (not sharded) Megatron tensor from its HF tensors."""
     if row.transform is Transform.QKV:
         groups, tail = heads.num_groups, tensors[0].shape[1:]
         return torch.cat([t.reshape(groups, -1, *tail) for t in tensors], 1).reshape(-1, *tail)
-    if row.transform is Transform.GATE_UP:
+    if row.transform is Transform.GATE_UP and len(tensors) == 2:
         return torch.cat(list(tensors))
     return tensors[0]
 
@@ -39,7 +48,7 @@ def to_hf(row: Row, tensor: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
         parts = tensor.reshape(heads.num_groups, -1, *tail)
         sizes = (heads.heads_per_group * heads.head_size, heads.head_size, heads.head_size)
         return tuple(part.reshape(-1, *tail) for part in parts.split(sizes, dim=1))
-    if row.transform is Transform.GATE_UP:
+    if row.transform is Transform.GATE_UP and len(row.hf) == 2:
         return tuple(tensor.chunk(2))
     return (tensor,)
 

@@ -1,25 +1,42 @@
-"""Rows shared by dense decoder families with rotary embeddings, RMSNorm and a gated MLP."""
+"""Rows shared by decoder families with rotary embeddings, RMSNorm and a gated MLP."""
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_names.table import Row, Transform
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.table import Layers, Row, Transform
 
 _L, _H = "decoder.layers.{i}", "model.layers.{i}"
 
 EMBEDDING = (
     Row(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), tp_dim=0),
-    Row(megatron="output_layer.weight", hf=("lm_head.weight",), tp_dim=0),
+    Row(megatron="output_layer.weight", hf=("lm_head.weight",), tp_dim=0, optional=True),
     Row(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
 )
 
-NORMS = (
-    Row(megatron=f"{_L}.input_layernorm.weight", hf=(f"{_H}.input_layernorm.weight",)),
-    Row(megatron=f"{_L}.self_attention.linear_qkv.layer_norm_weight", hf=(f"{_H}.input_layernorm.weight",)),
-    Row(megatron=f"{_L}.pre_mlp_layernorm.weight", hf=(f"{_H}.post_attention_layernorm.weight",)),
-    Row(megatron=f"{_L}.mlp.linear_fc1.layer_norm_weight", hf=(f"{_H}.post_attention_layernorm.weight",)),
+INPUT_NORM = (
+    Row(
+        megatron=f"{_L}.input_layernorm.weight",
+        te=f"{_L}.self_attention.linear_qkv.layer_norm_weight",
+        hf=(f"{_H}.input_layernorm.weight",),
+    ),
 )
 
+DENSE_MLP_NORM = (
+    Row(
+        megatron=f"{_L}.pre_mlp_layernorm.weight",
+        te=f"{_L}.mlp.linear_fc1.layer_norm_weight",
+        hf=(f"{_H}.post_attention_layernorm.weight",),
+        layers=Layers.DENSE,
+    ),
+)
+
+NORMS = (*INPUT_NORM, *DENSE_MLP_NORM)
+
 _QKV = tuple(f"{_H}.self_attn.{x}_proj" for x in "qkv")
+
+OUTPUT_PROJECTION = (
+    Row(megatron=f"{_L}.self_attention.linear_proj.weight", hf=(f"{_H}.self_attn.o_proj.weight",), tp_dim=1),
+)
 
 ATTENTION = (
     Row(
@@ -28,7 +45,7 @@ ATTENTION = (
         transform=Transform.QKV,
         tp_dim=0,
     ),
-    Row(megatron=f"{_L}.self_attention.linear_proj.weight", hf=(f"{_H}.self_attn.o_proj.weight",), tp_dim=1),
+    *OUTPUT_PROJECTION,
 )
 
 QKV_BIAS = (
@@ -37,6 +54,7 @@ QKV_BIAS = (
         hf=tuple(f"{name}.bias" for name in _QKV),
         transform=Transform.QKV,
         tp_dim=0,
+        optional=True,
     ),
 )
 
@@ -45,12 +63,53 @@ QK_NORM = (
     Row(megatron=f"{_L}.self_attention.k_layernorm.weight", hf=(f"{_H}.self_attn.k_norm.weight",)),
 )
 
+_FC2 = (
+    Row(
+        megatron=f"{_L}.mlp.linear_fc2.weight",
+        hf=(f"{_H}.mlp.down_proj.weight",),
+        tp_dim=1,
+        layers=Layers.DENSE,
+    ),
+)
+
 MLP = (
     Row(
         megatron=f"{_L}.mlp.linear_fc1.weight",
         hf=(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
         transform=Transform.GATE_UP,
         tp_dim=0,
+        layers=Layers.DENSE,
     ),
-    Row(megatron=f"{_L}.mlp.linear_fc2.weight", hf=(f"{_H}.mlp.down_proj.weight",), tp_dim=1),
+    *_FC2,
 )
+
+FUSED_MLP = (
+    Row(
+        megatron=f"{_L}.mlp.linear_fc1.weight",
+        hf=(f"{_H}.mlp.gate_up_proj.weight",),
+        transform=Transform.GATE_UP,
+        tp_dim=0,
+        layers=Layers.DENSE,
+    ),
+    *_FC2,
+)
+
+OLD_BUFFERS = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
+"""Files of old transformers releases hold these; they follow from the config."""
+
+
+def window_fields(config: HfConfig) -> dict[str, object]:
+    """Sliding-window attention of all layers. Raises ValueError where layers differ: Megatron's window is one for all.
+
+    A window of w positions lets a token attend to itself and the w - 1 before it.
+    """
+    if not config.integer("sliding_window", default=0):
+        return {}
+    if "use_sliding_window" in config.values:
+        if not config.flag("use_sliding_window"):
+            return {}
+        if config.integer("max_window_layers", default=0):
+            raise ValueError(
+                f"{config.source}: sliding windows in some layers only (max_window_layers) are not supported"
+            )
+    return {"window_size": (config.integer("sliding_window") - 1, 0)}

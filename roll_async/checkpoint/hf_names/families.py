@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_names import llama, mistral, qwen2, qwen3
+from roll_async.checkpoint.hf_names import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from roll_async.checkpoint.hf_names.table import Family
 
-FAMILIES = (qwen2.FAMILY, qwen3.FAMILY, llama.FAMILY, mistral.FAMILY)
+FAMILIES = (
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+)
 
 
 def family_of(architecture: str) -> Family:

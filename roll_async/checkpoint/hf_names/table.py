@@ -1,17 +1,21 @@
 """The declarative mapping between Megatron and Hugging Face parameter names.
 
-A family is a list of rows: a Megatron name pattern (both spellings: local layers and Transformer Engine), the HF names
-it
-corresponds to, how tensors are combined, and along which dimension tensor parallelism splits the Megatron tensor.
-`{i}` is the layer, `{e}` the expert.
+A family is a list of rows: a Megatron name pattern in both spellings (local layers and Transformer Engine), the HF
+names it corresponds to, how tensors are combined, and along which dimension tensor parallelism splits the Megatron one.
+`{i}` is the layer, `{e}` the expert, both counted over the whole model.
+
+Example: `decoder.layers.{i}.mlp.linear_fc1.weight` is `gate_proj` over `up_proj` of layer i, split along dimension 0.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+
+from roll_async.checkpoint.hf_config import HfConfig
 
 
 class Transform(Enum):
@@ -22,46 +26,145 @@ class Transform(Enum):
     GATE_UP = "gate_up"  # gate over up; under tensor parallelism each rank holds its part of both
 
 
+class Layers(Enum):
+    """The layers a row describes."""
+
+    ALL = "all"
+    DENSE = "dense"
+    MOE = "moe"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One kind of parameter."""
 
     megatron: str
+    """Name in layers without Transformer Engine."""
     hf: tuple[str, ...]
+    te: str | None = None
+    """Name in Transformer Engine layers where it is another; checkpoints use it for both."""
     transform: Transform = Transform.COPY
     tp_dim: int | None = None
     """Dimension of the Megatron tensor that tensor parallelism splits; None = every rank holds all of it."""
+    layers: Layers = Layers.ALL
+    optional: bool = False
+    """Some models of the family have it, others not (biases, a tied output layer)."""
+    float32: bool = False
+    """Kept in float32 whatever the model's dtype."""
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether expert parallelism spreads it over ranks."""
+        return "{e}" in self.megatron
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """A Megatron parameter resolved to its HF counterparts."""
+    """One Megatron parameter with its HF counterparts. Layer and expert are None where the row has none."""
 
     row: Row
+    name: str
+    """Megatron name in layers without Transformer Engine, numbers over the whole model."""
     hf_names: tuple[str, ...]
+    layer: int | None
+    expert: int | None
+
+    @property
+    def te_name(self) -> str:
+        """Megatron name in Transformer Engine layers."""
+        return (self.row.te or self.row.megatron).format(i=self.layer, e=self.expert)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """What decides which parameters a model has."""
+
+    moe_layers: tuple[bool, ...]
+    """For each layer, whether its MLP is a mixture of experts."""
+    num_experts: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.moe_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One model family."""
 
     name: str
     architectures: tuple[str, ...]
     rows: tuple[Row, ...]
-    spec: Mapping[str, object] = field(default_factory=dict)
-    """Megatron TransformerConfig fields that this family fixes."""
+    fields: Callable[[HfConfig], dict[str, object]] = lambda config: {}
+    """Megatron TransformerConfig fields beyond those of every decoder. Raises ValueError for a model of the family that
+    the rows do not describe."""
+    sandwich_norms: bool = False
+    """The outputs of attention and MLP are normalised before they join the residual."""
+    unused: tuple[str, ...] = ()
+    """Patterns of HF names that files may hold and no Megatron parameter needs; `{n}` is the number of layers."""
 
     def match(self, megatron_name: str) -> Match:
-        """Resolve a Megatron name (global layer and expert numbers). Raises ValueError for a name no row knows."""
+        """Resolve a Megatron name, either spelling. Raises ValueError for a name no row knows."""
         for row in self.rows:
-            found = re.fullmatch(_regex(row.megatron), megatron_name)
-            if found:
-                return Match(row=row, hf_names=tuple(name.format(**found.groupdict()) for name in row.hf))
+            for pattern in (row.megatron, row.te):
+                found = pattern and re.fullmatch(_regex(pattern), megatron_name)
+                if found:
+                    numbers = {key: int(value) for key, value in found.groupdict().items()}
+                    return _match(row, numbers.get("i"), numbers.get("e"))
         raise ValueError(
             f"{self.name}: no Hugging Face name for the Megatron parameter {megatron_name!r}; add a row to hf_names"
         )
 
+    def parameters(self, shape: ModelShape) -> Iterator[Match]:
+        """Every parameter a model of this shape may have, embedding first, then layer by layer."""
+        for row in self.rows:
+            if "{i}" not in row.megatron:
+                yield _match(row, None, None)
+        for layer, is_moe in enumerate(shape.moe_layers):
+            for row in self.rows:
+                if "{i}" in row.megatron and row.layers in (Layers.ALL, Layers.MOE if is_moe else Layers.DENSE):
+                    for expert in range(shape.num_experts) if row.is_expert else (None,):
+                        yield _match(row, layer, expert)
 
+    def is_unused(self, hf_name: str, num_layers: int) -> bool:
+        """Whether an HF tensor is known and left out."""
+        patterns = (pattern.replace("{n}", str(num_layers)) for pattern in self.unused)
+        return any(re.fullmatch(_regex(pattern), hf_name) for pattern in patterns)
+
+
+def moe_layers(num_layers: int, sparse: Sequence[bool]) -> int | list[int]:
+    """`moe_layer_freq` of Megatron's config: 1 where all layers are sparse, so that checkpoints stack them."""
+    assert len(sparse) == num_layers
+    return 1 if all(sparse) else [int(x) for x in sparse]
+
+
+def shape_of(num_layers: int, fields: dict[str, object]) -> ModelShape:
+    """The shape told by Megatron config fields of `Family.fields`."""
+    experts = fields.get("num_moe_experts") or 0
+    frequency = fields.get("moe_layer_freq", 1)
+    assert isinstance(experts, int)
+    if not experts:
+        return ModelShape(moe_layers=(False,) * num_layers)
+    if isinstance(frequency, list):
+        return ModelShape(moe_layers=tuple(bool(x) for x in frequency), num_experts=experts)
+    assert frequency == 1
+    return ModelShape(moe_layers=(True,) * num_layers, num_experts=experts)
+
+
+def _match(row: Row, layer: int | None, expert: int | None) -> Match:
+    numbers = {"i": layer, "e": expert}
+    return Match(
+        row=row,
+        name=row.megatron.format(**numbers),
+        hf_names=tuple(name.format(**numbers) for name in row.hf),
+        layer=layer,
+        expert=expert,
+    )
+
+
+@cache
 def _regex(pattern: str) -> str:
-    escaped = re.escape(pattern).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
-    return escaped
+    """A pattern's regular expression; `*` stands for anything."""
+    escaped = re.escape(pattern).replace(r"\*", ".*")
+    return escaped.replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")

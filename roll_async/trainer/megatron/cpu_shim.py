@@ -75,7 +75,10 @@ class _Stream:
     def _nothing(self, *args: object, **kwargs: object) -> None:
         return None
 
-    wait_stream = wait_event = synchronize = wait = record = record_event = _nothing
+    def record_event(self, *args: object) -> _Stream:
+        return self
+
+    wait_stream = wait_event = synchronize = wait = record = _nothing
 
 
 def _proxy_of_torch() -> _Proxy:

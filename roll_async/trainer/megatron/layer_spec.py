@@ -5,16 +5,26 @@ Shape letters: S positions, B rows, H heads, D head size, N packed tokens.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -25,6 +35,13 @@ class TorchRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentRMSNorm(TorchRMSNorm):
+    """The norms inside latent attention: transformers fixes their epsilon, whatever rms_norm_eps says."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: object) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -59,9 +76,11 @@ class SdpaAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: object = None,
+        **_: object,  # head sizes of latent attention: they are read off the tensors
     ) -> None:
         super().__init__(config)
         self._scale = softmax_scale
+        self._window = config.window_size[0] + 1 if config.window_size else None
         self._context_group = parallel_state.get_context_parallel_group()
 
     def forward(
@@ -76,11 +95,14 @@ class SdpaAttention(MegatronModule):
     ) -> Tensor:
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
-        mask = None
         positions = query.shape[0]
+        mask = self._window_mask(positions, query.device)
         if self._context_group.size() > 1:
             mask = self._zigzag_mask(positions).to(query.device)
-            key, value = _GatherSequence.apply(key, self._context_group), _GatherSequence.apply(value, self._context_group)
+            key, value = (
+                _GatherSequence.apply(key, self._context_group),
+                _GatherSequence.apply(value, self._context_group),
+            )
         out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask=mask)
         return out.permute(2, 0, 1, 3).reshape(positions, query.shape[1], -1)
 
@@ -90,7 +112,8 @@ class SdpaAttention(MegatronModule):
         parts = []
         for start, end in zip(bounds, bounds[1:], strict=False):
             heads = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-            parts.append(self._attend(*heads, mask=None)[0].transpose(0, 1))
+            mask = self._window_mask(end - start, query.device)
+            parts.append(self._attend(*heads, mask=mask)[0].transpose(0, 1))
         out = torch.cat(parts)
         return out.reshape(out.shape[0], -1)
 
@@ -100,10 +123,25 @@ class SdpaAttention(MegatronModule):
 
         def of(rank: int) -> Tensor:
             late = 2 * ranks - 1 - rank
-            return torch.cat([torch.arange(rank * half, (rank + 1) * half), torch.arange(late * half, (late + 1) * half)])
+            return torch.cat(
+                [torch.arange(rank * half, (rank + 1) * half), torch.arange(late * half, (late + 1) * half)]
+            )
 
         keys = torch.cat([of(rank) for rank in range(ranks)])
-        return of(self._context_group.rank())[:, None] >= keys[None]
+        return self._visible(of(self._context_group.rank()), keys)
+
+    def _window_mask(self, positions: int, device: torch.device) -> Tensor | None:
+        """[S, S] bool where a sliding window hides something; None = plain causal attention."""
+        if self._window is None or positions <= self._window:
+            return None
+        order = torch.arange(positions, device=device)
+        return self._visible(order, order)
+
+    def _visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """[Q, K] bool: a query sees itself and what is before it, inside the window."""
+        distance = queries[:, None] - keys[None]
+        visible = distance >= 0
+        return visible if self._window is None else visible & (distance < self._window)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
         grouped = query.shape[1] != key.shape[1]
@@ -112,18 +150,88 @@ class SdpaAttention(MegatronModule):
         )
 
 
-def local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder's layers; the block form is needed because Megatron picks the final norm itself otherwise."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
+class SandwichLayer(TransformerLayer):
+    """Normalises the outputs of attention and MLP before they join the residual (GLM-4)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        norm: type[torch.nn.Module],
+        **kwargs: object,
+    ) -> None:
+        super().__init__(config, submodules, **kwargs)  # type: ignore[arg-type]
+        self.post_self_attn_layernorm = norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+        self.post_mlp_layernorm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.self_attn_bda = _add_normed(self.post_self_attn_layernorm)
+        self.mlp_bda = _add_normed(self.post_mlp_layernorm)
+
+
+def _add_normed(norm: torch.nn.Module) -> Callable[[bool, bool], Callable[..., Tensor]]:
+    """Megatron's bias-dropout-add with a norm before it."""
+
+    def choose(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = get_bias_dropout_add(training, fused)
+        return lambda output_with_bias, residual, dropout: add(
+            (norm(output_with_bias[0]), output_with_bias[1]), residual, dropout
+        )
+
+    return choose
+
+
+def block_spec(
+    config: TransformerConfig, implementation: str = "auto", stage: int | None = None, sandwich_norms: bool = False
+) -> TransformerBlockSubmodules:
+    """This pipeline stage's layers. `implementation`: local, transformer_engine, or auto, which takes Transformer
+    Engine where it is installed and a CUDA device is there; the choice is logged once. `stage` counts the chunks of an
+    interleaved pipeline. Raises ValueError where Transformer Engine is asked for and missing.
+    """
+    use_te = _use_transformer_engine(implementation)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=stage)
+    if not use_te:
+        block.layer_norm = TorchRMSNorm  # Megatron's choice for the final norm refuses sequence parallelism
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        if not use_te:
+            _make_local(layer, config)
+        if sandwich_norms:
+            layer.module, layer.params = SandwichLayer, {**layer.params, "norm": block.layer_norm}
+    return block
+
+
+def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Replace norms and core attention, and store parameters under the names that Transformer Engine layers use, so
+    that checkpoints do not depend on the implementation.
+    """
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = SdpaAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)
+    stored = {}
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = LatentRMSNorm
+        stored["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        stored["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    else:
+        stored["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    if parts.mlp.module is not MoELayer:
+        stored["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    parts.sharded_state_dict_keys_map = stored
+
+
+@cache
+def _use_transformer_engine(implementation: str) -> bool:
+    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if implementation == "local":
+        logger.info("layers: local (transformer_impl: local)")
+        return False
+    if implementation == "transformer_engine" and not available:
+        raise ValueError(
+            "transformer_impl=transformer_engine needs a CUDA device and the package transformer_engine; use auto"
+        )
+    reason = "installed, and a CUDA device is there" if available else "no CUDA device, or the package is not installed"
+    logger.info("layers: %s (Transformer Engine: %s)", "transformer_engine" if available else "local", reason)
+    return available

@@ -1,79 +1,48 @@
-"""A Megatron GPT model from a Hugging Face folder, and back, under any tensor and pipeline layout."""
+"""A Megatron GPT model from a Hugging Face folder, and back, under any tensor, pipeline and expert layout."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
-from roll_async.checkpoint.hf_names.table import Family
+from roll_async.checkpoint.hf_names.table import Match
+from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
-from roll_async.trainer.megatron.layer_spec import local_spec
+from roll_async.trainer.megatron.layer_spec import block_spec
+from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.settings import MegatronSettings
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+__all__ = ["TORCH_DTYPES", "HfBackedModel"]
 
 
-def transformer_config(hf: HfFolder, family: Family, settings: MegatronSettings) -> TransformerConfig:
-    """Megatron's view of a Hugging Face config. Fusions that would call torch.compile are off."""
-    config, parallel = hf.config, settings.parallel
-    dtype = TORCH_DTYPES[settings.dtype]
-    heads = int(config["num_attention_heads"])  # type: ignore[arg-type]
-    hidden = int(config["hidden_size"])  # type: ignore[arg-type]
-    fields: dict[str, object] = {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads", heads),
-        "kv_channels": config.get("head_dim") or hidden // heads,
-        "ffn_hidden_size": config["intermediate_size"],
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": config["rms_norm_eps"],
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "attention_softmax_in_fp32": True,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": settings.dtype == "bf16",
-        "fp16": settings.dtype == "fp16",
-        "use_cpu_initialization": True,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "context_parallel_size": parallel.context,
-        "expert_model_parallel_size": parallel.expert,
-        "sequence_parallel": parallel.sequence_parallel,
-        "variable_seq_lengths": parallel.pipeline > 1,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    return TransformerConfig(**{**fields, **family.spec, **settings.recompute, **settings.extra})  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """A parameter (or buffer) of this rank, and what it is part of."""
+
+    tensor: Tensor
+    name: str
+    """Megatron name, layer and expert counted over the whole model."""
+    sharded: bool
+    """Whether tensor parallelism splits it: an MLA down-projection is split in local layers, whole in TE's."""
 
 
-def rotary_base(config: dict[str, object]) -> float:
-    """transformers 5 keeps it in rope_parameters, older files at the top."""
-    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    assert isinstance(nested, dict)
-    kind = nested.get("rope_type", "default")
-    if kind != "default":
-        raise ValueError(f"rope_type {kind!r} is not supported yet; only default rotary embeddings are")
-    return float(nested.get("rope_theta", config.get("rope_theta", 10000.0)))  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outline:
+    """What the other pipeline stages must know to receive a tensor."""
+
+    names: tuple[str, ...]
+    """One name, or the same expert slot on each expert-parallel rank."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class HfBackedModel:
@@ -82,96 +51,176 @@ class HfBackedModel:
     def __init__(self, settings: MegatronSettings, device: torch.device) -> None:
         self._settings = settings
         self._hf = HfFolder(settings.model_folder)
-        architectures = self._hf.config.get("architectures")
-        assert isinstance(architectures, list), "config.json names no architecture"
-        self._family = family_of(architectures[0])
-        self.config = transformer_config(self._hf, self._family, settings)
-        self.tied = bool(self._hf.config.get("tie_word_embeddings", False))
-        self.heads = HeadLayout(
-            num_groups=self.config.num_query_groups or self.config.num_attention_heads,
-            heads_per_group=self.config.num_attention_heads // (self.config.num_query_groups or 1),
-            head_size=self.config.kv_channels or 0,
-        )
+        self._family = family_of(self._hf.config.architecture())
+        self.config = transformer_config(self._hf.config, self._family, settings)
+        self.tied = self._hf.config.flag("tie_word_embeddings")
+        self.heads = HeadLayout.of(self._hf.config)
         torch.manual_seed(settings.seed)
-        self.module = GPTModel(
+        stages = range(settings.parallel.virtual_pipeline or 1)
+        self.chunks = [self._build(stage if len(stages) > 1 else None) for stage in stages]
+        self._sharded: dict[str, bool] = {}
+        self._outlines: list[list[_Outline]] | None = None
+        self._load()
+        for chunk in self.chunks:
+            chunk.to(device=device)
+
+    @property
+    def module(self) -> GPTModel:
+        """This rank's only chunk."""
+        assert len(self.chunks) == 1, "an interleaved pipeline has several chunks"
+        return self.chunks[0]
+
+    def _build(self, stage: int | None) -> GPTModel:
+        """The layers of this rank; `stage` counts the chunks of an interleaved pipeline."""
+        config, rotary = self._hf.config, Rotary.of(self._hf.config)
+        context = config.integer("max_position_embeddings")
+        module = GPTModel(
             config=self.config,
-            transformer_layer_spec=local_spec(self.config),
-            vocab_size=int(self._hf.config["vocab_size"]),  # type: ignore[call-overload]
-            max_sequence_length=int(self._hf.config["max_position_embeddings"]),  # type: ignore[call-overload]
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            transformer_layer_spec=block_spec(
+                self.config, self._settings.transformer_impl, stage, self._family.sandwich_norms
+            ),
+            vocab_size=config.integer("vocab_size"),
+            max_sequence_length=context,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=self.tied,
             position_embedding_type="rope",
-            rotary_base=int(rotary_base(self._hf.config)),
+            rotary_percent=rotary.fraction,
+            rotary_base=int(rotary.base),
             parallel_output=True,
+            vp_stage=stage,
         )
-        self._load()
-        self.module.to(device=device)
+        if rotary.kind != "default" and not self.config.multi_latent_attention:
+            dimensions = int(self.heads.head_size * rotary.fraction)
+            module.rotary_pos_emb.inv_freq = rotary.frequencies(dimensions, context)
+        return module
+
+    # Loading
 
     def _load(self) -> None:
-        rank, size = parallel_state.get_tensor_model_parallel_rank(), self._settings.parallel.tensor
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                match = self._family.match(self._global_name(name))
-                names = match.hf_names
-                if names == ("lm_head.weight",) and self.tied:
-                    names = ("model.embed_tokens.weight",)
-                full = to_megatron(match.row, [self._hf.tensor(n) for n in names], self.heads)
-                part = shard(match.row, full, rank=rank, size=size)
-                if part.shape != parameter.shape:
-                    raise ValueError(
-                        f"{names[0]} of {self._hf.path} has shape {tuple(part.shape)} where Megatron's {name} has {tuple(parameter.shape)}"
-                    )
-                parameter.copy_(part)
+            for chunk in self.chunks:
+                for local_name, tensor in _tensors(chunk):
+                    self._load_one(self._global_name(chunk, local_name), tensor)
 
-    def _global_name(self, name: str) -> str:
-        """Layer numbers of the whole model; a pipeline stage counts its own from 0."""
+    def _load_one(self, name: str, target: Tensor) -> None:
+        match = self._family.match(name)
+        names = match.hf_names
+        if names == ("lm_head.weight",) and self.tied:
+            names = ("model.embed_tokens.weight",)
+        full = to_megatron(match.row, [self._hf.tensor(n) for n in names], self.heads)
+        self._sharded[name] = full.shape != target.shape
+        part = shard(match.row, full, rank=self._tensor_group(match).rank(), size=self._tensor_group(match).size())
+        if not self._sharded[name]:
+            part = full
+        if part.shape != target.shape:
+            raise ValueError(
+                f"{names[0]} of {self._hf.path} has shape {tuple(part.shape)}, Megatron's {name} {tuple(target.shape)}"
+            )
+        target.copy_(part)
+
+    @staticmethod
+    def _tensor_group(match: Match) -> dist.ProcessGroup:
+        if match.row.is_expert:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def _global_name(self, chunk: GPTModel, name: str) -> str:
+        """Layer and expert numbers of the whole model; a stage counts its layers, and a rank its experts, from 0."""
         found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if not found:
             return name
-        layers = self.module.decoder.layers
-        return f"decoder.layers.{layers[int(found[1])].layer_number - 1}.{found[2]}"
+        layer = chunk.decoder.layers[int(found[1])].layer_number - 1
+        rest = found[2]
+        if self._settings.parallel.expert > 1:
+            rest = re.sub(
+                r"(?<=local_experts\.)\d+|(?<=\.weight)\d+$", lambda e: str(self._global_expert(int(e[0]))), rest
+            )
+        return f"decoder.layers.{layer}.{rest}"
+
+    def _global_expert(self, local: int, rank: int | None = None) -> int:
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        rank = parallel_state.get_expert_model_parallel_rank() if rank is None else rank
+        return rank * ((self.config.num_moe_experts or 0) // ranks) + local
+
+    # Export
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """HF-named full tensors on every rank, stage by stage; collective. Holds one Megatron tensor at a time."""
-        pipeline = self._settings.parallel.pipeline
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        for source in range(pipeline):
-            own = list(self._own_tensors()) if source == stage else None
-            if pipeline == 1:
-                yield from self._gathered(own or [])
-                return
-            yield from self._broadcast(own, source)
+        """HF-named full tensors on every rank, stage by stage; collective. Holds one Megatron tensor at a time (of an
+        expert: one of each expert-parallel rank).
+        """
+        group, stage = (
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        own = list(self._held())
+        if self._outlines is None:
+            self._outlines = self._gather_outlines(own)
+        for source, outlines in enumerate(self._outlines):
+            for index, outline in enumerate(outlines):
+                fulls = self._full(own[index]) if source == stage else self._receive(outline)
+                for name, full in zip(outline.names, fulls, strict=True):
+                    if len(self._outlines) > 1:
+                        dist.broadcast(full, src=dist.get_global_rank(group, source), group=group)
+                    match = self._family.match(name)
+                    yield from zip(match.hf_names, to_hf(match.row, full, self.heads), strict=True)
 
-    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            if not (self.tied and name == "output_layer.weight"):
-                yield self._global_name(name), parameter.detach()
+    def _held(self) -> Iterator[_Held]:
+        """Parameters of this rank that the exported model has; the tied copy of the embedding is left out."""
+        for chunk in self.chunks:
+            for local_name, tensor in _tensors(chunk):
+                name = self._global_name(chunk, local_name)
+                if not (self.tied and name == "output_layer.weight"):
+                    yield _Held(tensor=tensor.detach(), name=name, sharded=self._sharded[name])
 
-    def _gathered(self, tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, part in tensors:
-            match = self._family.match(name)
-            full = unshard(match.row, self._all_parts(part) if match.row.tp_dim is not None else [part])
-            yield from zip(match.hf_names, to_hf(match.row, full, self.heads), strict=True)
-
-    def _all_parts(self, part: Tensor) -> list[Tensor]:
-        if self._settings.parallel.tensor == 1:
-            return [part]
-        parts = [torch.empty_like(part) for _ in range(self._settings.parallel.tensor)]
-        dist.all_gather(parts, part.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        return parts
-
-    def _broadcast(self, own: list[tuple[str, Tensor]] | None, source: int) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of one pipeline stage to all stages of the replica, one at a time."""
+    def _gather_outlines(self, own: Sequence[_Held]) -> list[list[_Outline]]:
+        """The tensors of each pipeline stage, known to all stages. Once: names and shapes do not change."""
+        outlines = [self._outline(held) for held in own]
         group = parallel_state.get_pipeline_model_parallel_group()
-        sender = dist.get_global_rank(group, source)
-        mine = list(self._gathered(own)) if own is not None else []
-        header: list[object] = [[(n, tuple(t.shape)) for n, t in mine] if own is not None else None]
-        dist.broadcast_object_list(header, src=sender, group=group)
-        names = header[0]
-        assert isinstance(names, list)
-        device, dtype = next(self.module.parameters()).device, self.config.params_dtype
-        for index, (name, shape) in enumerate(names):
-            tensor = mine[index][1].contiguous() if own is not None else torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(tensor, src=sender, group=group)
-            yield name, tensor
+        if group.size() == 1:
+            return [outlines]
+        gathered: list[list[_Outline]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(gathered, outlines, group=group)
+        return gathered
+
+    def _outline(self, held: _Held) -> _Outline:
+        match = self._family.match(held.name)
+        shape = list(held.tensor.shape)
+        if held.sharded:
+            assert match.row.tp_dim is not None
+            shape[match.row.tp_dim] *= self._tensor_group(match).size()
+        names = (held.name,)
+        if match.expert is not None:
+            per_rank = (self.config.num_moe_experts or 0) // self._settings.parallel.expert
+            slots = (
+                self._global_expert(match.expert % per_rank, rank) for rank in range(self._settings.parallel.expert)
+            )
+            names = tuple(match.row.megatron.format(i=match.layer, e=slot) for slot in slots)
+        return _Outline(names=names, shape=tuple(shape), dtype=held.tensor.dtype)
+
+    def _full(self, held: _Held) -> list[Tensor]:
+        """The full Megatron tensor; of an expert, that of each expert-parallel rank."""
+        match = self._family.match(held.name)
+        full = held.tensor
+        if held.sharded:
+            full = unshard(match.row, _all_gather(full, self._tensor_group(match)))
+        if match.expert is None or self._settings.parallel.expert == 1:
+            return [full.contiguous()]
+        return _all_gather(full, parallel_state.get_expert_model_parallel_group())
+
+    def _receive(self, outline: _Outline) -> list[Tensor]:
+        device = next(self.chunks[0].parameters()).device
+        return [torch.empty(outline.shape, dtype=outline.dtype, device=device) for _ in outline.names]
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that checkpoints hold (the routers' expert bias)."""
+    yield from module.named_parameters()
+    persistent = module.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def _all_gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts

@@ -1,0 +1,32 @@
+"""Mixtral: every layer routes over experts whose matrices are called w1 (gate), w3 (up) and w2 (down)."""
+
+from __future__ import annotations
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, OLD_BUFFERS, window_fields
+from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, router, routing_fields
+from roll_async.checkpoint.hf_names.table import Family
+
+
+def _fields(config: HfConfig) -> dict[str, object]:
+    return {
+        **routing_fields(
+            config,
+            num_experts=config.integer("num_local_experts", "num_experts"),
+            expert_size=config.integer("intermediate_size"),
+            normalised=True,
+        ),
+        **window_fields(config),
+    }
+
+
+FAMILY = Family(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    rows=(
+        *EMBEDDING, *MOE_NORMS, *ATTENTION, *router("block_sparse_moe.gate"),
+        *experts("block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+    ),
+    fields=_fields,
+    unused=OLD_BUFFERS,
+)  # fmt: skip

@@ -1,0 +1,35 @@
+"""Qwen3-MoE: normalised queries and keys, routed experts only; some layers may be dense."""
+
+from __future__ import annotations
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.dense import ATTENTION, DENSE_MLP_NORM, EMBEDDING, MLP, QK_NORM, window_fields
+from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, qwen_sparse_layers, router, routing_fields
+from roll_async.checkpoint.hf_names.table import Family, moe_layers
+
+
+def _fields(config: HfConfig) -> dict[str, object]:
+    config.demand(attention_bias=False)
+    sparse = qwen_sparse_layers(config)
+    return {
+        **routing_fields(
+            config,
+            num_experts=config.integer("num_experts", "num_local_experts"),
+            expert_size=config.integer("moe_intermediate_size"),
+            normalised=config.flag("norm_topk_prob"),
+        ),
+        "moe_layer_freq": moe_layers(len(sparse), sparse),
+        "qk_layernorm": True,
+        **window_fields(config),
+    }
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    rows=(
+        *EMBEDDING, *MOE_NORMS, *DENSE_MLP_NORM, *ATTENTION, *QK_NORM, *MLP, *router("mlp.gate"),
+        *experts("mlp.experts"),
+    ),
+    fields=_fields,
+)  # fmt: skip

@@ -1,0 +1,106 @@
+"""Megatron's TransformerConfig from a Hugging Face config.json and the layout of this role."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.table import Family
+from roll_async.checkpoint.rotary import Rotary
+from roll_async.checkpoint.transforms import HeadLayout
+from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_NO_FUSION = {
+    # Each of these would call torch.compile or a CUDA extension.
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
+def transformer_config(config: HfConfig, family: Family, settings: MegatronSettings) -> TransformerConfig:
+    """Megatron's view of the model. Raises ValueError for a model or layout it cannot be built for."""
+    config.demand(hidden_act="silu")
+    heads, parallel = HeadLayout.of(config), settings.parallel
+    dtype = TORCH_DTYPES[settings.dtype]
+    fields: dict[str, object] = {
+        "num_layers": config.integer("num_hidden_layers"),
+        "hidden_size": config.integer("hidden_size"),
+        "num_attention_heads": config.integer("num_attention_heads"),
+        "num_query_groups": heads.num_groups,
+        "kv_channels": heads.head_size,
+        "ffn_hidden_size": config.integer("intermediate_size"),
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.number("rms_norm_eps"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": settings.dtype == "bf16",
+        "fp16": settings.dtype == "fp16",
+        "use_cpu_initialization": True,
+        **_NO_FUSION,
+        **_layout(parallel),
+        **family.fields(config),
+        **settings.recompute,
+        **settings.extra,
+    }
+    _demand_divisible(config, fields, parallel)
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    result = kind(**fields)  # type: ignore[arg-type]
+    if kind is TransformerConfig:
+        _set_attention_factor(result, Rotary.of(config).attention_factor())
+    return result
+
+
+def _layout(parallel: ParallelSizes) -> dict[str, object]:
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence_parallel,
+        "variable_seq_lengths": parallel.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _demand_divisible(config: HfConfig, fields: dict[str, object], parallel: ParallelSizes) -> None:
+    """Sizes that ranks share evenly; Megatron itself stops with an assertion deep inside a layer."""
+    sizes: dict[str, tuple[object, int]] = {
+        "vocab_size": (config.integer("vocab_size"), parallel.tensor),
+        "num_attention_heads": (fields["num_attention_heads"], parallel.tensor),
+        "intermediate_size": (fields["ffn_hidden_size"], parallel.tensor),
+        "num_hidden_layers": (fields["num_layers"], parallel.pipeline * (parallel.virtual_pipeline or 1)),
+        "num_experts": (fields.get("num_moe_experts") or 0, parallel.expert),
+    }
+    for name, (size, ranks) in sizes.items():
+        assert isinstance(size, int)
+        if size % ranks:
+            raise ValueError(f"{config.source}: {name}={size} cannot be shared evenly by {ranks} ranks")
+    if parallel.expert > 1 and not fields.get("num_moe_experts"):
+        raise ValueError(f"{config.source}: expert_model_parallel_size={parallel.expert}, but the model has no experts")
+
+
+def _set_attention_factor(config: TransformerConfig, factor: float) -> None:
+    """Megatron multiplies cosines and sines by 0.1 * mscale * ln(scaling_factor) + 1, read from these attributes."""
+    if factor != 1.0:
+        config.yarn_rotary_scaling_factor = math.e  # type: ignore[attr-defined]
+        config.yarn_mscale = (factor - 1.0) * 10.0  # type: ignore[attr-defined]
+        config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
