@@ -140,7 +140,8 @@ def test_a_judge_that_talks_around_its_verdict_is_understood(judging, question, 
 
 def test_trouble_that_passes_is_retried(judging, question):
     async def work(judge, server):
-        server.script = ["no json", (503, "busy", {"Retry-After": "0.05"}), (429, "slow", {"Retry-After": "0"}), verdict(1, True)]
+        busy = [(503, "busy", {"Retry-After": "0.05"}), (429, "slow", {"Retry-After": "0"})]
+        server.script = ["no json", *busy, verdict(1, True)]
         reward = await judge.score_response(question, "x")
         return reward, len(server.bodies)
 
