@@ -1,35 +1,32 @@
-"""Starts the roles of a run and couples them: config -> trainer, engines, rewards -> queue, scheduler, rollouter ->
-pipeline.
-"""
+"""Couples the roles of a run: queue, scheduler, rollouter, learner, synchronizer -> pipeline."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_async import assemble_settings as settings
+from roll_async.assemble_roles import RolePlacements, Roles, RoleStarter
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
-from roll_async.cluster.engine_group import RayEngineClient
-from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
-from roll_async.cluster.reward_group import RayScorer
 from roll_async.cluster.runtime import RuntimeInfo
-from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
-from roll_async.config.schema import RLVRConfig, WorkerConfig
+from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.config.schema import RLVRConfig
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
-from roll_async.pipelines.rlvr import PipelineParts, RLVRPipeline, RunPlan
-from roll_async.prompts.load import load_prompts
-from roll_async.prompts.stream import ShuffledPrompts
+from roll_async.pipelines.health import CustomMonitor, HealthMonitor
+from roll_async.pipelines.rlvr import RLVRPipeline
+from roll_async.pipelines.train_loop import PipelineParts, TrainLoop
+from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
 from roll_async.trainer.learner import Learner, LearnerParts, LearnerState
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
@@ -39,38 +36,19 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolePlacements:
-    """Where every process of a run goes."""
+class RunClasses:
+    """Where a run may differ by the user's own code."""
 
-    training: Mapping[str, tuple[ProcessPlacement, ...]]
-    """By role: actor_train, and reference, critic, teacher when configured."""
-    engines: tuple[ProcessPlacement, ...]
-
-    @property
-    def all(self) -> tuple[ProcessPlacement, ...]:
-        """Every process."""
-        return (*(p for part in self.training.values() for p in part), *self.engines)
-
-
-def place_roles(config: RLVRConfig) -> RolePlacements:
-    """Device mappings to processes. Raises ValueError for a mapping that spans nodes where it cannot."""
-    roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
-    cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
-    cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
-    threads = threads_per_process(cpu)
-
-    def put(worker: WorkerConfig, count: int) -> tuple[ProcessPlacement, ...]:
-        return place(
-            worker.device_mapping,
-            num_processes=count,
-            num_gpus_per_node=config.num_gpus_per_node,
-            num_threads=threads if worker.device_mapping is None else 4,
-        )
-
-    return RolePlacements(
-        training={name: put(w, w.num_ranks) for name, w in roles.items()},
-        engines=put(config.actor_infer, config.num_servers),
-    )
+    trainer: type[TrainLoop] = TrainLoop
+    rollouter: type[Rollouter] = Rollouter
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """By name; without one, no completion is searched for calls."""
+    tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
+    monitor_interval_s: float | None = None
+    """Seconds between two looks at the health of all components; None = no monitor."""
+    custom_monitor: CustomMonitor | None = None
+    log_name: str | None = None
+    """A second log file in the run folder, besides run.log."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,163 +57,117 @@ class Assembled:
 
     pipeline: RLVRPipeline
     actor: RayTrainerGroup
-    manager: AsyncLLMServerManager
-    synchronizer: ParameterSynchronizer
 
 
-class Assembly:
-    """Starts roles in parallel and closes all of them when its stack closes."""
+async def build_run(
+    config: RLVRConfig,
+    runtime: RuntimeInfo,
+    placements: RolePlacements,
+    stack: AsyncExitStack,
+    observers: tuple[Recorder, RunFolder],
+    classes: RunClasses,
+) -> Assembled:
+    """Start every role and couple them; they close with the stack. Raises ValueError for what the user can fix,
+    RoleFailed for what a role reports.
+    """
+    roles = await RoleStarter(config, runtime, placements, stack).start()
+    return await couple(config, roles, *observers, classes)
 
-    def __init__(
-        self, config: RLVRConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack
-    ) -> None:
-        self._config, self._runtime, self._placements, self._stack = config, runtime, placements, stack
-        self._pool = NodePool(
-            placements.all, num_gpus_per_node=config.num_gpus_per_node, timeout_s=config.fault.stall_timeout
+
+async def couple(
+    config: RLVRConfig, roles: Roles, recorder: Recorder, folder: RunFolder, classes: RunClasses
+) -> Assembled:
+    """A pipeline on roles that run already; restores what `checkpoint.resume_from` names."""
+    actor, manager, supervisor = roles.training["actor_train"], roles.manager, roles.supervisor
+    scheduler = ChatCompletionScheduler(
+        manager, roles.scorer, settings.scheduler_options(config), tools=_tools(config, classes)
+    )
+    learner = Learner(
+        LearnerParts(actor=actor, reference=roles.training.get("reference"), teacher=roles.training.get("teacher")),
+        settings.learner_options(config),
+    )
+    checkpoints = RunCheckpoints(folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep)
+    restored, position = await restore_loop(config, actor, learner, checkpoints)
+    folder.truncate_metrics(restored)
+    queue = MessageQueue(settings.queue_options(config), _ledger(config))
+    queue.restore(restored, position)
+    rollouter = classes.rollouter(queue, scheduler, manager, roles.prompts, budget=settings.filter_budget(config))
+    synchronizer = ParameterSynchronizer(
+        actor,
+        rollouter,
+        lambda: manager.clients,  # type: ignore[arg-type, return-value]
+        settings.sync_options(config, _transport(config)),
+        weights_held=queue.weights_held,
+        take_out=supervisor.take_out,
+        put_back=supervisor.put_back,  # type: ignore[arg-type]
+        comes_back=lambda: manager.expects_return,
+    )
+    supervisor.attach(synchronizer.rejoin)  # type: ignore[arg-type]
+    parts = PipelineParts(
+        queue=queue,
+        rollouter=rollouter,
+        learner=learner,
+        synchronizer=synchronizer,
+        checkpoint=LoopCheckpoint(config, actor, learner, queue, checkpoints),
+        observer=recorder,
+        validate=_validator(config, scheduler, roles.validation) if roles.validation else None,
+    )
+    plan = settings.run_plan(config, first_step=restored + 1)
+    trainer = classes.trainer(parts, plan)
+    watch = None
+    if classes.monitor_interval_s is not None:
+        monitor = HealthMonitor(
+            trainer, parts, interval_s=classes.monitor_interval_s, custom_monitor=classes.custom_monitor
         )
+        watch = monitor.run
+    return Assembled(pipeline=RLVRPipeline(parts, plan, trainer=trainer, watch=watch), actor=actor)
 
-    async def build(self, recorder: Recorder, folder: RunFolder) -> Assembled:
-        """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
-        config = self._config
-        (train, valid), (groups, clients), scorer = await asyncio.gather(
-            asyncio.to_thread(self._prompts), self._models(), self._start_scorer()
-        )
-        manager = AsyncLLMServerManager(clients, settings.manager_options(config))
-        await manager.start()
-        self._stack.push_async_callback(manager.close)
-        scheduler = ChatCompletionScheduler(manager, scorer, settings.scheduler_options(config))
-        learner = Learner(
-            LearnerParts(actor=groups["actor_train"], reference=groups.get("reference"), teacher=groups.get("teacher")),
-            settings.learner_options(config),
-        )
-        checkpoints = RunCheckpoints(
-            folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep
-        )
-        restored, position = await restore_loop(config, groups["actor_train"], learner, checkpoints)
-        folder.truncate_metrics(restored)
-        queue = MessageQueue(settings.queue_options(config), self._ledger())
-        queue.restore(restored, position)
-        saver = LoopCheckpoint(config, groups["actor_train"], learner, queue, checkpoints)
-        rollouter = Rollouter(queue, scheduler, manager, train)
-        synchronizer = ParameterSynchronizer(
-            groups["actor_train"],
-            rollouter,
-            lambda: manager.clients,  # type: ignore[arg-type, return-value]
-            settings.sync_options(config, self._transport()),
-            weights_held=queue.weights_held,
-            take_out=manager.remove,
-        )
-        parts = PipelineParts(
-            queue=queue,
-            rollouter=rollouter,
-            learner=learner,
-            synchronizer=synchronizer,
-            checkpoint=saver,
-            observer=recorder,
-            validate=self._validator(scheduler, valid) if valid else None,
-        )
-        plan = RunPlan(
-            first_step=restored + 1,
-            max_steps=config.max_steps,
-            sync_every=config.async_training.trigger_parameter_sync_step,
-            save_every=config.save_steps,
-            eval_every=config.eval_steps,
-        )
-        pipeline = RLVRPipeline(parts, plan)
-        return Assembled(pipeline=pipeline, actor=groups["actor_train"], manager=manager, synchronizer=synchronizer)
 
-    def _prompts(self) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
-        config = self._config
-        assert config.actor_train.data_args is not None
-        probabilities = config.actor_train.data_args.domain_interleave_probs
-        train = ShuffledPrompts(
-            load_prompts(settings.data_options(config, config.actor_train.data_args)),
-            seed=config.seed,
-            probabilities=probabilities,
-        )
-        if config.validation is None or not config.eval_steps:
-            return train, ()
-        held_out = load_prompts(settings.data_options(config, config.validation.data_args))
-        stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
-        prompts = (stream.at(i) for i in range(config.val_batch_size))
-        return train, [p for p in prompts if p is not None]
+def _tools(config: RLVRConfig, classes: RunClasses) -> ToolCompletionCallback | None:
+    if not classes.tools:
+        return None
+    assert config.actor_train.data_args is not None
+    codec = ChatToolCodec(load_tokenizer(config.pretrain), config.actor_train.data_args.template)
+    return classes.tool_callback(classes.tools, codec, timeout_s=config.fault.env_timeout)
 
-    async def _models(self) -> tuple[dict[str, RayTrainerGroup], list[RayEngineClient]]:
-        env = dict(self._config.system_envs)
-        training = [
-            self._start_training(name, worker, env) for name, worker in self._config.roles() if name != "actor_infer"
-        ]
-        engines = [self._start_engine(p, env) for p in self._placements.engines]
-        started = await asyncio.gather(*training, *engines)
-        groups = started[: len(training)]
-        return {g.name: g for g in groups}, list(started[len(training) :])  # type: ignore[union-attr, return-value, arg-type]
 
-    async def _start_training(self, name: str, worker: WorkerConfig, env: dict[str, str]) -> RayTrainerGroup:
-        group = await RayTrainerGroup.start(
-            TrainingRole(name=name, settings=settings.megatron_settings(self._config, worker)),
-            self._placements.training[name],
-            self._pool,
-            {**env, **worker.system_envs},
-            embedded=self._runtime.embedded,
-            bucket_bytes=self._config.weight_sync.bucket_size_mb << 20,
-        )
-        self._stack.push_async_callback(group.close)
-        return group
+def _ledger(config: RLVRConfig) -> Ledger:
+    ledger = config.ledger
+    if config.checkpoint.resume_from is None:
+        # A fresh run must not train groups of an older one; they are kept beside it, not lost.
+        set_aside(Path(ledger.path))
+    return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
 
-    async def _start_engine(self, placement: ProcessPlacement, env: dict[str, str]) -> RayEngineClient:
-        role = self._config.actor_infer
-        client = await RayEngineClient.start(
-            role.strategy_args.strategy_name,
-            settings.engine_settings(self._config),
-            placement,
-            self._pool,
-            {**env, **role.system_envs},
-        )
-        self._stack.push_async_callback(client.close)
-        return client
 
-    async def _start_scorer(self) -> RayScorer:
-        scorer = await RayScorer.start(self._config.rewards, self._config.pretrain, self._config.system_envs)
-        self._stack.push_async_callback(scorer.close)
-        return scorer
+def _transport(config: RLVRConfig) -> str:
+    name, reason = choose_transport(
+        config.weight_sync.transport,
+        trainer_devices=config.actor_train.device_mapping,
+        engine_devices=config.actor_infer.device_mapping,
+        num_gpus_per_node=config.num_gpus_per_node,
+    )
+    logger.info("weight transport: %s (%s)", name, reason)
+    return name
 
-    def _ledger(self) -> Ledger:
-        ledger = self._config.ledger
-        path = Path(ledger.path)
-        if self._config.checkpoint.resume_from is None:
-            # A fresh run must not train groups of an older one; they are kept beside it, not lost.
-            set_aside(path)
-        return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
 
-    def _transport(self) -> str:
-        config = self._config
-        name, reason = choose_transport(
-            config.weight_sync.transport,
-            trainer_devices=config.actor_train.device_mapping,
-            engine_devices=config.actor_infer.device_mapping,
-            num_gpus_per_node=config.num_gpus_per_node,
-        )
-        logger.info("weight transport: %s (%s)", name, reason)
-        return name
+def _validator(
+    config: RLVRConfig, scheduler: ChatCompletionScheduler, prompts: Sequence[Prompt]
+) -> Callable[[int], Awaitable[Mapping[str, float]]]:
+    assert config.validation is not None
+    sampling = settings.sampling_params(config.validation.generating_args)
 
-    def _validator(
-        self, scheduler: ChatCompletionScheduler, prompts: Sequence[Prompt]
-    ) -> Callable[[int], asyncio.Future[Mapping[str, float]]]:
-        assert self._config.validation is not None
-        sampling = settings.sampling_params(self._config.validation.generating_args)
+    async def validate(step: int) -> Mapping[str, float]:
+        samples = await scheduler.validate(prompts, sampling, name=f"validation.{step}")
+        rewards = [s.reward for s in samples if s.reward is not None]
+        count = max(1, len(rewards))
+        return {
+            "validation/reward": sum(r.score for r in rewards) / count,
+            "validation/accuracy": sum(r.metrics.get("acc", float(r.score > 0)) for r in rewards) / count,
+            "validation/samples": float(len(rewards)),
+            "validation/length_mean": sum(len(s.response_token_ids) for s in samples) / max(1, len(samples)),
+        }
 
-        async def validate(step: int) -> Mapping[str, float]:
-            samples = await scheduler.validate(prompts, sampling, name=f"validation.{step}")
-            rewards = [s.reward for s in samples if s.reward is not None]
-            count = max(1, len(rewards))
-            return {
-                "validation/reward": sum(r.score for r in rewards) / count,
-                "validation/accuracy": sum(r.metrics.get("acc", float(r.score > 0)) for r in rewards) / count,
-                "validation/samples": float(len(rewards)),
-                "validation/length_mean": sum(len(s.response_token_ids) for s in samples) / max(1, len(samples)),
-            }
-
-        return validate  # type: ignore[return-value]
+    return validate
 
 
 class LoopCheckpoint:

@@ -19,9 +19,12 @@ from roll_async.config.schema import (
     WorkerConfig,
 )
 from roll_async.inference.settings import EngineSettings
+from roll_async.pipelines.train_loop import RunPlan
 from roll_async.prompts.load import DataOptions
 from roll_async.prompts.rows import Columns
 from roll_async.rollout.chat_scheduler import SchedulerOptions
+from roll_async.rollout.conversations import ScoringOptions
+from roll_async.rollout.filter_budget import FilterBudget
 from roll_async.rollout.server_manager import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.learner import LearnerOptions
@@ -212,9 +215,11 @@ def scheduler_options(config: RLVRConfig) -> SchedulerOptions:
         singletons=groups.singletons,
         max_num_gen_batches=groups.max_num_gen_batches,
         gen_batch_size=groups.gen_batch_size,
-        sample_retries=config.fault.sample_retries,
-        reward_timeout_s=config.fault.stall_timeout,
-        outage_patience_s=config.fault.stall_timeout,
+        scoring=ScoringOptions(
+            reward_retries=config.fault.sample_retries,
+            reward_timeout_s=config.fault.stall_timeout,
+            outage_patience_s=config.fault.stall_timeout,
+        ),
         greedy_baseline=config.algorithm.adv_estimator == "remax",
         spread_samples=config.is_num_return_sequences_expand,
     )
@@ -242,11 +247,38 @@ def queue_options(config: RLVRConfig) -> QueueOptions:
         policy=StalenessPolicy(a.staleness.policy),
         soft_versions=a.staleness.soft_versions,
         max_queue_size=a.max_queue_size,
-        oversample_groups=max(0, extra) if config.async_generation_ratio > 0 else 0,
+        oversample_groups=max(0, extra),
         samples_per_group=config.samples_per_group,
         batch_timeout_s=a.batch_timeout,
         stall_timeout_s=config.fault.stall_timeout,
         max_failed_groups=config.fault.max_failed_groups,
+    )
+
+
+def filter_budget(config: RLVRConfig) -> FilterBudget | None:
+    """How much may be generated for one batch; None without dynamic sampling."""
+    groups = config.algorithm.filter_groups
+    if not groups.enable or groups.max_num_gen_batches <= 0:
+        return None
+    return FilterBudget(
+        groups_per_batch=config.groups_per_batch,
+        gen_batch_size=groups.gen_batch_size,
+        max_num_gen_batches=groups.max_num_gen_batches,
+    )
+
+
+def run_plan(config: RLVRConfig, *, first_step: int) -> RunPlan:
+    """How long the loop runs, and how often it does what."""
+    a = config.async_training
+    return RunPlan(
+        first_step=first_step,
+        max_steps=config.max_steps,
+        sync_every=a.trigger_parameter_sync_step,
+        save_every=config.save_steps,
+        eval_every=config.eval_steps,
+        groups_per_batch=config.groups_per_batch,
+        samples_per_group=config.samples_per_group,
+        groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
     )
 
 

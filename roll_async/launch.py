@@ -10,10 +10,20 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roll_async.config.api import ConfigError, dump, load_with_warnings
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import RLVRConfig
+
+if TYPE_CHECKING:
+    from roll_async.assemble import Assembled, RunClasses
+    from roll_async.assemble_roles import RolePlacements
+    from roll_async.cluster.runtime import RuntimeInfo
+    from roll_async.observe.recorder import Recorder
+    from roll_async.observe.run_folder import RunFolder
+    from roll_async.pipelines.protocol import RunEnd
+    from roll_async.pipelines.rlvr import RLVRPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +31,9 @@ EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0,
 _MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
 
 
-def run_command(args: Sequence[str], *, pipeline: str | None) -> int:
+def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasses | None = None) -> int:
     """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray
-    starts.
+    starts. `classes`: the user's own code, see `assemble.py`.
     """
     try:
         path, overrides = resolve_config(list(args), pipeline)
@@ -44,7 +54,7 @@ def run_command(args: Sequence[str], *, pipeline: str | None) -> int:
     except ValueError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return _run(loaded.config)
+    return _run(loaded.config, classes)
 
 
 def _check_inputs(config: RLVRConfig) -> None:
@@ -63,17 +73,19 @@ def _check_inputs(config: RLVRConfig) -> None:
             raise ValueError(missing_file(file))
 
 
-def _run(config: RLVRConfig) -> int:
+def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
+    from roll_async.assemble import RunClasses
     from roll_async.buffer.errors import StallError
     from roll_async.observe.run_folder import RunFolder
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    classes = RunClasses() if classes is None else classes
     try:
         folder = RunFolder(config.output_dir, config.exp_name)
         folder.write_config(dump(config))
-        folder.open_log()
-        return _run_in(config, folder)
+        folder.open_log(*([classes.log_name] if classes.log_name else []))
+        return _run_in(config, folder, classes)
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing to save", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -83,10 +95,11 @@ def _run(config: RLVRConfig) -> int:
             return EXIT_INTERRUPTED
         logger.error("%s: %s", type(cause).__name__, cause)
         logger.info("where it came from:", exc_info=error)
-        kind = {ValueError: EXIT_USAGE, StallError: EXIT_STALLED}.get(type(cause), EXIT_ROLE_FAILED)
         if not isinstance(cause, (ValueError, RuntimeError, ConnectionError, TimeoutError, OSError, StallError)):
             raise
-        return kind
+        if isinstance(cause, StallError):
+            return EXIT_STALLED
+        return EXIT_USAGE if isinstance(cause, ValueError) else EXIT_ROLE_FAILED
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -95,8 +108,8 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _run_in(config: RLVRConfig, folder) -> int:  # noqa: ANN001 (RunFolder)
-    from roll_async.assemble import place_roles
+def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:
+    from roll_async.assemble_roles import place_roles
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.recorder import Recorder
@@ -117,19 +130,28 @@ def _run_in(config: RLVRConfig, folder) -> int:  # noqa: ANN001 (RunFolder)
     env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
-            end = asyncio.run(_train(config, runtime, placements, recorder, folder))
+            end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))
     finally:
         recorder.close()
     return _report(config, folder, end)
 
 
-async def _train(config: RLVRConfig, runtime, placements, recorder, folder):  # noqa: ANN001, ANN202
+async def _train(
+    config: RLVRConfig,
+    runtime: RuntimeInfo,
+    placements: RolePlacements,
+    observers: tuple[Recorder, RunFolder],
+    classes: RunClasses,
+) -> RunEnd:
     """Start the roles, train, export. Ctrl-C and SIGTERM end the run after the step under way, with its state saved."""
-    from roll_async.assemble import Assembly
+    from roll_async.assemble import build_run
 
     loop = asyncio.get_running_loop()
+    recorder, folder = observers
     async with AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(Assembly(config, runtime, placements, stack).build(recorder, folder))
+        starting: asyncio.Task[Assembled] = asyncio.ensure_future(
+            build_run(config, runtime, placements, stack, observers, classes)
+        )
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, starting.cancel)
         try:
@@ -144,12 +166,12 @@ async def _train(config: RLVRConfig, runtime, placements, recorder, folder):  # 
     return end
 
 
-def _ask_to_stop(pipeline) -> None:  # noqa: ANN001 (RLVRPipeline)
+def _ask_to_stop(pipeline: RLVRPipeline) -> None:
     print("\nstopping after the step under way; the state will be saved", file=sys.stderr, flush=True)
     pipeline.request_stop()
 
 
-def _report(config: RLVRConfig, folder, end) -> int:  # noqa: ANN001 (RunFolder, RunEnd)
+def _report(config: RLVRConfig, folder: RunFolder, end: RunEnd) -> int:
     from roll_async.observe import report
     from roll_async.pipelines.protocol import RunEnd
 

@@ -75,10 +75,11 @@ def _engine(config: RLVRConfig) -> list[str]:
 
 def _loop(config: RLVRConfig) -> list[str]:
     problems = []
-    if config.async_training.require_batches != config.mini_batches_per_batch:
-        problems.append("async_training.require_batches smaller than a whole step is not there yet; remove it")
     if config.tracking.prometheus_port is not None:
         problems.append("tracking.prometheus_port is not there yet; remove it")
     if config.tracking.rollout_dump_dir is not None:
         problems.append("tracking.rollout_dump_dir is not there yet; remove it")
+    for domain, reward in config.rewards.items():
+        if reward.type in ("code_sandbox", "llm_judge"):
+            problems.append(f"rewards.{domain}.type={reward.type} is not there yet; use another or a dotted path")
     return problems

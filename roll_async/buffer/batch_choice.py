@@ -19,12 +19,14 @@ class BatchChoice:
     def __init__(self, options: QueueOptions, book: GroupBook) -> None:
         self._options, self._book = options, book
 
-    def batch(self, step: int) -> list[Entry] | None:
-        """The G finished groups of oldest admission, None while the trainer has to wait for others."""
+    def batch(self, step: int, num_groups: int) -> list[Entry] | None:
+        """The finished groups of oldest admission, None while the trainer has to wait for others. `num_groups`: G, or
+        fewer for a part of the batch.
+        """
         options, book = self._options, self._book
-        if len(book.buffered_ids) < options.groups_per_batch:
+        if len(book.buffered_ids) < num_groups:
             return None
-        chosen = self._oldest()
+        chosen = self._oldest(num_groups)
         if options.policy is StalenessPolicy.WAIT:
             if not self.may_take(chosen, step):
                 return None
@@ -42,55 +44,65 @@ class BatchChoice:
             step=step,
             groups_per_batch=self._options.groups_per_batch,
             max_versions=self._options.bound_versions,
+            taken=self._taken + len(chosen),
         )
 
-    def surplus(self, step: int, *, nothing_more_fits: bool) -> list[Entry]:
-        """Groups in flight that are too many once the batch of `step` is there. Over-sampling and policy wait only:
-        every other run admits no more than its steps can train in time.
+    @property
+    def _taken(self) -> int:
+        """Groups of the present step that are with the trainer already: a batch may be taken in parts."""
+        return self._book.counts[GroupState.TRAINING]
+
+    def surplus(self, step: int, num_groups: int, *, nothing_more_fits: bool) -> list[Entry]:
+        """Groups in flight that are too many once the batch (or the next part) of `step` is there. Over-sampling and
+        policy wait only: every other run admits no more than its steps can train in time.
 
         `nothing_more_fits`: the kept groups fill the admission rule, so nothing in flight can be kept before the next
         weight push and none of it may hold the batch up. Prompts that gave way before come last, the youngest first.
         """
         options, book = self._options, self._book
-        full_batch = len(book.buffered_ids) >= options.groups_per_batch
+        full_batch = len(book.buffered_ids) >= num_groups
         if not options.oversample_groups or options.policy is not StalenessPolicy.WAIT or not full_batch:
             return []
         flying = [e for e in book.in_state(GroupState.IN_FLIGHT) if not e.surplus]
         flying.sort(key=lambda e: (e.slot.attempt, -e.slot.group_id))
         chosen: list[Entry] = []
         while True:
-            excess = self._excess(self._without(chosen), step)
+            excess = self._excess(self._without(chosen), step, self._taken)
             if excess is None and nothing_more_fits:
-                excess = self._excess(self._without([*chosen, *self._oldest()]), step + 1)
+                left = self._without([*chosen, *self._oldest(num_groups)])
+                excess = self._excess(left, step, self._taken + num_groups)
             candidates = [e for e in flying if excess and e.slot.admitted_version <= excess[1]]
             if excess is None or not candidates:
                 return chosen
             chosen += candidates[: excess[0]]
             flying = [e for e in flying if e not in chosen]
 
-    def is_too_many(self, entry: Entry, next_step: int) -> bool:
+    def is_too_many(self, entry: Entry, last_taken: int) -> bool:
         """With this finished group the buffered ones alone would miss a deadline. Over-sampling only, as `surplus`."""
         options, book = self._options, self._book
         if not options.oversample_groups or options.policy is not StalenessPolicy.WAIT:
             return False
         kept = Counter(book.entries[i].slot.admitted_version for i in book.buffered_ids)
         kept[entry.slot.admitted_version] += 1
-        return self._excess(kept, next_step) is not None
+        return self._excess(kept, last_taken if self._taken else last_taken + 1, self._taken) is not None
 
     def still_fits(self, admitted_version: WeightVersion, next_step: int) -> bool:
         """One more group of this version beside those waiting can be trained in time."""
         return self._excess(self._book.waiting_by_version + Counter({admitted_version: 1}), next_step) is None
 
-    def _oldest(self) -> list[Entry]:
-        return [self._book.entries[i] for i in self._book.buffered_ids[: self._options.groups_per_batch]]
+    def _oldest(self, num_groups: int) -> list[Entry]:
+        return [self._book.entries[i] for i in self._book.buffered_ids[:num_groups]]
 
     def _without(self, entries: Sequence[Entry]) -> Counter[WeightVersion]:
         return self._book.waiting_by_version - Counter(e.slot.admitted_version for e in entries)
 
-    def _excess(self, groups: Mapping[WeightVersion, int], next_step: int) -> tuple[int, WeightVersion] | None:
+    def _excess(
+        self, groups: Mapping[WeightVersion, int], next_step: int, taken: int = 0
+    ) -> tuple[int, WeightVersion] | None:
         return largest_excess(
             groups_by_version=groups,
             next_step=next_step,
             groups_per_batch=self._options.groups_per_batch,
             max_versions=self._options.bound_versions,
+            taken=taken,
         )

@@ -117,7 +117,7 @@ class MessageQueue:
             if entry is None:
                 self._late += 1
                 return False
-            if entry.surplus or self._choice.is_too_many(entry, self._last_taken + 1):
+            if entry.surplus or self._choice.is_too_many(entry, self._last_taken):
                 await self.release(group.group_id, Outcome.REQUEUED, "surplus")
                 return False
             if self._closed or self._book.finished < self.admission_limit:
@@ -189,19 +189,23 @@ class MessageQueue:
 
     # Consumer
 
-    async def take_batch(self, step: int) -> list[Group]:
+    async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
         """Exactly G groups for training step `step` (1, 2, ...; after a restore the next one), oldest admission first.
+        `num_groups`: only that many of them, the rest of the step follows by calls with the same `step`.
 
         Raises EndOfData when no full batch can come any more, QueueClosed after `close`, StallError when nothing moved
         for stall_timeout_s.
         """
-        if step != self._last_taken + 1:
+        taken = self._book.counts[GroupState.TRAINING]
+        if step != self._last_taken + (0 if taken else 1):
             raise RuntimeError(f"take_batch({step}) after step {self._last_taken}: steps take their batches in order")
+        wanted = self._options.groups_per_batch - taken if num_groups is None else num_groups
+        assert 0 < wanted <= self._options.groups_per_batch - taken, f"step {step} cannot take {wanted} more groups"
         self._progress_s = self._now()
         while True:
             if self._closed:
                 raise QueueClosed("the queue was closed", leftovers=len(self._book.buffered_ids))
-            chosen = self._choose(step)
+            chosen = self._choose(step, wanted)
             if chosen is not None:
                 for entry in chosen:
                     self._book.move(entry, GroupState.TRAINING)
@@ -209,21 +213,25 @@ class MessageQueue:
                 self._notify()
                 return [entry.group for entry in chosen if entry.group is not None]
             if self._exhausted():
-                left, wanted = len(self._book.buffered_ids), self._options.groups_per_batch
+                left = len(self._book.buffered_ids)
                 message = f"the data ended with {left} finished groups, fewer than the {wanted} of a batch"
                 raise EndOfData(message, leftovers=left)
             await self._change_or_stall(step)
 
-    def _choose(self, step: int) -> list[Entry] | None:
-        """The batch of this step, or None while it has to wait."""
+    def _choose(self, step: int, num_groups: int) -> list[Entry] | None:
+        """The batch of this step, or the next part of it; None while it has to wait."""
         if self._options.policy is not StalenessPolicy.WAIT:
             self._drop_stale(step)
-        surplus = self._choice.surplus(step, nothing_more_fits=self._book.finished >= self.admission_limit)
+        begun = bool(self._book.counts[GroupState.TRAINING])
+        if self._no_more_prompts and not begun and len(self._book.buffered_ids) < self._options.groups_per_batch:
+            return None  # a step is begun only if it can be finished
+        full = self._book.finished >= self.admission_limit
+        surplus = self._choice.surplus(step, num_groups, nothing_more_fits=full)
         for entry in surplus:
             self._book.mark_surplus(entry)
         if surplus:
             self._notify()
-        return self._choice.batch(step)
+        return self._choice.batch(step, num_groups)
 
     def _drop_stale(self, step: int) -> None:
         """Discard buffered groups over the bound. Policy token_mask keeps a group as long as one of its trained

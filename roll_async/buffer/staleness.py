@@ -77,33 +77,47 @@ def due_step(*, admitted_version: WeightVersion, max_versions: int) -> int:
 
 
 def largest_excess(
-    *, groups_by_version: Mapping[WeightVersion, int], next_step: int, groups_per_batch: int, max_versions: int
+    *,
+    groups_by_version: Mapping[WeightVersion, int],
+    next_step: int,
+    groups_per_batch: int,
+    max_versions: int,
+    taken: int = 0,
 ) -> tuple[int, WeightVersion] | None:
     """The first deadline that cannot be met if `next_step` is the first step to train these groups.
 
-    Returns (groups too many, newest version due by that deadline), None when every deadline can be met.
+    `taken`: groups `next_step` has already (a batch taken in parts). Returns (groups too many, newest version due by
+    that deadline), None when every deadline can be met.
     """
     total = 0
     for version in sorted(groups_by_version):
         total += groups_by_version[version]
         steps = due_step(admitted_version=version, max_versions=max_versions) - next_step + 1
-        if total > max(0, steps) * groups_per_batch:
-            return total - max(0, steps) * groups_per_batch, version
+        room = max(0, steps * groups_per_batch - taken)
+        if total > room:
+            return total - room, version
     return None
 
 
 def is_schedulable(
-    *, left_by_version: Mapping[WeightVersion, int], step: int, groups_per_batch: int, max_versions: int
+    *,
+    left_by_version: Mapping[WeightVersion, int],
+    step: int,
+    groups_per_batch: int,
+    max_versions: int,
+    taken: int | None = None,
 ) -> bool:
-    """True iff after step `step` every group left can be trained in time: due by s at most (s - step) * G, for every s
-    >= step.
+    """True iff every group left can be trained in time: due by s at most (s - step) * G + G - taken, for every s >=
+    step.
 
-    `left_by_version`: groups left behind, in flight or finished, by the version they were admitted at.
+    `left_by_version`: groups left behind, in flight or finished, by the version they were admitted at. `taken`: groups
+    of step `step` taken so far; None = all G of them.
     """
     excess = largest_excess(
         groups_by_version=left_by_version,
-        next_step=step + 1,
+        next_step=step,
         groups_per_batch=groups_per_batch,
         max_versions=max_versions,
+        taken=groups_per_batch if taken is None else taken,
     )
     return excess is None

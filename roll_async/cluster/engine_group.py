@@ -74,6 +74,11 @@ class EngineReplica:
         await self._engine.close()
 
 
+def replica_name(placement: ProcessPlacement) -> str:
+    """How a replica is called in logs, errors and metrics, also after a restart."""
+    return f"actor_infer-{placement.index}"
+
+
 class RayEngineClient:
     """One replica seen from the driver. Implements `rollout/protocol.py: EngineClient` and the synchronizer's replica."""
 
@@ -90,11 +95,20 @@ class RayEngineClient:
         placement: ProcessPlacement,
         pool: NodePool,
         env: Mapping[str, str],
+        number: int = 0,
     ) -> RayEngineClient:
-        """Start the process and load the model. Raises ValueError for what the user can fix."""
-        name = f"actor_infer-{placement.index}"
-        actor = EngineReplica.options(**pool.options(placement, dict(env)), name=name).remote(strategy, settings)
-        capabilities = await call(name, actor.start.remote())
+        """Start the process and load the model. `number`: how often this replica was started before. Raises ValueError
+        for what the user can fix.
+        """
+        name = replica_name(placement)
+        options = pool.options(placement, dict(env))
+        unique = f"{name}.{number}" if number else name  # Ray may still know the dead one by its name
+        actor = EngineReplica.options(**options, name=unique).remote(strategy, settings)
+        try:
+            capabilities = await call(name, actor.start.remote())
+        except BaseException:
+            ray.kill(actor)
+            raise
         return cls(name, actor, capabilities)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -131,4 +145,8 @@ class RayEngineClient:
         """End the engine's own child processes, then the actor."""
         closing = asyncio.wrap_future(self._actor.close.remote().future())
         await asyncio.wait([closing], timeout=10)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor, dead or alive."""
         ray.kill(self._actor)

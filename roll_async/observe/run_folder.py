@@ -25,18 +25,19 @@ class RunFolder:
         """The config as resolved."""
         (self.path / "config.yaml").write_text(text)
 
-    def open_log(self) -> None:
-        """Everything logged by roll_async goes to run.log, warnings also to stderr."""
+    def open_log(self, *more_names: str) -> None:
+        """Everything logged by roll_async goes to run.log (and to files of these names), warnings also to stderr."""
         root = logging.getLogger("roll_async")
         root.setLevel(logging.INFO)
         root.handlers.clear()
         root.propagate = False
-        file = logging.FileHandler(self.path / "run.log")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        for name in ("run.log", *more_names):
+            file = logging.FileHandler(self.path / name)
+            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            root.addHandler(file)
         console = logging.StreamHandler(sys.stderr)
         console.setLevel(logging.WARNING)
         console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        root.addHandler(file)
         root.addHandler(console)
 
     def truncate_metrics(self, last_step: int) -> None:

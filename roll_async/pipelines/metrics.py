@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
+from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import SyncReport
 
 _GROUP_COUNTS = ("admitted", "trained", "filtered", "dropped", "failed", "buffered", "in_flight")
+_COUNTS = ("trainer/optimizer_steps", "trainer/skipped_steps")
 CORRECTION_OFF = {"correction/kl": 0.0, "correction/ess": 1.0, "correction/rho_max": 1.0}
 """What a step reports when no log-probs were recomputed: there is nothing to compare."""
 
@@ -103,6 +105,7 @@ def step_metrics(
     clock: StepClock,
     queue: QueueStats,
     ages: BatchFreshness,
+    rollout: RollouterStats,
     busy_s: float,
 ) -> dict[str, float]:
     """Everything one training step publishes; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which
@@ -120,6 +123,14 @@ def step_metrics(
         "length_bias": queue.length_bias,
         **{f"groups/{name}": float(getattr(queue, name)) for name in _GROUP_COUNTS},
         "queue/memory_bytes": float(queue.memory_bytes),
+        "rollout/engines": float(rollout.num_servers),
+        "rollout/lost_engines": float(rollout.lost_servers),
+        "rollout/returned_engines": float(rollout.returned_servers),
+        "rollout/reward_outages": float(rollout.reward_outages),
+        "rollout/reward_timeouts": float(rollout.reward_timeouts),
+        "rollout/reward_errors": float(rollout.reward_errors),
+        "rollout/tool_calls": float(rollout.tool_calls),
+        "rollout/tool_failures": float(rollout.tool_failures),
         "weights/version": float(queue.held_version or 0),
         "time/step_s": total,
         "time/wait_batch_s": wait,
@@ -134,6 +145,28 @@ def step_metrics(
         "idle/trainer": wait / total,
         "idle/engines": max(0.0, 1 - busy_s / total),
     }
+
+
+def merged_reports(reports: Sequence[StepReport]) -> StepReport:
+    """The parts of one step as one report: means weighted by samples, times and counts added up."""
+    if len(reports) == 1:
+        return reports[0]
+    metrics = {}
+    for key in dict.fromkeys(key for r in reports for key in r.metrics):
+        values = [(r.metrics[key], r.num_samples) for r in reports if key in r.metrics]
+        if key in _COUNTS:
+            metrics[key] = sum(value for value, _ in values)
+        elif key.endswith("_max"):
+            metrics[key] = max(value for value, _ in values)
+        else:
+            metrics[key] = sum(value * n for value, n in values) / sum(n for _, n in values)
+    return StepReport(
+        metrics=metrics,
+        logprobs_s=sum(r.logprobs_s for r in reports),
+        train_s=sum(r.train_s for r in reports),
+        num_samples=sum(r.num_samples for r in reports),
+        num_tokens=sum(r.num_tokens for r in reports),
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

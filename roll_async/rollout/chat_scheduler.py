@@ -8,31 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from roll_async.algorithms.group_variance import group_verdict
+from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
+from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.requests import GenerationFailed, Interrupted
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import (
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    Group,
-    Prompt,
-    Reward,
-    RewardStatus,
-    Sample,
-    SamplingParams,
-    WeightVersion,
-)
+from roll_async.rollout.tools import ToolCompletionCallback
+from roll_async.schema import FinishReason, Group, Prompt, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)
-
-_FIRST_RETRY_S = 0.5
-_LONGEST_RETRY_S = 30.0
 
 
 class GroupFate(Enum):
@@ -69,11 +58,7 @@ class SchedulerOptions:
     """<= 0 = no limit."""
     gen_batch_size: int | None = None
     """Groups in flight in a round; None = as many as the round wants."""
-    sample_retries: int = 2
-    reward_timeout_s: float = 1800.0
-    """Seconds without an answer of the scorer, its queue included, after which it counts as an outage."""
-    outage_patience_s: float = 1800.0
-    """Seconds a sample waits for a scorer that does not work; then its group fails."""
+    scoring: ScoringOptions = ScoringOptions()
     greedy_baseline: bool = False
     """One greedy answer per prompt besides the samples (remax)."""
     spread_samples: bool = True
@@ -91,21 +76,20 @@ class RolloutResult:
     statistics: dict[str, float] = field(default_factory=dict)
 
 
-class RewardOutage(RuntimeError):
-    """The scorer did not work, also after retries. Not a wrong answer."""
-
-
-class Unscorable(RuntimeError):
-    """Judging a sample exceeded the scorer's limits: no score, and no other answer from asking again."""
-
-
 class ChatCompletionScheduler:
-    """Generates and scores groups on the replicas of a manager."""
+    """Generates and scores groups on the replicas of a manager. `tools`: what is called with every completion."""
 
-    def __init__(self, manager: AsyncLLMServerManager, scorer: Scorer, options: SchedulerOptions) -> None:
-        self._manager, self._scorer, self._options = manager, scorer, options
-        self.reward_outages = self.reward_timeouts = self.reward_errors = 0
-        """Attempts that brought no score, by why."""
+    def __init__(
+        self,
+        manager: AsyncLLMServerManager,
+        scorer: Scorer,
+        options: SchedulerOptions,
+        *,
+        tools: ToolCompletionCallback | None = None,
+    ) -> None:
+        self._manager, self._options = manager, options
+        self.conversations = Conversations(manager, scorer, options.scoring, tools=tools)
+        self._running: dict[int, list[str]] = {}  # samples by group id
 
     async def run_group(
         self, prompt: Prompt, *, group_id: int, attempt: int = 0, admitted_version: WeightVersion = 0
@@ -115,11 +99,13 @@ class ChatCompletionScheduler:
         admitted = loop.time()
         affinity = None if self._options.spread_samples else name
         ended: GroupOutcome | None = None
+        names = [f"{name}/{i}" for i in range(self._options.samples_per_group)]
+        self._running[group_id] = [*names, f"{name}/greedy"]
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [
-                    tasks.create_task(self._sample(prompt, f"{name}/{i}", self._options.sampling, affinity))
-                    for i in range(self._options.samples_per_group)
+                    tasks.create_task(self.conversations.sample(prompt, n, self._options.sampling, affinity))
+                    for n in names
                 ]
                 baseline = tasks.create_task(self._baseline(prompt, f"{name}/greedy", affinity))
         except* Interrupted:
@@ -130,6 +116,7 @@ class ChatCompletionScheduler:
         except* (GenerationFailed, RewardOutage, ValueError) as errors:
             ended = GroupOutcome(fate=GroupFate.FAILED, reason=str(_first(errors)))
         finally:
+            del self._running[group_id]
             self._manager.forget_affinity(name)
         if ended is not None:
             return ended
@@ -162,68 +149,18 @@ class ChatCompletionScheduler:
         fate = GroupFate.KEPT if verdict == "keep" else GroupFate.FILTERED
         return GroupOutcome(fate=fate, group=group, reason=verdict)
 
-    async def _sample(
-        self, prompt: Prompt, name: str, sampling: SamplingParams, affinity: str | None, *, foreground: bool = False
-    ) -> Sample:
-        request = GenerateRequest(request_id=name, prompt_token_ids=prompt.token_ids, sampling=sampling)
-        completion = await self._manager.generate(request, affinity=affinity, foreground=foreground)
-        sample = _sample_of(prompt, name, completion)
-        if sample.finish_reason is FinishReason.ABORT:
-            return sample
-        reward = await self._score(prompt, sample)
-        return _with_reward(sample, reward)
-
     async def _baseline(self, prompt: Prompt, name: str, affinity: str | None) -> float | None:
         if not self._options.greedy_baseline:
             return None
-        sample = await self._sample(prompt, name, _greedy(self._options.sampling), affinity)
+        sample = await self.conversations.sample(prompt, name, _greedy(self._options.sampling), affinity)
         return sample.reward.score if sample.reward is not None else None
-
-    async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """The reward. An outage is waited out, with backoff, for `outage_patience_s`; an error of the reward itself is
-        tried `sample_retries` times more; both then fail the group. A time-out is final and filters the group.
-        """
-        loop, options = asyncio.get_running_loop(), self._options
-        patience_ends = loop.time() + options.outage_patience_s
-        pause_s, errors = _FIRST_RETRY_S, 0
-        where = f"reward of sample {sample.sample_id} (domain {prompt.domain})"
-        while True:
-            reward = await self._ask_scorer(prompt, sample)
-            match reward.status:
-                case RewardStatus.OK:
-                    return reward
-                case RewardStatus.TIMEOUT:
-                    self.reward_timeouts += 1
-                    raise Unscorable(f"{where}: {reward.reason}")
-                case RewardStatus.ERROR:
-                    self.reward_errors += 1
-                    errors += 1
-                    if errors > options.sample_retries:
-                        raise RewardOutage(f"{where}: {reward.reason}")
-                case RewardStatus.OUTAGE:
-                    self.reward_outages += 1
-                    if loop.time() + pause_s > patience_ends:
-                        raise RewardOutage(f"{where}: {reward.reason}, for {options.outage_patience_s:g} s")
-                    logger.warning("%s: %s; asking again in %g s", where, reward.reason, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
-
-    async def _ask_scorer(self, prompt: Prompt, sample: Sample) -> Reward:
-        """One attempt; a scorer that is gone or silent is an outage."""
-        timeout_s = self._options.reward_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._scorer.score(prompt, sample)
-        except TimeoutError:
-            return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"no answer within {timeout_s:g} s")
-        except ConnectionError as error:
-            return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=str(error))
 
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Sample]:
         """One scored sample per prompt, without filter or early stop, in the foreground. Failed ones are left out,
         logged.
         """
-        work = [self._sample(p, f"{name}/{i}", sampling, None, foreground=True) for i, p in enumerate(prompts)]
+        sample = self.conversations.sample
+        work = [sample(p, f"{name}/{i}", sampling, foreground=True) for i, p in enumerate(prompts)]
         done = await asyncio.gather(*work, return_exceptions=True)
         samples = []
         for result in done:
@@ -241,15 +178,19 @@ class ChatCompletionScheduler:
         """One round: generate until `num_groups` groups are kept, then stop early. With `validation` every prompt
         counts and none is cut.
 
-        Raises ValueError ("Generated too many. Please check your data.") when `max_num_gen_batches` batches did not
-        suffice;
-        nothing is lost, the prompts are the caller's.
+        Raises GeneratedTooMany when `max_num_gen_batches` batches did not suffice; nothing is lost, the prompts are the
+        caller's.
         """
         options = self._options
         width = len(prompts) if validation else (options.gen_batch_size or num_groups)
         kept: list[Group] = []
         failed: list[tuple[int, str]] = []
-        counts = dict.fromkeys(("seen", "kept", "filtered", "failed", "requeued"), 0.0)
+        budget = FilterBudget(
+            groups_per_batch=num_groups,
+            gen_batch_size=width,
+            max_num_gen_batches=0 if validation else options.max_num_gen_batches,
+        )
+        counts: dict[str, float] = dict.fromkeys(("seen", "kept", "filtered", "failed", "requeued"), 0.0)
         running: dict[asyncio.Task[GroupOutcome], int] = {}
         leftovers: list[int] = []
         position = 0
@@ -271,16 +212,14 @@ class ChatCompletionScheduler:
                     failed.append((index, outcome.reason))
                 elif outcome.fate is GroupFate.REQUEUED:
                     leftovers.append(index)
+                try:
+                    budget.judged(kept=outcome.fate is GroupFate.KEPT)
+                except GeneratedTooMany:
+                    await self._early_stop(running, first_id)
+                    raise
             if not validation and len(kept) >= num_groups:
                 leftovers += await self._early_stop(running, first_id)
                 break
-            batches = counts["seen"] / width
-            if not validation and 0 < options.max_num_gen_batches <= batches:
-                await self._early_stop(running, first_id)
-                raise ValueError(
-                    f"num_gen_batches={batches:g} >= max_num_gen_batches={options.max_num_gen_batches} with {len(kept)} of {num_groups} "
-                    "groups kept. Generated too many. Please check your data."
-                )
         leftovers += range(position, len(prompts))
         taken = kept if validation else kept[:num_groups]
         leftovers += [g.group_id - first_id for g in kept[len(taken) :]]
@@ -289,14 +228,17 @@ class ChatCompletionScheduler:
             groups=tuple(taken), leftovers=tuple(sorted(leftovers)), failed=tuple(failed), statistics=counts
         )
 
+    async def abort_groups(self, group_ids: Iterable[int]) -> None:
+        """End these groups as REQUEUED: collect the ids of their requests, wait until the servers acknowledge. A group
+        that is being scored ends as it would have.
+        """
+        await self.conversations.abort(name for i in group_ids for name in self._running.get(i, ()))
+
     async def _early_stop(self, running: dict[asyncio.Task[GroupOutcome], int], first_id: int) -> list[int]:
         """Abort what still runs: collect the request ids, wait until the servers acknowledge, then end the tasks.
         Positions of the prompts.
         """
-        ids = [
-            f"{first_id + index}.0/{i}" for index in running.values() for i in range(self._options.samples_per_group)
-        ]
-        await self._manager.abort(ids)
+        await self.abort_groups(first_id + index for index in running.values())
         for task in running:
             task.cancel()
         if running:
@@ -310,34 +252,6 @@ def metric_of(sample: Sample, name: str) -> float:
     if name in ("score", "seq_reward", "seq_final_reward"):
         return sample.reward.score
     return sample.reward.metrics[name]
-
-
-def _sample_of(prompt: Prompt, name: str, completion: Completion) -> Sample:
-    return Sample(
-        sample_id=name,
-        prompt_token_ids=prompt.token_ids,
-        response_token_ids=completion.token_ids,
-        loss_mask=b"\x01" * len(completion.token_ids),
-        behaviour_logprobs=completion.logprobs,
-        version_runs=completion.version_runs,
-        finish_reason=completion.finish_reason,
-        generation_s=completion.generation_s,
-    )
-
-
-def _with_reward(sample: Sample, reward: Reward) -> Sample:
-    return Sample(
-        sample_id=sample.sample_id,
-        prompt_token_ids=sample.prompt_token_ids,
-        response_token_ids=sample.response_token_ids,
-        loss_mask=sample.loss_mask,
-        behaviour_logprobs=sample.behaviour_logprobs,
-        version_runs=sample.version_runs,
-        finish_reason=sample.finish_reason,
-        generation_s=sample.generation_s,
-        reward=reward,
-        num_turns=sample.num_turns,
-    )
 
 
 def _greedy(sampling: SamplingParams) -> SamplingParams:

@@ -2,6 +2,7 @@
 
     queue.reserve --slot--> run_group --KEPT--> queue.put
                                |  FILTERED, FAILED, REQUEUED --> queue.release (the slot is free at once)
+    queue.early_stop --surplus--> abort_groups --> REQUEUED
 
 One task per admitted group. `reserve` is the only brake: admission and staleness live in the queue.
 """
@@ -9,20 +10,24 @@ One task per admitted group. `reserve` is the only brake: admission and stalenes
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, GroupOutcome
+from roll_async.rollout.filter_budget import FilterBudget
 from roll_async.rollout.protocol import PromptSource
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Group
+from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
 
 _RESERVE_AT_ONCE = 64
+_ABORT_AGAIN_S = 1.0
+"""A conversation may have begun its next turn while its last one was aborted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +36,41 @@ class RollouterStats:
 
     total_generated_samples: int
     generation_errors: int
+    """Groups that failed and were quarantined."""
     param_sync_requests: int
     filtered_groups: int
     running_groups: int
+    reward_outages: int
+    """Attempts to score that brought no score, because the scorer did not work,"""
+    reward_timeouts: int
+    """because judging took too long,"""
+    reward_errors: int
+    """because the reward raised."""
+    tool_calls: int
+    tool_failures: int
+    """Calls that ended in an error, which the model then read."""
+    num_servers: int
+    """Engines alive now."""
+    lost_servers: int
+    returned_servers: int
     busy_s: float
     """Seconds during which at least one request ran."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationBatch:
+    """What one generation is asked for: all samples of one prompt."""
+
+    slot: Slot
+    prompt: Prompt
+
+
 class Rollouter:
-    """Produces finished groups until the data ends or `stop` is called."""
+    """Produces finished groups until the data ends or `stop` is called.
+
+    Sub-class it and override `_custom_generation_logic(batch)` to generate in a way of your own; hand the class to
+    `FullyAsyncMain`.
+    """
 
     def __init__(
         self,
@@ -48,12 +79,12 @@ class Rollouter:
         manager: AsyncLLMServerManager,
         prompts: PromptSource,
         *,
-        on_group: Callable[[Group], None] | None = None,
+        budget: FilterBudget | None = None,
     ) -> None:
         self._queue, self._scheduler, self._manager, self._prompts = queue, scheduler, manager, prompts
-        self._on_group = on_group
-        self._groups: set[asyncio.Task[None]] = set()
-        self._stopping = False
+        self._budget = budget
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
         self._running = asyncio.Event()
         self._running.set()
         self._samples = self._errors = self._filtered = self._syncs = 0
@@ -62,14 +93,16 @@ class Rollouter:
         """Consumes slots, produces groups; waits for admission, unblocked by weight pushes, releases and `stop`."""
         async with asyncio.TaskGroup() as tasks:
             failure = tasks.create_task(self._manager.wait_failed(), name="engine watch")
+            surplus = tasks.create_task(self._stop_early(), name="early stop")
             reserving = tasks.create_task(self._reserve(tasks), name="reserve")
             await reserving
             while self._groups:
-                await asyncio.wait(list(self._groups))
+                await asyncio.wait(list(self._groups.values()))
             failure.cancel()
+            surplus.cancel()
 
     async def _reserve(self, tasks: asyncio.TaskGroup) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             await self._running.wait()
             slots = await self._queue.reserve(_RESERVE_AT_ONCE)
             if not slots:
@@ -83,42 +116,63 @@ class Rollouter:
             await self._queue.release(slot.group_id, Outcome.UNUSED)
             self._queue.end_of_data()
             return
-        if self._stopping:
+        if self._stopping.is_set():
             await self._queue.release(slot.group_id, Outcome.REQUEUED, "stop")
             return
+        batch = GenerationBatch(slot=slot, prompt=prompt)
+        task = tasks.create_task(self._produce(batch), name=f"group {slot.group_id}")
+        self._groups[slot.group_id] = task
+        task.add_done_callback(lambda _: self._groups.pop(slot.group_id))
 
-        async def produce() -> None:
-            outcome = await self._custom_generation_logic(slot, prompt)
-            await self._deliver(slot, outcome)
+    async def _produce(self, batch: GenerationBatch) -> None:
+        outcome = self._custom_generation_logic(batch)
+        if inspect.isawaitable(outcome):
+            outcome = await outcome
+        await self._deliver(batch.slot, outcome or await self.generate(batch))
 
-        task = tasks.create_task(produce(), name=f"group {slot.group_id}")
-        self._groups.add(task)
-        task.add_done_callback(self._groups.discard)
+    def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
+        """Hook, plain or async, called before a group is generated. An outcome replaces the generation; None goes on
+        with `generate(batch)`, which the hook may also call itself.
+        """
+        return None
 
-    async def _custom_generation_logic(self, slot: Slot, prompt) -> GroupOutcome:  # noqa: ANN001 (Prompt)
-        """How one slot becomes a group; the hook for sub-classes."""
+    async def generate(self, batch: GenerationBatch) -> GroupOutcome:
+        """One group the usual way."""
+        slot = batch.slot
         return await self._scheduler.run_group(
-            prompt, group_id=slot.group_id, attempt=slot.attempt, admitted_version=slot.admitted_version
+            batch.prompt, group_id=slot.group_id, attempt=slot.attempt, admitted_version=slot.admitted_version
         )
 
     async def _deliver(self, slot: Slot, outcome: GroupOutcome) -> None:
+        if outcome.group is not None:
+            self._samples += len(outcome.group.samples)
         match outcome.fate:
             case GroupFate.KEPT:
                 assert outcome.group is not None
-                self._samples += len(outcome.group.samples)
                 await self._queue.put(outcome.group)
-                if self._on_group is not None:
-                    self._on_group(outcome.group)
             case GroupFate.FILTERED:
-                self._samples += len(outcome.group.samples) if outcome.group is not None else 0
                 self._filtered += 1
-                await self._queue.release(slot.group_id, Outcome.FILTERED, outcome.reason)
+                await self._queue.release(slot.group_id, Outcome.FILTERED, outcome.reason, group=outcome.group)
             case GroupFate.FAILED:
                 self._errors += 1
                 logger.error("group %d (prompt %d) failed: %s", slot.group_id, slot.prompt_index, outcome.reason)
                 await self._queue.release(slot.group_id, Outcome.FAILED, outcome.reason)
             case GroupFate.REQUEUED:
                 await self._queue.release(slot.group_id, Outcome.REQUEUED, outcome.reason)
+        if self._budget is not None and outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
+            self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
+
+    async def _stop_early(self) -> None:
+        """Aborts groups the queue has no use for any more; their tasks end as REQUEUED. Waits for surplus groups."""
+        asked: set[int] = set()
+        while surplus := await self._queue.early_stop():
+            await self._scheduler.abort_groups([i for i in surplus if i not in asked])
+            asked = set(surplus)
+            running = [self._groups[i] for i in surplus if i in self._groups]
+            if running:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(0)
 
     async def pause(self) -> None:
         """No new group starts, running requests stop and keep their tokens (validation)."""
@@ -141,24 +195,30 @@ class Rollouter:
 
     async def stop(self) -> None:
         """Start nothing more, abort what runs, give its slots back; `run` then returns."""
-        self._stopping = True
+        self._stopping.set()
         self._running.set()
         self._queue.stop_reserving()
-        while self._groups:
-            running = [t for t in self._groups if not t.done()]
-            if not running:
-                await asyncio.sleep(0)
-                continue
+        while running := [t for t in self._groups.values() if not t.done()]:
             await self._manager.abort_all()
-            await asyncio.wait(running)
+            await asyncio.wait(running, timeout=_ABORT_AGAIN_S)
 
     def stats(self) -> RollouterStats:
         """Counters since the start."""
+        servers, conversations = self._manager.stats(), self._scheduler.conversations
+        tools = conversations.tools
         return RollouterStats(
             total_generated_samples=self._samples,
             generation_errors=self._errors,
             param_sync_requests=self._syncs,
             filtered_groups=self._filtered,
             running_groups=len(self._groups),
-            busy_s=self._manager.stats().busy_s,
+            reward_outages=conversations.reward_outages,
+            reward_timeouts=conversations.reward_timeouts,
+            reward_errors=conversations.reward_errors,
+            tool_calls=tools.num_calls if tools is not None else 0,
+            tool_failures=tools.num_failures if tools is not None else 0,
+            num_servers=self._manager.num_servers,
+            lost_servers=servers.lost_servers,
+            returned_servers=servers.returned_servers,
+            busy_s=servers.busy_s,
         )

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from roll_async.inference.protocol import PauseMode
+from roll_async.inference.protocol import EngineReport, PauseMode
 from roll_async.rollout.load_index import LoadIndex
 from roll_async.rollout.protocol import EngineClient
+from roll_async.rollout.replica_link import ReplicaLink
 from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
 from roll_async.schema import Completion, FinishReason, GenerateRequest
 
@@ -37,17 +38,6 @@ class ManagerOptions:
     interrupt_timeout_s: float = 30.0
 
 
-@dataclass(eq=False, slots=True)
-class _Server:
-    client: EngineClient
-    in_flight: dict[str, PendingRequest] = field(default_factory=dict)
-    outbox: list[GenerateRequest] = field(default_factory=list)
-    flushing: bool = False
-    reader: asyncio.Task[None] | None = None
-    drained: asyncio.Event = field(default_factory=asyncio.Event)
-    dispatched: int = 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerStats:
     """Counters of the manager since the start."""
@@ -62,6 +52,8 @@ class ServerStats:
     """Attempts that continued from kept tokens."""
     retried: int
     lost_servers: int
+    returned_servers: int
+    """Replicas that joined after the start."""
     late_results: int
     """Replies of attempts that no longer counted, refused."""
     busy_s: float
@@ -75,7 +67,9 @@ class AsyncLLMServerManager:
 
     def __init__(self, clients: Sequence[EngineClient], options: ManagerOptions) -> None:
         self._options = options
-        self._servers = {c.name: _Server(c) for c in clients}
+        self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
+        self._returns: Callable[[str, str], bool] | None = None
+        self._expected: set[str] = set()
         self._index: LoadIndex[str] = LoadIndex()
         self._queues = {True: deque[PendingRequest](), False: deque[PendingRequest]()}  # by foreground
         self._affinity: dict[str, str] = {}
@@ -92,6 +86,7 @@ class AsyncLLMServerManager:
                 "resumed",
                 "retried",
                 "lost_servers",
+                "returned_servers",
                 "late_results",
             ),
             0,
@@ -101,15 +96,13 @@ class AsyncLLMServerManager:
     async def start(self) -> None:
         """Begin to read replies."""
         self._failure = asyncio.get_running_loop().create_future()
-        for name in list(self._servers):
+        for name in list(self._links):
             self._begin(name)
         self._spawn(self._sweep(), "request deadlines")
 
     def _begin(self, name: str) -> None:
         self._index.set(name, 0)
-        server = self._servers[name]
-        server.drained.set()
-        server.reader = self._spawn(self._read(server), f"reader of {name}")
+        self._links[name].open()
 
     async def close(self) -> None:
         """Stop reading; requests that still wait are cancelled."""
@@ -129,19 +122,19 @@ class AsyncLLMServerManager:
     @property
     def num_servers(self) -> int:
         """Replicas alive."""
-        return len(self._servers)
+        return len(self._links)
 
     @property
     def clients(self) -> list[EngineClient]:
         """Replicas alive."""
-        return [s.client for s in self._servers.values()]
+        return [s.client for s in self._links.values()]
 
     def stats(self) -> ServerStats:
         """Counters since the start."""
         now = asyncio.get_running_loop().time()
         running = 0.0 if self._busy_since is None else now - self._busy_since
         return ServerStats(
-            in_flight=sum(len(s.in_flight) for s in self._servers.values()),
+            in_flight=sum(len(s.in_flight) for s in self._links.values()),
             queued=len(self._queues[True]) + len(self._queues[False]),
             busy_s=self._busy_s + running,
             **self._counts,
@@ -211,12 +204,12 @@ class AsyncLLMServerManager:
             await self._wait_drained(timeout_s / 2)
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
         pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
-        servers = list(self._servers.values())
-        calls = [asyncio.ensure_future(self._call(s, s.client.pause(pause))) for s in servers]
+        servers = list(self._links.values())
+        calls = [asyncio.ensure_future(s.call(s.client.pause(pause))) for s in servers]
         if calls:
             _, late = await asyncio.wait(calls, timeout=max(0.0, deadline - loop.time()))
             if late:
-                names = [s.client.name for s, c in zip(servers, calls, strict=True) if c in late]
+                names = [s.name for s, c in zip(servers, calls, strict=True) if c in late]
                 for task in late:
                     task.cancel()
                 raise TimeoutError(f"interrupt: {', '.join(names)} did not pause within {timeout_s:g} s")
@@ -230,8 +223,8 @@ class AsyncLLMServerManager:
 
     async def resume(self) -> None:
         """Let the replicas run again and dispatch what waits."""
-        servers = list(self._servers.values())
-        await asyncio.gather(*(self._call(s, s.client.resume()) for s in servers))
+        servers = list(self._links.values())
+        await asyncio.gather(*(s.call(s.client.resume()) for s in servers))
         self._interrupt_mode = None
         self._dispatching = True
         self._pump()
@@ -247,15 +240,34 @@ class AsyncLLMServerManager:
             self._pump()
 
     async def add(self, client: EngineClient) -> None:
-        """A new or restarted replica joins; it must already hold the current weights."""
-        self._servers[client.name] = _Server(client)
+        """A new or restarted replica joins; it must already hold the current weights, and run."""
+        assert client.name not in self._links, f"{client.name} joins twice"
+        self._expected.discard(client.name)
+        self._counts["returned_servers"] += 1
+        self._links[client.name] = ReplicaLink(client, self, self._spawn)
         self._begin(client.name)
         self._pump()
 
+    def supervise(self, returns: Callable[[str, str], bool]) -> None:
+        """`returns(name, reason)` is asked when a replica is lost: True = it will come back by `add`, or be given up by
+        `give_up`. Until then requests wait for it if no other replica is there.
+        """
+        self._returns = returns
+
+    def give_up(self, name: str, reason: str) -> None:
+        """A lost replica will not come back."""
+        self._expected.discard(name)
+        self._end_without_engines(name, reason)
+
+    @property
+    def expects_return(self) -> bool:
+        """Whether a lost replica is on its way back."""
+        return bool(self._expected)
+
     async def remove(self, name: str, reason: str) -> None:
         """Take a replica out; its requests go on elsewhere from their last token."""
-        if name in self._servers:
-            self._lose(self._servers[name], reason)
+        if name in self._links:
+            self.lost(self._links[name], reason)
 
     # Inside
 
@@ -273,65 +285,42 @@ class AsyncLLMServerManager:
                     return
                 self._dispatch(queue.popleft(), server)
 
-    def _server_for(self, pending: PendingRequest) -> _Server | None:
+    def _server_for(self, pending: PendingRequest) -> ReplicaLink | None:
         limit = self._options.max_concurrent_per_server
         if pending.affinity is not None:
-            name = self._affinity.get(pending.affinity)
+            name = self._affinity.get(pending.affinity, "")
             if name != pending.failed_on and name in self._index and self._index.load(name) < limit:
-                return self._servers[name]
+                return self._links[name]
         name = self._index.least(but=pending.failed_on)
         if name is None or self._index.load(name) >= limit:
             return None
         if pending.affinity is not None:
             self._affinity[pending.affinity] = name
-        return self._servers[name]
+        return self._links[name]
 
-    def _dispatch(self, pending: PendingRequest, server: _Server) -> None:
+    def _dispatch(self, pending: PendingRequest, link: ReplicaLink) -> None:
         if pending.num_generated >= pending.request.sampling.max_new_tokens:
             self._finish(pending, empty_completion(pending.wire_id, FinishReason.LENGTH))
             return
         loop = asyncio.get_running_loop()
-        message = pending.next_attempt()
-        pending.server, pending.dispatched_s = server.client.name, loop.time()
-        server.in_flight[pending.wire_id] = pending
-        server.drained.clear()
-        server.dispatched += 1
-        server.outbox.append(message)
+        pending.server, pending.dispatched_s = link.name, loop.time()
+        link.send(pending)
         self._counts["dispatched"] += 1
         self._counts["resumed"] += bool(pending.pieces)
         if self._busy_since is None:
             self._busy_since = loop.time()
-        self._index.set(server.client.name, len(server.in_flight))
-        if not server.flushing:
-            server.flushing = True
-            self._spawn(self._flush(server), f"submit to {server.client.name}")
+        self._index.set(link.name, len(link.in_flight))
 
-    async def _flush(self, server: _Server) -> None:
-        """Send what gathered in the outbox, in one call; what comes meanwhile goes with the next."""
-        try:
-            while server.outbox:
-                batch, server.outbox = server.outbox, []
-                await server.client.submit(batch)
-        except ConnectionError as error:
-            self._lose(server, str(error))
-        finally:
-            server.flushing = False
+    def reported(self, link: ReplicaLink, report: EngineReport) -> None:
+        """What came back from a replica."""
+        for completion in report.completions:
+            self._reply(link, completion)
+        for wire_id, reason in report.failures:
+            self._failed(link, wire_id, reason)
+        self._pump()
 
-    async def _read(self, server: _Server) -> None:
-        """Consume the replies of one replica until it dies or the manager closes."""
-        try:
-            while True:
-                report = await server.client.collect()
-                for completion in report.completions:
-                    self._reply(server, completion)
-                for wire_id, reason in report.failures:
-                    self._failed(server, wire_id, reason)
-                self._pump()
-        except ConnectionError as error:
-            self._lose(server, str(error))
-
-    def _reply(self, server: _Server, completion: Completion) -> None:
-        pending = server.in_flight.get(completion.request_id)
+    def _reply(self, link: ReplicaLink, completion: Completion) -> None:
+        pending = link.in_flight.get(completion.request_id)
         if pending is None:
             self._counts["late_results"] += 1
             return
@@ -347,13 +336,13 @@ class AsyncLLMServerManager:
             pending.keep(completion)
             self._requeue(pending)
 
-    def _failed(self, server: _Server, wire_id: str, reason: str) -> None:
-        pending = server.in_flight.get(wire_id)
+    def _failed(self, link: ReplicaLink, wire_id: str, reason: str) -> None:
+        pending = link.in_flight.get(wire_id)
         if pending is None:
             self._counts["late_results"] += 1
             return
         self._detach(pending)
-        self._retry(pending, server.client.name, reason)
+        self._retry(pending, link.name, reason)
 
     def _retry(self, pending: PendingRequest, name: str, reason: str) -> None:
         pending.failures, pending.failed_on = pending.failures + 1, name
@@ -373,15 +362,13 @@ class AsyncLLMServerManager:
 
     def _detach(self, pending: PendingRequest) -> None:
         """The present attempt ends here; later replies of it are late."""
-        server = self._servers.get(pending.server or "")
+        link = self._links.get(pending.server or "")
         pending.server = None
-        if server is None or server.in_flight.pop(pending.wire_id, None) is None:
+        if link is None or not link.detach(pending):
             return
-        self._index.set(server.client.name, len(server.in_flight))
-        if not server.in_flight:
-            server.drained.set()
-            if not any(s.in_flight for s in self._servers.values()):
-                self._go_idle()
+        self._index.set(link.name, len(link.in_flight))
+        if not link.in_flight and not any(s.in_flight for s in self._links.values()):
+            self._go_idle()
 
     def _go_idle(self) -> None:
         if self._busy_since is not None:
@@ -399,38 +386,44 @@ class AsyncLLMServerManager:
         if pending in self._queues[pending.foreground]:
             self._queues[pending.foreground].remove(pending)
             return
-        server, wire_id = self._servers.get(pending.server or ""), pending.wire_id
+        link, wire_id = self._links.get(pending.server or ""), pending.wire_id
         self._detach(pending)
-        if server is not None:
-            self._spawn(self._call(server, server.client.abort([wire_id])), f"abort on {server.client.name}")
+        if link is not None:
+            self._spawn(link.call(link.client.abort([wire_id])), f"abort on {link.name}")
         self._pump()
 
-    def _lose(self, server: _Server, reason: str) -> None:
+    def lost(self, link: ReplicaLink, reason: str) -> None:
         """A replica is gone: its requests are dispatched again from their last received token."""
-        name = server.client.name
-        if self._servers.pop(name, None) is None:
+        name = link.name
+        if self._links.get(name) is not link:
             return
-        logger.warning("engine %s is out: %s; its %d requests go elsewhere", name, reason, len(server.in_flight))
+        del self._links[name]
+        orphans = link.cut()
+        logger.warning("engine %s is out: %s; its %d requests go elsewhere", name, reason, len(orphans))
         self._counts["lost_servers"] += 1
         self._index.remove(name)
-        if server.reader is not None and server.reader is not asyncio.current_task():
-            server.reader.cancel()
-        orphans, server.in_flight = list(server.in_flight.values()), {}
-        server.drained.set()
         for pending in reversed(orphans):
             pending.server = None
             self._retry(pending, name, reason)
-        if not self._servers:
+        if not self._links:
             self._go_idle()
-            error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
-            for queue in self._queues.values():
-                for pending in queue:
-                    if not pending.result.done():
-                        pending.result.set_exception(error)
-                queue.clear()
-            if self._failure is not None and not self._failure.done():
-                self._failure.set_exception(error)
+        if self._returns is not None and self._returns(name, reason):
+            self._expected.add(name)
+        self._end_without_engines(name, reason)
         self._pump()
+
+    def _end_without_engines(self, name: str, reason: str) -> None:
+        """Nobody is there and nobody will come: everything that waits fails."""
+        if self._links or self._expected:
+            return
+        error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
+        for queue in self._queues.values():
+            for pending in queue:
+                if not pending.result.done():
+                    pending.result.set_exception(error)
+            queue.clear()
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
     async def _sweep(self) -> None:
         """Take requests away from replicas that are silent for `generation_timeout`."""
@@ -457,9 +450,9 @@ class AsyncLLMServerManager:
             if pending.server is not None:
                 by_server.setdefault(pending.server, []).append(pending.wire_id)
         calls = [
-            self._call(self._servers[name], self._servers[name].client.abort(ids))
+            self._links[name].call(self._links[name].client.abort(ids))
             for name, ids in by_server.items()
-            if name in self._servers
+            if name in self._links
         ]
         try:
             async with asyncio.timeout(self._options.interrupt_timeout_s):
@@ -467,22 +460,15 @@ class AsyncLLMServerManager:
         except TimeoutError:
             logger.warning("abort was not acknowledged within %g s", self._options.interrupt_timeout_s)
 
-    async def _call(self, server: _Server, call) -> None:  # noqa: ANN001 (an awaitable of a client)
-        """A control call; a dead replica is taken out instead of failing the caller."""
-        try:
-            await call
-        except ConnectionError as error:
-            self._lose(server, str(error))
-
     async def _wait_drained(self, timeout_s: float) -> None:
-        waits = [asyncio.ensure_future(s.drained.wait()) for s in self._servers.values()]
+        waits = [asyncio.ensure_future(s.drained.wait()) for s in self._links.values()]
         if waits:
             await asyncio.wait(waits, timeout=timeout_s)
         for wait in waits:
             wait.cancel()
 
     def _all_in_flight(self) -> Iterable[PendingRequest]:
-        return (p for s in list(self._servers.values()) for p in list(s.in_flight.values()))
+        return (p for s in list(self._links.values()) for p in list(s.in_flight.values()))
 
     def _spawn(self, work, name: str) -> asyncio.Task[None]:  # noqa: ANN001 (a coroutine)
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -159,11 +159,14 @@ class ParameterSynchronizer:
         weights_held: Callable[[WeightVersion], None],
         take_out: Callable[[str, str], Awaitable[None]],
         put_back: Callable[[Replica], Awaitable[None]] | None = None,
+        comes_back: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
         self._weights_held, self._take_out, self._put_back = weights_held, take_out, put_back
+        self._comes_back = comes_back
         self._push: _Push | None = None
         self._returning: dict[str, Replica] = {}
+        self._returned = asyncio.Event()
         self._taken_out: dict[str, None] = {}
         self._state, self._state_since_s = SyncState.IDLE, 0.0
         self._deadline = 0.0
@@ -194,10 +197,38 @@ class ParameterSynchronizer:
         )
 
     def rejoin(self, replica: Replica) -> None:
-        """Give a new or restarted, paused replica the weights with the next push, then hand it to `put_back`."""
+        """Give a new or restarted, paused replica the weights with the next push or `welcome`, then hand it to
+        `put_back`.
+        """
         if self._put_back is None:
             raise ValueError("rejoin needs a synchronizer with put_back")
         self._returning[replica.name] = replica
+        self._returned.set()
+
+    async def wait_returning(self) -> None:
+        """Until a replica waits for `welcome`."""
+        await self._returned.wait()
+
+    async def welcome(self, version: WeightVersion) -> None:
+        """Give replicas that came back the trainer's present weights, between pushes; the others go on generating.
+
+        `version`: the newest the present weights are known to contain. It may be newer than what the others serve.
+        """
+        assert self._push is None, f"welcome with version {version} during a push"
+        replicas = list(self._returning.values())
+        self._returned.clear()
+        if not replicas:
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._push = push = _Push(version=version, started_s=now, waiting=replicas, interrupted_s=now)
+        try:
+            await self._bring_up(push)
+            await self._give_up_on_waiting(push)
+            await self._welcome(push)
+        finally:
+            self._push = None
+            self._enter(SyncState.IDLE)
 
     async def push(self, version: WeightVersion) -> SyncReport:
         """Bring every replica to `version`.
@@ -208,10 +239,14 @@ class ParameterSynchronizer:
         loop = asyncio.get_running_loop()
         replicas = [*self._replicas(), *self._returning.values()]
         self._push = push = _Push(version=version, started_s=loop.time(), waiting=replicas)
+        self._returned.clear()
         try:
             if self._options.transport not in STAGED:
                 await self._interrupt(push)
             await self._bring_up(push)
+            if not push.serving:
+                await self._go_on_without(push)
+            await self._give_up_on_waiting(push)
             self._enter(SyncState.RESUMING)
             await self._rollout.release()
             await self._welcome(push)
@@ -234,9 +269,16 @@ class ParameterSynchronizer:
                 await self._commit(push)
             if not push.waiting or push.attempt >= attempts:
                 break
-        if not push.serving:
-            result = f"reached no engine after {push.attempt - 1} retries: {push.failures}"
+
+    async def _go_on_without(self, push: _Push) -> None:
+        """No engine holds the version: an end, unless one comes back, which then gets this version or a newer one."""
+        if not self._comes_back():
+            result = f"reached no engine after {max(0, push.attempt - 1)} retries: {push.failures}"
             raise SyncFailed(f"Parameter sync: version {push.version} {result}")
+        await self._interrupt(push)
+        logger.warning("Parameter sync: no engine is there for version %d; those that come back get it", push.version)
+
+    async def _give_up_on_waiting(self, push: _Push) -> None:
         for replica in push.waiting:
             await self._give_up_on(replica, push.failures[replica.name])
 
@@ -323,8 +365,8 @@ class ParameterSynchronizer:
     async def _give_up_on(self, replica: Replica, reason: str) -> None:
         logger.error("Parameter sync: %s is taken out: %s", replica.name, reason)
         self._taken_out[replica.name] = None
-        if self._returning.pop(replica.name, None) is None:
-            await self._take_out(replica.name, reason)
+        self._returning.pop(replica.name, None)
+        await self._take_out(replica.name, reason)
 
     async def _welcome(self, push: _Push) -> None:
         """Hand over returning replicas that now serve the version."""

@@ -16,7 +16,8 @@ LAYER = {
     "rollout": 4,
     "pipelines": 5, "cluster": 5,
     "simulator": 6,
-    "assemble_settings": 7, "support": 7, "assemble": 8, "launch": 9, "bench": 9, "cli": 10,
+    "assemble_settings": 7, "support": 7, "assemble_roles": 8, "assemble": 9, "launch": 10, "bench": 10,
+    "fully_async": 11, "cli": 11,
 }  # fmt: skip
 
 ALLOWED = {

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, SchedulerOptions
+from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
 from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
 
@@ -128,13 +129,16 @@ def test_an_outage_is_waited_for_and_then_fails_the_group_and_is_never_a_score(
 ):
     async def go():
         scorer = scorer_class(by_sample(1.0, trouble, 1.0, 1.0))
-        async with scheduling([replica_class("a")], scorer, outage_patience_s=100) as scheduler:
+        async with scheduling([replica_class("a")], scorer, scoring=ScoringOptions(outage_patience_s=100)) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FAILED and outcome.group is None
             assert "judge is down" in outcome.reason and "0.0/1" in outcome.reason and "math" in outcome.reason
             # 0.5 1 2 4 8 16 30 30: eight pauses fit into 100 s
-            assert 60 < asyncio.get_running_loop().time() < 110 and scorer.calls == 3 + scheduler.reward_outages
-            assert scheduler.reward_outages == 9
+            assert (
+                60 < asyncio.get_running_loop().time() < 110
+                and scorer.calls == 3 + scheduler.conversations.reward_outages
+            )
+            assert scheduler.conversations.reward_outages == 9
 
     run(go())
 
@@ -156,10 +160,14 @@ def test_an_error_of_the_reward_is_tried_again_and_then_quarantines_the_group(ru
     async def go():
         broken = Reward(score=0.0, status=RewardStatus.ERROR, reason="KeyError: 'cases'")
         scorer = scorer_class(by_sample(1.0, broken, 1.0, 1.0))
-        async with scheduling([replica_class("a")], scorer, sample_retries=2) as scheduler:
+        async with scheduling([replica_class("a")], scorer, scoring=ScoringOptions(reward_retries=2)) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FAILED and "KeyError" in outcome.reason
-            assert scorer.calls == 3 + 3 and scheduler.reward_errors == 3 and scheduler.reward_outages == 0
+            assert (
+                scorer.calls == 3 + 3
+                and scheduler.conversations.reward_errors == 3
+                and scheduler.conversations.reward_outages == 0
+            )
 
     run(go())
 
@@ -175,7 +183,7 @@ def test_an_answer_that_cannot_be_judged_in_time_filters_its_group_at_once(
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FILTERED and outcome.group is None
             assert outcome.reason.startswith("dropped_invalid: reward of sample 0.0/2") and "30 s" in outcome.reason
-            assert scorer.calls == 4 and scheduler.reward_timeouts == 1
+            assert scorer.calls == 4 and scheduler.conversations.reward_timeouts == 1
 
     run(go())
 
@@ -186,7 +194,9 @@ def test_an_outage_that_passes_is_retried_and_forgotten(run, build, replica_clas
         scorer = scorer_class(lambda p, s: troubles.pop(0))
         async with scheduling([replica_class("a")], scorer, samples_per_group=1) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
-            assert [s.reward.score for s in outcome.group.samples] == [0.75] and scheduler.reward_outages == 2
+            assert [s.reward.score for s in outcome.group.samples] == [
+                0.75
+            ] and scheduler.conversations.reward_outages == 2
 
     run(go())
 
@@ -194,7 +204,8 @@ def test_an_outage_that_passes_is_retried_and_forgotten(run, build, replica_clas
 def test_a_hanging_scorer_is_given_up_after_its_time_out(run, build, replica_class, scorer_class):
     async def go():
         scorer = scorer_class(score_s=1e6)
-        async with scheduling([replica_class("a")], scorer, reward_timeout_s=30.0, outage_patience_s=45.0) as scheduler:
+        scoring = ScoringOptions(reward_timeout_s=30.0, outage_patience_s=45.0)
+        async with scheduling([replica_class("a")], scorer, scoring=scoring) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FAILED and "no answer within 30 s" in outcome.reason
             assert asyncio.get_running_loop().time() < 10 + 2 * 30 + 1
@@ -313,7 +324,7 @@ def test_every_prompt_of_a_round_is_accounted_for_once(run, build, replica_class
                 return ConnectionError("down")
             return half(prompt, sample) if number % 3 else 0.0
 
-        options = {"filter_enabled": True, "gen_batch_size": 5, "sample_retries": 0}
+        options = {"filter_enabled": True, "gen_batch_size": 5, "scoring": ScoringOptions(outage_patience_s=0)}
         async with scheduling(
             [replica_class("a"), replica_class("b", token_s=1.7)], scorer_class(rule), **options
         ) as s:
@@ -368,7 +379,7 @@ def test_validation_scores_each_prompt_once_in_order_and_leaves_out_what_failed(
 ):
     async def go():
         scorer = scorer_class(lambda p, s: ConnectionError("down") if p.row_id == "1" else float(p.row_id))
-        async with scheduling([replica_class("a")], scorer, outage_patience_s=0) as scheduler:
+        async with scheduling([replica_class("a")], scorer, scoring=ScoringOptions(outage_patience_s=0)) as scheduler:
             await scheduler.manager.set_aside(True)
             prompts = [build.prompt(row_id=str(i)) for i in range(4)]
             samples = await scheduler.validate(prompts, SamplingParams(max_new_tokens=3), name="step 5")

@@ -23,7 +23,9 @@ def piece(tokens, version, reason=FinishReason.ABORT):
 @pytest.fixture
 def pending(run, make):
     async def go():
-        return PendingRequest(make("r", tokens=10, temperature=0.7), asyncio.get_running_loop().create_future(), None, False)
+        return PendingRequest(
+            make("r", tokens=10, temperature=0.7), asyncio.get_running_loop().create_future(), None, False
+        )
 
     return run(go())
 

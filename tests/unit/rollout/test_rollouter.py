@@ -11,6 +11,8 @@ from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.conversations import ScoringOptions
+from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
 from roll_async.schema import SamplingParams
@@ -29,16 +31,20 @@ class Prompts:
 class World:
     """A whole run on fakes: replicas of different speed, scores by rule, a trainer that takes `train_s` per step."""
 
-    def __init__(self, build, replicas, scorer, *, size=10**9, train_s=7.0, mode="resume", scheduler=None, **queue):
-        self.replicas, self.train_s, self.mode = replicas, train_s, mode
+    def __init__(
+        self, build, replicas, scorer, *, size=10**9, train_s=7.0, mode="resume", parts=1, budget=None,
+        scheduler=None, **queue
+    ):  # fmt: skip
+        self.replicas, self.train_s, self.mode, self.parts = replicas, train_s, mode, parts
         self.options = QueueOptions(**{"groups_per_batch": 4, **queue})
         self.queue = MessageQueue(self.options, MemoryLedger())
         self.manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=6))
-        options = {"samples_per_group": 2, "sampling": SamplingParams(max_new_tokens=20), "sample_retries": 0}
+        options = {"samples_per_group": 2, "sampling": SamplingParams(max_new_tokens=20)}
+        options["scoring"] = ScoringOptions(outage_patience_s=0)
         self.scheduler = ChatCompletionScheduler(
             self.manager, scorer, SchedulerOptions(**{**options, **(scheduler or {})})
         )
-        self.rollouter = Rollouter(self.queue, self.scheduler, self.manager, Prompts(build, size))
+        self.rollouter = Rollouter(self.queue, self.scheduler, self.manager, Prompts(build, size), budget=budget)
         self.trained, self.ages, self.checks = [], [], 0
 
     def check(self):
@@ -61,8 +67,10 @@ class World:
 
     async def train(self, steps):
         for step in range(1, steps + 1):
-            groups = await self.queue.take_batch(step)
-            await asyncio.sleep(self.train_s)
+            groups = []
+            for _ in range(self.parts):
+                groups += await self.queue.take_batch(step, self.options.groups_per_batch // self.parts)
+                await asyncio.sleep(self.train_s / self.parts)
             self.ages.append(self.queue.freshness(step))
             await self.queue.step_trained(step)
             self.trained.append(groups)
@@ -85,6 +93,7 @@ class World:
             watch.cancel()
             await self.manager.close()
             self.check()
+            self.seconds = asyncio.get_running_loop().time()
             self.end = self.queue.stats()
             self.end_rollout, self.end_servers = self.rollouter.stats(), self.manager.stats()
         return self
@@ -316,3 +325,89 @@ def test_random_worlds_keep_every_promise(run, world, seed):
     )
     assert done.stalest <= ceil((1 + ratio) * every) - 1
     assert len(done.rows) == len(set(done.rows)) == 6 * done.options.groups_per_batch
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, 1.5])
+def test_over_sampling_keeps_the_first_to_finish_and_stops_the_rest_early(run, world, ratio):
+    """gen_batch_size 10 for 4 groups: filtered groups do not make the batch wait for another round."""
+
+    def rule(prompt, sample):
+        return float(sample.sample_id.endswith("0")) if int(prompt.row_id) % 2 else 1.0
+
+    def go(extra):
+        options = {"async_generation_ratio": ratio, "scheduler": {"filter_enabled": True}, "speeds": (1.0, 1.0, 5.0)}
+        return run(world(rule, oversample_groups=extra, train_s=0.1, **options).go(8))
+
+    plain, ahead = go(0), go(6)
+    assert ahead.stalest <= ceil(ratio) and len(set(ahead.rows)) == 32 and all(row % 2 for row in ahead.rows)
+    stats = ahead.end
+    assert stats.admitted == stats.trained + stats.filtered + stats.dropped + stats.failed + stats.buffered
+    assert stats.dropped >= 4, "early stop gave prompts back"
+    # Prompts that gave way come again: nothing below the newest trained one is lost for good.
+    open_prompts = stats.requeued_prompts + stats.buffered
+    assert max(ahead.rows) + 1 <= 32 + stats.filtered + open_prompts
+    assert ahead.seconds < 0.95 * plain.seconds or ratio > 0
+
+
+def test_surplus_groups_are_aborted_at_the_servers_before_they_finish(run, world):
+    whole = {"spread_samples": False}  # a group is on one replica
+    done = run(world(oversample_groups=4, speeds=(1.0, 30.0), train_s=0.1, scheduler=whole).go(5))
+    slow = done.replicas[1]
+    assert len(slow.aborted) >= 5 and done.end_servers.aborted >= 5
+    assert done.seconds < 5 * 60, "no batch waited 600 s for the slow replica"
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(("ratio", "every"), [(0.0, 1), (0.0, 3), (0.5, 2), (1.0, 1), (2.5, 2)])
+def test_a_batch_taken_in_parts_keeps_bound_and_counts(run, world, parts, ratio, every):
+    options = {"async_generation_ratio": ratio, "trigger_parameter_sync_step": every}
+    options["scheduler"] = {"spread_samples": False}  # groups of the slow replica finish later
+    whole, streamed = (run(world(parts=n, **options).go(6)) for n in (1, parts))
+    assert streamed.stalest <= ceil((1 + ratio) * every) - 1
+    assert len(set(streamed.rows)) == 24 and all(len(groups) == 4 for groups in streamed.trained)
+    assert streamed.seconds <= whole.seconds + 1e-6
+    if ratio == 0 and every == 1:
+        assert streamed.seconds < whole.seconds, "training overlapped with the rest of its own batch"
+
+
+def test_a_step_is_begun_only_if_the_data_can_finish_it(run, world):
+    short = world(size=6, parts=4, async_generation_ratio=1.0)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(short.go(3))
+    assert raised.value.subgroup(EndOfData) is not None
+    assert len(short.trained) == 1 and short.end.training == 0
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_data_without_spread_ends_the_run_with_a_message_and_loses_nothing(run, world, ratio):
+    def rule(prompt, sample):
+        return float(sample.sample_id.endswith("0")) if int(prompt.row_id) < 9 else 1.0
+
+    budget = FilterBudget(groups_per_batch=4, gen_batch_size=6, max_num_gen_batches=3)
+    options = {"budget": budget, "async_generation_ratio": ratio, "scheduler": {"filter_enabled": True}}
+    stuck = world(rule, **options)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(stuck.go(10))
+    text = r"num_gen_batches=3 >= max_num_gen_batches=3 with 1 of 4 groups kept.*check your data"
+    assert raised.group_contains(GeneratedTooMany, match=text)
+    stats = stuck.end
+    assert (stats.trained, stats.buffered) == (8, 1)
+    assert stats.admitted == stats.trained + stats.filtered + stats.dropped + stats.buffered + stats.in_flight
+
+
+def test_a_user_class_may_generate_in_its_own_way_or_only_look_on(run, world):
+    class Mine(Rollouter):
+        seen = []
+
+        def _custom_generation_logic(self, batch):
+            self.seen.append(batch.prompt.row_id)
+            return self.twice(batch) if batch.slot.prompt_index % 2 else None
+
+        async def twice(self, batch):
+            await asyncio.sleep(2)
+            return await self.generate(batch)
+
+    own = world()
+    own.rollouter.__class__ = Mine
+    run(own.go(3))
+    assert sorted(own.rows) == list(range(12)) and len(Mine.seen) >= 12

@@ -1,0 +1,67 @@
+"""The fully asynchronous mode as a program: `FullyAsyncMain` and the classes a start script may replace.
+
+from roll_async.fully_async import FullyAsyncMain, FullyAsyncTrainer
+
+class MyTrainer(FullyAsyncTrainer):
+    def _compute_custom_metrics(self, batch):
+        return {"mine/longest": max(s.num_turns for g in batch for s in g.samples)}
+
+sys.exit(FullyAsyncMain(trainer=MyTrainer).run(sys.argv[1:]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from roll_async.assemble import RunClasses
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.launch import run_command
+from roll_async.pipelines.fully_async import FullyAsyncTrainer
+from roll_async.pipelines.health import CustomMonitor
+from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.tools import Tool, ToolCompletionCallback
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+
+__all__ = ["FullyAsyncMain", "FullyAsyncTrainer", "MessageQueue", "ParameterSynchronizer", "Rollouter"]
+
+DEFAULT_CONFIG = "fully_async_cpu"
+LOG_NAME = "fully_async_training.log"
+
+
+class FullyAsyncMain:
+    """Coordinator of a fully asynchronous run: starts all components, watches their health, stops them in order,
+    and leaves an exit code (docs_roll/metrics.md).
+
+    `trainer`, `rollouter`: sub-classes with their hooks. `tools`: what the model may call, by name; `tool_callback`:
+    how calls are found. `custom_monitor(trainer_stats, rollouter_stats)`: called every `monitor_interval_s` seconds and
+    at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: type[FullyAsyncTrainer] = FullyAsyncTrainer,
+        rollouter: type[Rollouter] = Rollouter,
+        tools: Mapping[str, Tool] | None = None,
+        tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback,
+        custom_monitor: CustomMonitor | None = None,
+        monitor_interval_s: float = 10.0,
+    ) -> None:
+        self._classes = RunClasses(
+            trainer=trainer,
+            rollouter=rollouter,
+            tools=dict(tools or {}),
+            tool_callback=tool_callback,
+            monitor_interval_s=monitor_interval_s,
+            custom_monitor=custom_monitor,
+            log_name=LOG_NAME,
+        )
+
+    def run(self, args: Sequence[str]) -> int:
+        """`[--config NAME_OR_PATH | --config-path DIR --config-name NAME] [KEY=VALUE ...]` to an exit code; without a
+        config the CPU demo.
+        """
+        chosen = any(arg.startswith("--config") for arg in args)
+        return run_command(
+            list(args) if chosen else ["--config", DEFAULT_CONFIG, *args], pipeline="rlvr", classes=self._classes
+        )

@@ -1,0 +1,220 @@
+"""The training side of a run: take a batch, learn, push weights, validate, save, publish.
+
+    take_batch --groups--> learn --+ until the step is whole --> step_trained --> push --> validate --> save --> metrics
+        ^                          |
+        +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
+
+While it waits for groups, a replica that was restarted is given the present weights: nobody else could bring the groups
+it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from roll_async.buffer.errors import EndOfData
+from roll_async.buffer.freshness import BatchFreshness
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.pipelines.metrics import StepClock, merged_reports, step_metrics
+from roll_async.pipelines.protocol import Learns, Observes, RunEnd, Saves
+from roll_async.rollout.rollouter import Rollouter
+from roll_async.schema import Group
+from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """How long, and how often what."""
+
+    first_step: int
+    """1, or one past the restored step."""
+    max_steps: int
+    sync_every: int
+    """k: training steps per weight push."""
+    save_every: int
+    """0 = only at the end."""
+    eval_every: int
+    """0 = never."""
+    groups_per_batch: int
+    """G: groups one step consumes."""
+    samples_per_group: int
+    """N."""
+    groups_per_part: int
+    """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineParts:
+    """The roles the loop couples."""
+
+    queue: MessageQueue
+    rollouter: Rollouter
+    learner: Learns
+    synchronizer: ParameterSynchronizer
+    checkpoint: Saves
+    observer: Observes
+    validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
+
+
+class TrainerState(Enum):
+    """What the training side is doing."""
+
+    STARTING = "starting"
+    WAITING = "waiting"  # for groups
+    LEARNING = "learning"
+    SYNCHRONIZING = "synchronizing"  # a weight push
+    VALIDATING = "validating"
+    SAVING = "saving"
+    STOPPED = "stopped"
+
+
+class TrainLoop:
+    """Consumes one batch a step until `max_steps`, the end of the data, or a stop. `run` once."""
+
+    def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
+        self._parts, self._plan = parts, plan
+        self._stop = asyncio.Event()
+        self._busy_s = 0.0
+        self.state = TrainerState.STARTING
+        self.trained = plan.first_step - 1
+        """Last whole step."""
+        self.mid_step = False
+        """Weights hold a part of the next step: no checkpoint can name them."""
+        self.num_samples = 0
+        """Samples trained by this process."""
+
+    def request_stop(self) -> None:
+        """Finish the step under way and end with RunEnd.INTERRUPTED. Safe to call more than once."""
+        self._stop.set()
+
+    async def run(self) -> RunEnd:
+        """Train until the end. Waits for the queue, unblocked by put, by the end of the data or by a stop."""
+        try:
+            for step in range(self._plan.first_step, self._plan.max_steps + 1):
+                if (end := await self._step(step)) is not None:
+                    return end
+            return RunEnd.FINISHED
+        finally:
+            self.state = TrainerState.STOPPED
+
+    async def _step(self, step: int) -> RunEnd | None:
+        """One training step; why the run ends, or None to go on."""
+        parts, plan, clock = self._parts, self._plan, StepClock()
+        try:
+            consumed = await self._consume(step, clock)
+        except EndOfData as end:
+            parts.observer.event("end_of_data", leftover=str(end))
+            return RunEnd.END_OF_DATA
+        if consumed is None:
+            return RunEnd.INTERRUPTED
+        groups, report = consumed
+        ages = parts.queue.freshness(step)
+        await parts.queue.step_trained(step)
+        self.trained, self.mid_step = step, False
+        self.num_samples += report.num_samples
+        sync = None
+        if step % plan.sync_every == 0 and step < plan.max_steps:
+            self.state = TrainerState.SYNCHRONIZING
+            with clock.measure("weight_sync"):
+                sync = await parts.synchronizer.push(step)
+        self.state = TrainerState.VALIDATING
+        with clock.measure("validation"):
+            validation = await self._validate(step)
+        if plan.save_every and step % plan.save_every == 0:
+            self.state = TrainerState.SAVING
+            with clock.measure("save"):
+                await parts.checkpoint.save(step)
+        metrics = self._metrics(step, groups, report, sync, clock, ages)
+        parts.observer.step(step, {**metrics, **validation})
+        self._trace(step, groups, clock)
+        return RunEnd.INTERRUPTED if self._stop.is_set() else None
+
+    async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
+        """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
+        part.
+        """
+        parts, plan = self._parts, self._plan
+        groups: list[Group] = []
+        reports: list[StepReport] = []
+        while len(groups) < plan.groups_per_batch:
+            self.state = TrainerState.WAITING
+            with clock.measure("wait_batch"):
+                part = await self._take(step, stoppable=not groups)
+            if part is None:
+                return None
+            self.state, self.mid_step = TrainerState.LEARNING, True
+            with clock.measure("learn"):
+                reports.append(await parts.learner.learn(part, step))
+            groups += part
+        return groups, merged_reports(reports)
+
+    async def _take(self, step: int, *, stoppable: bool) -> list[Group] | None:
+        """The next part of a step. Meanwhile replicas that come back are given the present weights."""
+        parts = self._parts
+        size = self._plan.groups_per_part
+        taking = asyncio.ensure_future(parts.queue.take_batch(step, size))
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            while not taking.done():
+                back = asyncio.ensure_future(parts.synchronizer.wait_returning())
+                waits = {taking, back, stop} if stoppable else {taking, back}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                came_back = back.done()
+                back.cancel()
+                if taking.done():
+                    break
+                if stoppable and stop.done():
+                    return None
+                if came_back:
+                    await parts.synchronizer.welcome(self.trained)
+            return await taking
+        finally:
+            for task in (taking, stop):
+                task.cancel()
+
+    def _metrics(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        report: StepReport,
+        sync: SyncReport | None,
+        clock: StepClock,
+        ages: BatchFreshness,
+    ) -> dict[str, float]:
+        """Everything this step publishes, the user's own numbers included."""
+        parts = self._parts
+        rollout = parts.rollouter.stats()
+        busy_s, self._busy_s = rollout.busy_s - self._busy_s, rollout.busy_s
+        metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
+        custom = self._compute_custom_metrics(groups) or {}
+        return {**metrics, **self._mode_metrics(ages, sync), **custom}
+
+    def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
+        """Numbers of one mode of running; none here."""
+        return {}
+
+    def _compute_custom_metrics(self, batch: Sequence[Group]) -> Mapping[str, float] | None:
+        """Hook: more numbers of a step, by key, from the groups it trained. They go where all metrics go."""
+        return None
+
+    def _trace(self, step: int, groups: Sequence[Group], clock: StepClock) -> None:
+        observer = self._parts.observer
+        for name, started, ended in clock.spans:
+            observer.span("trainer", name, started, ended, step=step)
+        for group in groups:
+            observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=step)
+
+    async def _validate(self, step: int) -> Mapping[str, float]:
+        """Generation for training stands still while the validation prompts run, and goes on afterwards."""
+        parts, plan = self._parts, self._plan
+        if parts.validate is None or not plan.eval_every or step % plan.eval_every:
+            return {}
+        await parts.rollouter.pause()
+        try:
+            return await parts.validate(step)
+        finally:
+            await parts.rollouter.resume()

@@ -1,0 +1,70 @@
+"""Tool results as tokens, in the form the chat template gives them, without touching the model's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from roll_async.prompts.tokenizer import TEMPLATES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ANSWER = "roll-async-answer"
+
+
+class ChatToolCodec:
+    """What stands between two turns of the model: the rest of its own turn, the results, the head of its next turn.
+
+    The template is asked for a chat with an answer and a chat that goes on; the difference is encoded. A template that
+    knows no `tool` role gets the results as a user turn. Raises ValueError for a template that renders neither.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
+        self._tokenizer, self._template = tokenizer, TEMPLATES[template]
+        self._role = "tool"
+        end_id = tokenizer.eos_token_id
+        self._end_ids = {i for i in (end_id, tokenizer.convert_tokens_to_ids("<|im_end|>")) if isinstance(i, int)}
+        self._reserved = [str(t) for t in tokenizer.all_special_tokens]
+        try:
+            self._between("x")
+        except ValueError:
+            self._role = "user"
+            self._between("x")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the model's tokens, marks such as <tool_call> included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def tool_turn(self, last_token: int, results: Sequence[str]) -> list[int]:
+        """Tokens that follow the model's turn. `last_token`: its last one; an end-of-turn token is not said twice."""
+        text = self._between(*(self._plain(r) for r in results))
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids[1:] if last_token in self._end_ids and ids and ids[0] in self._end_ids else ids
+
+    def _plain(self, result: str) -> str:
+        """A result cannot speak in the name of the template: its marks are taken out."""
+        for mark in self._reserved:
+            result = result.replace(mark, "")
+        return result
+
+    def _between(self, *results: str) -> str:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        tools = [{"role": self._role, "content": result} for result in results]
+        text = self._render([*chat, *tools])
+        _, found, rest = text.partition(_ANSWER)
+        if not found or not all(result in rest for result in results):
+            raise ValueError(f"the chat template does not render turns of role {self._role}")
+        return rest
+
+    def _render(self, chat: list[dict[str, str]]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                chat, chat_template=self._template, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses tool results: {error}") from error
+        assert isinstance(text, str)
+        return text

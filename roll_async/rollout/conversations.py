@@ -1,0 +1,150 @@
+"""One prompt to one scored sample: turns until no tool is called, then the reward, retried while the scorer is down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from roll_async.rollout.protocol import Scorer
+from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.tools import ToolCompletionCallback, Transcript
+from roll_async.schema import FinishReason, GenerateRequest, Prompt, Reward, RewardStatus, Sample, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.5
+_LONGEST_RETRY_S = 30.0
+
+
+class RewardOutage(RuntimeError):
+    """The scorer did not work, also after retries. Not a wrong answer."""
+
+
+class Unscorable(RuntimeError):
+    """Judging a sample exceeded the scorer's limits: no score, and no other answer from asking again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringOptions:
+    """How long a score is worth waiting for. Times in seconds of the loop."""
+
+    reward_retries: int = 2
+    """More attempts after an error of the reward itself."""
+    reward_timeout_s: float = 1800.0
+    """Without an answer of the scorer, its queue included, for so long it counts as an outage."""
+    outage_patience_s: float = 1800.0
+    """A sample waits so long for a scorer that does not work; then its group fails."""
+
+
+class Conversations:
+    """Runs conversations on the replicas of a manager. All turns of one stick to its replica while that lives."""
+
+    def __init__(
+        self,
+        manager: AsyncLLMServerManager,
+        scorer: Scorer,
+        options: ScoringOptions,
+        *,
+        tools: ToolCompletionCallback | None = None,
+    ) -> None:
+        self._manager, self._scorer, self._options, self.tools = manager, scorer, options, tools
+        self._requests: dict[str, str] = {}  # open ones, by sample
+        self._unwanted: set[str] = set()
+        self.reward_outages = self.reward_timeouts = self.reward_errors = 0
+        """Attempts that brought no score, by why."""
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        name: str,
+        sampling: SamplingParams,
+        affinity: str | None = None,
+        *,
+        foreground: bool = False,
+    ) -> Sample:
+        """A finished, scored sample; an aborted one (FinishReason.ABORT) has no score. Raises RewardOutage, Unscorable,
+        and what `AsyncLLMServerManager.generate` raises.
+        """
+        own = affinity is None and self.tools is not None
+        try:
+            transcript = await self._converse(prompt, name, sampling, name if own else affinity, foreground)
+        finally:
+            self._requests.pop(name, None)
+            self._unwanted.discard(name)
+            if own:
+                self._manager.forget_affinity(name)
+        sample = transcript.sample(name) if self.tools is None else self.tools.postprocess(transcript, name)
+        if sample.finish_reason is FinishReason.ABORT:
+            return sample
+        return replace(sample, reward=await self._score(prompt, sample))
+
+    async def abort(self, names: Iterable[str]) -> None:
+        """End these conversations: collect their request ids, wait for the servers' acknowledgement. Their `sample`
+        calls then return; one that runs tools ends with them.
+        """
+        open_requests = {name: self._requests[name] for name in names if name in self._requests}
+        self._unwanted |= open_requests.keys()
+        await self._manager.abort(open_requests.values())
+
+    async def _converse(
+        self, prompt: Prompt, name: str, sampling: SamplingParams, affinity: str | None, foreground: bool
+    ) -> Transcript:
+        transcript = Transcript(prompt)
+        while True:
+            self._requests[name] = f"{name}+{transcript.num_turns}" if transcript.num_turns else name
+            request = GenerateRequest(
+                request_id=self._requests[name],
+                prompt_token_ids=transcript.token_ids,
+                sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - len(transcript)),
+            )
+            completion = await self._manager.generate(request, affinity=affinity, foreground=foreground)
+            transcript.add_completion(completion)
+            answer = None if self.tools is None else await self.tools(transcript, completion)
+            if answer is None:
+                return transcript
+            if name in self._unwanted or len(transcript) + len(answer) >= sampling.max_new_tokens:
+                transcript.end(FinishReason.ABORT if name in self._unwanted else FinishReason.LENGTH)
+                return transcript
+            transcript.add_masked(answer)
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
+        """The reward. An outage is waited out, with backoff, for `outage_patience_s`; an error of the reward itself is
+        tried `reward_retries` times more; both then fail the group. A time-out is final and filters the group.
+        """
+        loop, options = asyncio.get_running_loop(), self._options
+        patience_ends = loop.time() + options.outage_patience_s
+        pause_s, errors = _FIRST_RETRY_S, 0
+        where = f"reward of sample {sample.sample_id} (domain {prompt.domain})"
+        while True:
+            reward = await self._ask_scorer(prompt, sample)
+            match reward.status:
+                case RewardStatus.OK:
+                    return reward
+                case RewardStatus.TIMEOUT:
+                    self.reward_timeouts += 1
+                    raise Unscorable(f"{where}: {reward.reason}")
+                case RewardStatus.ERROR:
+                    self.reward_errors += 1
+                    errors += 1
+                    if errors > options.reward_retries:
+                        raise RewardOutage(f"{where}: {reward.reason}")
+                case RewardStatus.OUTAGE:
+                    self.reward_outages += 1
+                    if loop.time() + pause_s > patience_ends:
+                        raise RewardOutage(f"{where}: {reward.reason}, for {options.outage_patience_s:g} s")
+                    logger.warning("%s: %s; asking again in %g s", where, reward.reason, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
+
+    async def _ask_scorer(self, prompt: Prompt, sample: Sample) -> Reward:
+        """One attempt; a scorer that is gone or silent is an outage."""
+        timeout_s = self._options.reward_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._scorer.score(prompt, sample)
+        except TimeoutError:
+            return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"no answer within {timeout_s:g} s")
+        except ConnectionError as error:
+            return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=str(error))

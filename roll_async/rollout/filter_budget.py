@@ -1,0 +1,35 @@
+"""How much may be generated for one batch before the data is to blame (`filter_groups.max_num_gen_batches`)."""
+
+from __future__ import annotations
+
+
+class GeneratedTooMany(ValueError):
+    """The limit is reached. What was finished is kept, every other prompt is still open."""
+
+    def __init__(self, *, num_batches: float, limit: int, kept: int, wanted: int) -> None:
+        super().__init__(
+            f"num_gen_batches={num_batches:g} >= max_num_gen_batches={limit} with {kept} of {wanted} groups kept. "
+            "Generated too many. Please check your data."
+        )
+
+
+class FilterBudget:
+    """Counts judged groups per batch of kept ones.
+
+    Example: G = 4, gen_batch_size = 8, limit 2: the 16th judged group since the last full batch raises, unless it
+    completes the batch.
+    """
+
+    def __init__(self, *, groups_per_batch: int, gen_batch_size: int, max_num_gen_batches: int) -> None:
+        self._wanted, self._size, self._limit = groups_per_batch, gen_batch_size, max_num_gen_batches
+        self._kept = self._seen = 0
+
+    def judged(self, *, kept: bool) -> None:
+        """One group was kept or filtered. Raises GeneratedTooMany; a limit <= 0 is none."""
+        self._seen += 1
+        self._kept += kept
+        if self._kept >= self._wanted:
+            self._kept = self._seen = 0
+        elif 0 < self._limit * self._size <= self._seen:
+            batches = self._seen / self._size
+            raise GeneratedTooMany(num_batches=batches, limit=self._limit, kept=self._kept, wanted=self._wanted)

@@ -1,0 +1,95 @@
+"""Traffic with one replica: what is in flight there, one call per batch of requests, one reader of its reports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Protocol
+
+from roll_async.inference.protocol import EngineReport
+from roll_async.rollout.protocol import EngineClient
+from roll_async.rollout.requests import PendingRequest
+from roll_async.schema import GenerateRequest
+
+Spawn = Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]
+
+
+class Listener(Protocol):
+    """Who hears from a replica."""
+
+    def reported(self, link: ReplicaLink, report: EngineReport) -> None: ...
+
+    def lost(self, link: ReplicaLink, reason: str) -> None:
+        """The replica is dead; called at most once per call that found out."""
+
+
+class ReplicaLink:
+    """One replica of the manager. A dead one is reported to the listener, never raised."""
+
+    def __init__(self, client: EngineClient, listener: Listener, spawn: Spawn) -> None:
+        self.client = client
+        self.name = client.name
+        self.in_flight: dict[str, PendingRequest] = {}
+        self.drained = asyncio.Event()
+        """Set while nothing is in flight."""
+        self.drained.set()
+        self._listener, self._spawn = listener, spawn
+        self._outbox: list[GenerateRequest] = []
+        self._flushing = False
+        self._reader: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begin to read reports."""
+        self._reader = self._spawn(self._read(), f"reader of {self.name}")
+
+    def cut(self) -> list[PendingRequest]:
+        """Stop reading; what was in flight."""
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            self._reader.cancel()
+        orphans, self.in_flight = list(self.in_flight.values()), {}
+        self.drained.set()
+        return orphans
+
+    def send(self, pending: PendingRequest) -> None:
+        """The next attempt of a request; it leaves with whatever else gathered meanwhile."""
+        message = pending.next_attempt()
+        self.in_flight[pending.wire_id] = pending
+        self.drained.clear()
+        self._outbox.append(message)
+        if not self._flushing:
+            self._flushing = True
+            self._spawn(self._flush(), f"submit to {self.name}")
+
+    def detach(self, pending: PendingRequest) -> bool:
+        """The present attempt ends here. False when it was not in flight."""
+        if self.in_flight.pop(pending.wire_id, None) is None:
+            return False
+        if not self.in_flight:
+            self.drained.set()
+        return True
+
+    async def call(self, work: Coroutine[object, object, None]) -> None:
+        """A control call."""
+        try:
+            await work
+        except ConnectionError as error:
+            self._listener.lost(self, str(error))
+
+    async def _flush(self) -> None:
+        """Send what gathered in the outbox, in one call; what comes meanwhile goes with the next."""
+        try:
+            while self._outbox:
+                batch, self._outbox = self._outbox, []
+                await self.client.submit(batch)
+        except ConnectionError as error:
+            self._listener.lost(self, str(error))
+        finally:
+            self._flushing = False
+
+    async def _read(self) -> None:
+        """Consume the reports until the replica dies or the manager closes."""
+        try:
+            while True:
+                self._listener.reported(self, await self.client.collect())
+        except ConnectionError as error:
+            self._listener.lost(self, str(error))

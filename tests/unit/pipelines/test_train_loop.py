@@ -1,0 +1,287 @@
+"""The whole loop on fakes and the virtual clock: real queue, rollouter, synchronizer, train loop and health monitor."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from roll_async.buffer.ledger import MemoryLedger
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.states import QueueOptions
+from roll_async.observe.recorder import REQUIRED_KEYS
+from roll_async.pipelines.fully_async import FullyAsyncTrainer
+from roll_async.pipelines.health import HealthMonitor
+from roll_async.pipelines.metrics import merged_reports
+from roll_async.pipelines.protocol import RunEnd
+from roll_async.pipelines.rlvr import RLVRPipeline
+from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.engine_supervisor import EngineSupervisor
+from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.schema import SamplingParams
+from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
+
+ROOT = Path(__file__).resolve().parents[3]
+FULLY_ASYNC_NAMES = {
+    "global_steps", "processed_samples", "current_param_version", "param_sync_count", "total_generated_samples",
+    "dropped_stale_samples", "generation_errors", "param_sync_requests", "avg_sample_age", "max_sample_age",
+    "stale_samples_ratio", "queue_size", "total_produced", "total_consumed", "dropped_samples", "sync_failures",
+}  # fmt: skip
+
+
+class Run:
+    """One training run: its own learner, weight source, checkpoint and observer."""
+
+    def __init__(
+        self,
+        build,
+        replica_class,
+        scorer_class,
+        *,
+        steps=4,
+        ratio=1.0,
+        parts=1,
+        speeds=(1.0, 1.5),
+        trainer=TrainLoop,
+        **plan,
+    ):
+        self.build, self.replica_class = build, replica_class
+        self.learned, self.saved, self.published, self.events = [], [], [], []
+        self.size, self.version, self.learn_s = 10**9, 0, 8.0
+        self.queue = MessageQueue(QueueOptions(groups_per_batch=4, async_generation_ratio=ratio), MemoryLedger())
+        self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
+        self.manager = AsyncLLMServerManager(self.replicas, ManagerOptions())
+        self.supervisor = EngineSupervisor(self.manager, self.restart, max_restarts=2, start_timeout_s=100.0)
+        options = SchedulerOptions(
+            samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
+        )
+        scheduler = ChatCompletionScheduler(self.manager, scorer_class(), options)
+        self.rollouter = Rollouter(self.queue, scheduler, self.manager, self)
+        self.sync = ParameterSynchronizer(
+            self,
+            self.rollouter,
+            lambda: self.manager.clients,
+            SyncOptions(transport="shm"),
+            weights_held=self.queue.weights_held,
+            take_out=self.supervisor.take_out,
+            put_back=self.supervisor.put_back,
+            comes_back=lambda: self.manager.expects_return,
+        )
+        self.supervisor.attach(self.sync.rejoin)
+        self.parts = PipelineParts(
+            queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
+            observer=self, validate=self.validate,
+        )  # fmt: skip
+        plan = {"first_step": 1, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
+        self.plan = RunPlan(
+            **plan, max_steps=steps, groups_per_batch=4, samples_per_group=2, groups_per_part=4 // parts
+        )
+        self.trainer = trainer(self.parts, self.plan)
+        self.monitor = HealthMonitor(self.trainer, self.parts, interval_s=5.0)
+        self.pipeline = RLVRPipeline(self.parts, self.plan, trainer=self.trainer, watch=self.monitor.run)
+
+    def _replica(self, name, token_s):
+        """A fake replica that also takes weights."""
+        replica = self.replica_class(name, token_s=token_s)
+
+        async def nothing(*args):
+            replica._alive("update")
+
+        async def finish():
+            return "digest"
+
+        async def commit(version):
+            replica.version = version
+
+        replica.begin_update = replica.load_bucket = nothing
+        replica.finish_update, replica.commit = finish, commit
+        return replica
+
+    async def restart(self, name, number):
+        await asyncio.sleep(3)
+        self.replicas.append(self._replica(name, 1.0))
+        return self.replicas[-1]
+
+    def at(self, index):
+        return self.build.prompt(row_id=str(index)) if index < self.size else None
+
+    async def learn(self, groups, step):
+        self.learned.append((step, [int(g.prompt.row_id) for g in groups]))
+        await asyncio.sleep(self.learn_s * len(groups) / 4)
+        metrics = {"trainer/loss": float(len(self.learned)), "trainer/optimizer_steps": 1.0, "correction/rho_max": 2.0}
+        return StepReport(metrics=metrics, logprobs_s=1.0, train_s=2.0, num_samples=2 * len(groups), num_tokens=40)
+
+    async def export_weights(self, version, transport, verify):
+        yield UpdatePlan(version=version, transport=transport, verify=verify)
+        yield "digest"
+
+    async def save(self, step):
+        self.saved.append(step)
+
+    async def validate(self, step):
+        await asyncio.sleep(2)
+        return {"validation/reward": 0.5}
+
+    def step(self, step, metrics):
+        self.published.append(metrics)
+
+    def span(self, *args, **fields):
+        pass
+
+    def event(self, name, **fields):
+        self.events.append(name)
+
+    async def go(self):
+        before = asyncio.all_tasks()
+        await self.manager.start()
+        try:
+            return await self.pipeline.run()
+        finally:
+            await self.supervisor.close()
+            await self.manager.close()
+            assert asyncio.all_tasks() - before == set(), "the run left tasks behind"
+
+    @property
+    def rows(self):
+        return [row for _, rows in self.learned for row in rows]
+
+
+@pytest.fixture
+def a_run(build, replica_class, scorer_class):
+    return lambda **options: Run(build, replica_class, scorer_class, **options)
+
+
+def test_a_run_trains_every_step_saves_validates_and_publishes_what_is_promised(run, a_run):
+    done = a_run(steps=5, save_every=2, eval_every=2)
+    assert run(done.go()) is RunEnd.FINISHED
+    assert [step for step, _ in done.learned] == [1, 2, 3, 4, 5] and len(set(done.rows)) == 20
+    assert done.saved == [2, 4, 5] and ["validation/reward" in m for m in done.published] == [False, True] * 2 + [False]
+    promised = set(REQUIRED_KEYS) - {"trainer/grad_norm", "trainer/learning_rate", "staleness/masked_fraction"}
+    assert all(promised <= m.keys() for m in done.published)
+    documented = (ROOT / "docs_roll" / "metrics.md").read_text()
+    rollout = [key for key in done.published[0] if key.startswith("rollout/")]
+    assert rollout and all(key in documented for key in rollout)
+
+
+def test_a_step_in_parts_is_one_step_in_every_account_and_starts_before_its_batch_is_whole(run, a_run):
+    whole, parts = a_run(ratio=0.0, speeds=(1.0, 2.5)), a_run(ratio=0.0, parts=2, speeds=(1.0, 2.5))
+    for one in (whole, parts):
+        assert run(one.go()) is RunEnd.FINISHED
+    assert [step for step, _ in parts.learned] == [1, 1, 2, 2, 3, 3, 4, 4] and sorted(parts.rows) == list(range(16))
+    assert sum(m["time/wait_batch_s"] for m in parts.published) < sum(m["time/wait_batch_s"] for m in whole.published)
+    assert len(parts.published) == 4 and all(m["trainer/optimizer_steps"] == 2 for m in parts.published)
+    assert [m["groups/trained"] for m in parts.published] == [4, 8, 12, 16]
+
+
+def test_a_stop_ends_after_the_step_under_way_with_its_state_saved(run, a_run):
+    stopped = a_run(steps=100, parts=2)
+
+    async def go():
+        running = asyncio.create_task(stopped.go())
+        while len(stopped.learned) < 5:  # in the first part of step 3
+            await asyncio.sleep(0.5)
+        stopped.pipeline.request_stop()
+        return await running
+
+    assert run(go()) is RunEnd.INTERRUPTED
+    assert [step for step, _ in stopped.learned] == [1, 1, 2, 2, 3, 3] and stopped.saved == [3]
+
+
+def test_the_end_of_the_data_ends_the_run_with_the_last_whole_step(run, a_run):
+    short = a_run(steps=100)
+    short.size = 10
+    assert run(short.go()) is RunEnd.END_OF_DATA
+    assert [step for step, _ in short.learned] == [1, 2] and short.saved == [2] and short.events == ["end_of_data"]
+
+
+def test_the_death_of_the_only_engine_costs_time_and_nothing_else(run, a_run):
+    hit = a_run(steps=6, speeds=(1.0,))
+
+    async def go():
+        running = asyncio.create_task(hit.go())
+        await asyncio.sleep(33.3)
+        hit.replicas[0].die("SIGKILL")
+        return await running
+
+    assert run(go()) is RunEnd.FINISHED
+    assert sorted(hit.rows) == list(range(24)) and [s for s, _ in hit.learned] == [1, 2, 3, 4, 5, 6]
+    last = hit.published[-1]
+    assert (last["rollout/lost_engines"], last["rollout/returned_engines"], last["rollout/engines"]) == (1, 1, 1)
+    assert max(m["staleness/max"] for m in hit.published) <= 1
+
+
+@pytest.mark.parametrize("seconds", [0.5, 12.5, 20.0, 28.1, 31.0])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_whenever_an_engine_dies_the_run_goes_on(run, a_run, seconds, parts):
+    hit = a_run(steps=5, speeds=(1.0,), ratio=0.0, parts=parts)
+
+    async def go():
+        running = asyncio.create_task(hit.go())
+        await asyncio.sleep(seconds)
+        hit.replicas[0].die("SIGKILL")
+        return await running
+
+    assert run(go()) is RunEnd.FINISHED
+    assert sorted(hit.rows) == list(range(20)) and max(m["staleness/max"] for m in hit.published) == 0
+
+
+def test_an_error_of_the_learner_ends_everything_and_closes_the_queue(run, a_run):
+    broken = a_run()
+
+    async def learn(groups, step):
+        raise RuntimeError("CUDA error")
+
+    broken.learn = learn
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(broken.go())
+    assert raised.group_contains(RuntimeError, match="CUDA error") and broken.saved == []
+
+
+def test_the_fully_asynchronous_trainer_publishes_every_name_of_its_mode(run, a_run):
+    class Mine(FullyAsyncTrainer):
+        def _compute_custom_metrics(self, batch):
+            return {"mine/groups": float(len(batch))}
+
+    done = a_run(trainer=Mine, parts=2, steps=5)
+    run(done.go())
+    for metrics in done.published:
+        names = {key.removeprefix("fully_async/") for key in metrics if key.startswith("fully_async/")}
+        assert FULLY_ASYNC_NAMES <= names and metrics["mine/groups"] == 4
+        shares = [v for key, v in metrics.items() if "token_share_version_lag" in key]
+        assert sum(shares) == pytest.approx(1.0)
+    last = done.published[-1]
+    expected = {"global_steps": 5, "processed_samples": 40, "total_consumed": 40, "param_sync_count": 5,
+                "param_sync_requests": 5, "current_param_version": 4, "sync_failures": 0}  # fmt: skip
+    assert {name: last[f"fully_async/{name}"] for name in expected} == expected
+    produced = last["fully_async/total_produced"]
+    assert produced == last["fully_async/total_consumed"] + last["fully_async/queue_size"]
+    assert 0 < last["fully_async/avg_sample_age"] <= last["fully_async/max_sample_age"]
+    documented = (ROOT / "docs_roll" / "metrics.md").read_text()
+    missing = [n for n in last if n.startswith("fully_async/") and re.sub(r"\d+$", "N", n) not in documented]
+    assert not missing
+
+
+def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, caplog):
+    seen, watched = [], a_run()
+    watched.monitor._custom_monitor = lambda trainer, rollouter: seen.append((trainer, rollouter))
+    with caplog.at_level("INFO"):
+        run(watched.go())
+    lines = [r.message for r in caplog.records if r.message.startswith("Component Statistics: ")]
+    for name in ("Trainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
+        assert sum(line.startswith(f"Component Statistics: {name} ") for line in lines) == len(seen) > 4
+    steps = [trainer.global_steps for trainer, _ in seen]
+    assert steps == sorted(steps) and steps[-1] == 4 and seen[-1][0].processed_samples == 32
+    assert seen[-1][1].total_generated_samples >= 32
+
+
+def test_the_parts_of_a_step_are_merged_by_samples():
+    def report(samples, **metrics):
+        return StepReport(metrics=metrics, logprobs_s=1.0, train_s=2.0, num_samples=samples, num_tokens=10)
+
+    merged = merged_reports([report(1, a=4.0, x_max=1.0), report(3, a=0.0, x_max=5.0, b=7.0)])
+    assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "b": 7.0}
+    assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)

@@ -1,0 +1,194 @@
+"""Tool calls: the model's tokens stay as they were, results are masked, tools of one turn run side by side."""
+
+import asyncio
+import json
+from array import array
+from contextlib import asynccontextmanager
+
+import pytest
+
+from roll_async.rollout.conversations import Conversations, ScoringOptions
+from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.rollout.tools import ToolCompletionCallback
+from roll_async.schema import Completion, FinishReason, SamplingParams
+
+END = 7
+
+
+class TextCodec:
+    """Characters are tokens; a result stands between two brackets."""
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+    def tool_turn(self, last_token, results):
+        return [ord(c) for c in "[" + "|".join(results) + "]"]
+
+
+class Speaker:
+    """A replica that says its lines in order, one per request of a conversation."""
+
+    def __init__(self, replica, *lines):
+        self.replica, self.lines, self.prompts = replica, list(lines), []
+        replica.submit = self.submit
+
+    async def submit(self, requests):
+        for request in requests:
+            self.prompts.append(request.prompt_token_ids.tolist())
+            self.replica.submitted.append(request)
+            line = self.lines.pop(0)
+            tokens = array("i", [*map(ord, line), END])
+            self.replica.reply(
+                Completion(
+                    request_id=request.request_id,
+                    token_ids=tokens,
+                    logprobs=array("f", [-0.25] * len(tokens)),
+                    version_runs=((self.replica.version, len(tokens)),),
+                    finish_reason=FinishReason.STOP,
+                    generation_s=1.0,
+                )
+            )
+            self.replica.version += 1  # every turn under newer weights
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def add(arguments):
+    await asyncio.sleep(3)
+    return str(arguments["a"] + arguments["b"])
+
+
+async def broken(arguments):
+    raise KeyError("disk")
+
+
+async def slow(arguments):
+    await asyncio.sleep(1e6)
+
+
+TOOLS = {"add": add, "broken": broken, "slow": slow}
+
+
+@asynccontextmanager
+async def talking(replicas, scorer, **options):
+    manager = AsyncLLMServerManager(replicas, ManagerOptions())
+    await manager.start()
+    callback = ToolCompletionCallback(TOOLS, TextCodec(), **options)
+    try:
+        yield Conversations(manager, scorer, ScoringOptions(), tools=callback)
+    finally:
+        await manager.close()
+
+
+SAMPLING = SamplingParams(max_new_tokens=500)
+
+
+def test_the_conversation_is_the_very_tokens_of_both_sides_with_the_results_masked(
+    run, build, replica_class, scorer_class
+):
+    async def go():
+        replica = replica_class("a", version=4)
+        first, second = call("add", a=1, b=2) + "!", "3"
+        speaker = Speaker(replica, first, second)
+        async with talking([replica], scorer_class()) as conversations:
+            prompt = build.prompt(ids=(1, 2, 3))
+            sample = await conversations.sample(prompt, "s", SAMPLING)
+        turn_1, answer, turn_2 = [*map(ord, first), END], [ord(c) for c in "[3]"], [ord("3"), END]
+        assert sample.response_token_ids.tolist() == turn_1 + answer + turn_2
+        assert speaker.prompts == [[1, 2, 3], [1, 2, 3, *turn_1, *answer]]
+        assert sample.loss_mask == b"\x01" * len(turn_1) + b"\x00" * 3 + b"\x01\x01"
+        assert set(sample.behaviour_logprobs[len(turn_1) : len(turn_1) + 3]) == {0.0}
+        assert sample.version_runs == ((4, len(turn_1) + 3), (5, 2)) and sample.oldest_version == 4
+        assert (sample.num_turns, sample.finish_reason, sample.reward.score) == (2, FinishReason.STOP, 1.0)
+        assert len({r.request_id for r in replica.submitted}) == 2
+
+    run(go())
+
+
+def test_tools_of_one_turn_run_side_by_side_and_answer_in_the_order_of_the_calls(
+    run, build, replica_class, scorer_class
+):
+    async def go():
+        replica = replica_class("a")
+        lines = "".join(call("add", a=i, b=10) for i in range(5))
+        speaker = Speaker(replica, lines, "done")
+        async with talking([replica], scorer_class(score_s=0)) as conversations:
+            await conversations.sample(build.prompt(), "s", SAMPLING)
+            assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+            assert conversations.tools.num_calls == 5
+        assert bytes(speaker.prompts[1][-16:]).decode() == "[10|11|12|13|14]"
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (call("broken"), "error: KeyError: 'disk'"),
+        (call("slow"), "error: no result within 30 s"),
+        (call("fly", to="moon"), "error: there is no tool 'fly'"),
+        ("<tool_call>{1: 2</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": 3}</tool_call>', "a call is"),
+    ],
+)
+def test_whatever_goes_wrong_in_a_tool_is_what_the_model_reads(run, build, replica_class, scorer_class, line, told):
+    async def go():
+        replica = replica_class("a")
+        speaker = Speaker(replica, line, "so be it")
+        async with talking([replica], scorer_class()) as conversations:
+            sample = await conversations.sample(build.prompt(), "s", SAMPLING)
+            assert conversations.tools.num_failures == 1
+        assert told in "".join(map(chr, speaker.prompts[1])) and sample.finish_reason is FinishReason.STOP
+
+    run(go())
+
+
+def test_turns_stick_to_their_replica_and_move_on_only_when_it_dies(run, build, replica_class, scorer_class):
+    async def go():
+        replicas = [replica_class(name) for name in "ab"]
+        speakers = [Speaker(r, *[call("add", a=1, b=1)] * 3, "end") for r in replicas]
+        async with talking(replicas, scorer_class()) as conversations:
+            await conversations.sample(build.prompt(), "s", SAMPLING)
+            assert [len(s.prompts) for s in speakers] == [4, 0]
+            speakers[1].lines = [call("add", a=1, b=1), "x", "end"]
+            talk = asyncio.ensure_future(conversations.sample(build.prompt(), "t", SAMPLING))
+            await asyncio.sleep(1)  # its tool runs
+            assert len(speakers[1].prompts) == 1
+            replicas[1].die()
+            speakers[0].lines = ["end"]
+            assert (await talk).num_turns == 2 and len(speakers[0].prompts) == 5
+
+    run(go())
+
+
+def test_a_conversation_ends_with_its_turns_or_its_tokens_and_never_appends_a_result_that_leaves_no_room(
+    run, build, replica_class, scorer_class
+):
+    async def go(max_turns, max_new_tokens):
+        replica = replica_class("a")
+        Speaker(replica, *[call("add", a=1, b=1)] * 9)
+        async with talking([replica], scorer_class(), max_turns=max_turns) as conversations:
+            return await conversations.sample(build.prompt(), "s", SamplingParams(max_new_tokens=max_new_tokens))
+
+    turn = len(call("add", a=1, b=1)) + 1
+    by_turns, by_tokens = run(go(3, 1000)), run(go(8, 2 * turn + 6))
+    assert (by_turns.num_turns, len(by_turns.response_token_ids)) == (3, 3 * turn + 2 * 3)
+    assert (by_tokens.num_turns, by_tokens.finish_reason) == (2, FinishReason.LENGTH)
+    assert len(by_tokens.response_token_ids) == 2 * turn + 3 and by_tokens.loss_mask[-1] == 1
+
+
+def test_an_abort_reaches_a_conversation_whose_tools_run(run, build, replica_class, scorer_class):
+    async def go():
+        replica = replica_class("a")
+        speaker = Speaker(replica, call("add", a=1, b=1), "never said")
+        scorer = scorer_class()
+        async with talking([replica], scorer) as conversations:
+            talk = asyncio.ensure_future(conversations.sample(build.prompt(), "s", SAMPLING))
+            await asyncio.sleep(1)
+            await conversations.abort(["s", "unknown"])
+            assert (await talk).finish_reason is FinishReason.ABORT
+        assert len(speaker.prompts) == 1 and scorer.calls == 0
+
+    run(go())
