@@ -22,7 +22,11 @@ class JudgeConfig:
     api_key_env: str | None = None
     """Name of the environment variable with the key, read by the reward worker; null = none."""
     prompt: str | None = None
-    """Instruction of the judge; null = the built-in one."""
+    """Instruction of the judge, with {question}, {reference} and {response}; null = the built-in one."""
+    max_concurrent: int = bounded(32, ">= 1")
+    """Requests at the same time."""
+    max_retries: int = bounded(3, ">= 0")
+    """Further attempts of one request, with backoff; after them it is an outage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +36,13 @@ class SandboxConfig:
     api_url: str | None = None
     """Sandbox service; null = a local process."""
     memory_mb: int = bounded(1024, ">= 1")
-    """MiB of a local process."""
+    """MiB of address space of one program."""
+    case_timeout: float = bounded(6.0, "> 0")
+    """Seconds of one test case; all cases of a sample share `timeout`."""
+    scoring: Literal["all", "fraction"] = "all"
+    """Score 1 only if every case passes, or the share of cases that pass."""
+    isolation: Literal["required", "best_effort"] = "required"
+    """Where programs cannot be contained (macOS, Linux before 5.13): refuse, or run them with resource limits only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roll_async.rewards.registry import create_reward, needs_environment
-from roll_async.schema import Reward, RewardStatus
+from roll_async.schema import Prompt, Reward, RewardStatus
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,10 @@ class RewardPool:
                     await worker.stop()
         for task in self._waiting:
             task.result.cancel()
+
+    async def score_response(self, prompt: Prompt, text: str) -> Reward:
+        """`score` with what the prompt says."""
+        return await self.score(text, prompt.ground_truth, prompt.extra)
 
     async def score(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Reward:
         """One verdict. TIMEOUT, ERROR and OUTAGE are states of their own, with a score of 0 that must not be used. A

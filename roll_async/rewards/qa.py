@@ -19,8 +19,8 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30f
 class QuestionAnswer:
     """Score = F1 over words with the best of the references; `acc` = exact match; both also as metrics `f1`, `em`.
 
-    The answer is what is boxed, tagged `<answer>` or on an `Answer:` line, else all that follows the thinking (`format` 0
-    then). The reference is a text or a JSON list of equally good texts.
+    The answer is what is boxed, tagged `<answer>` or on an `Answer:` line, else all that follows the thinking (then
+    `format` is 0). The reference is a text or a JSON list of equally good texts.
     """
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:

@@ -4,37 +4,90 @@ the rest.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from typing import Protocol
 
 from roll_async.config.schema import RewardConfig
+from roll_async.rewards.llm_judge import JudgeOptions, LlmJudge
 from roll_async.rewards.pool import PoolOptions, RewardPool
 from roll_async.schema import Prompt, Reward, RewardStatus
 
+_WORKER_MEMORY_MB = 4096
+
+
+class DomainScorer(Protocol):
+    """What judges one domain: worker processes or a client of a server."""
+
+    async def start(self) -> None: ...
+
+    async def score_response(self, prompt: Prompt, text: str) -> Reward: ...
+
+    async def close(self) -> None: ...
+
 
 class RewardRouter:
-    """All domains of a run. An outage raises ConnectionError; a time-out is a state without a score."""
+    """All domains of a run. An outage raises ConnectionError; a time-out or an error is a state without a score."""
 
     def __init__(self, rewards: Mapping[str, RewardConfig]) -> None:
-        self._pools = {
-            domain: RewardPool(
-                PoolOptions(reward=config.type, num_workers=config.num_workers, timeout_s=config.timeout)
-            )
-            for domain, config in rewards.items()
-        }
+        self._scorers = {domain: create_scorer(config) for domain, config in rewards.items()}
 
     async def start(self) -> None:
-        """Start the workers of every domain. Raises ValueError for a reward that cannot be built."""
-        for pool in self._pools.values():
-            await pool.start()
+        """Start all domains side by side. Raises ValueError for a reward that cannot be built; nothing runs then."""
+        started = await asyncio.gather(*(s.start() for s in self._scorers.values()), return_exceptions=True)
+        failed = [(d, e) for d, e in zip(self._scorers, started, strict=True) if isinstance(e, BaseException)]
+        if failed:
+            await self.close()
+            domain, error = failed[0]
+            raise ValueError(f"rewards.{domain}: {error}") from error
 
     async def score(self, prompt: Prompt, text: str) -> Reward:
         """The verdict of the prompt's domain on the response text."""
-        reward = await self._pools[prompt.domain].score(text, prompt.ground_truth, prompt.extra)
+        reward = await self._scorers[prompt.domain].score_response(prompt, text)
         if reward.status is RewardStatus.OUTAGE:
             raise ConnectionError(f"reward {prompt.domain}: {reward.reason}")
         return reward
 
     async def close(self) -> None:
-        """End all worker processes."""
-        for pool in self._pools.values():
-            await pool.close()
+        """End all worker processes and connections."""
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
+
+
+def create_scorer(config: RewardConfig) -> DomainScorer:
+    """The scorer of one domain, not started."""
+    if config.type == "llm_judge":
+        judge = config.judge
+        assert judge is not None, "the loader requires it"
+        return LlmJudge(
+            JudgeOptions(
+                api_url=judge.api_url,
+                model=judge.model,
+                api_key_env=judge.api_key_env,
+                instruction=judge.prompt,
+                timeout_s=config.timeout,
+                max_concurrent=judge.max_concurrent,
+                max_retries=judge.max_retries,
+            )
+        )
+    memory_mb, arguments = _WORKER_MEMORY_MB, {}
+    if config.type == "code_sandbox":
+        sandbox = config.sandbox
+        arguments = {"timeout_s": config.timeout}
+        if sandbox is not None:
+            memory_mb += sandbox.memory_mb
+            arguments |= {
+                "memory_mb": sandbox.memory_mb,
+                "case_timeout_s": sandbox.case_timeout,
+                "scoring": sandbox.scoring,
+                "isolation": sandbox.isolation,
+                "api_url": sandbox.api_url,
+            }
+    return RewardPool(
+        PoolOptions(
+            reward=config.type,
+            num_workers=config.num_workers,
+            timeout_s=config.timeout,
+            memory_mb=memory_mb,
+            arguments=arguments,
+        )
+    )

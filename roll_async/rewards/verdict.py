@@ -45,7 +45,7 @@ def verdict_of(result: object) -> Verdict:
     if isinstance(result, Verdict):
         verdict = result
     elif isinstance(result, Real):
-        verdict = Verdict(score=float(result), acc=float(result > 0))
+        verdict = Verdict(score=float(result), acc=float(float(result) > 0))
     elif isinstance(result, Mapping):
         verdict = _of_mapping(result)
     else:

@@ -1,0 +1,190 @@
+"""Generated programs, run against test cases in a sandbox."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+
+from roll_async.rewards.answers import after_thinking
+from roll_async.rewards.sandbox.cases import Case, parse_cases
+from roll_async.rewards.sandbox.confine import missing
+from roll_async.rewards.sandbox.local import LocalSandbox
+from roll_async.rewards.sandbox.protocol import Outcome, Run, Runner
+from roll_async.rewards.sandbox.remote import RemoteSandbox
+from roll_async.rewards.verdict import Verdict
+
+_FENCE = re.compile(r"^[ \t]{0,8}```([^\n`]*)\n(.*?)^[ \t]{0,8}```[ \t]*$", re.DOTALL | re.MULTILINE)
+_TOLERANCE = 1e-6
+_RESERVE = 0.9
+"""Share of the sample's time used for cases: the verdict must come before the pool gives the sample up."""
+
+
+class CodeSandbox:
+    """Score = 1 iff every case passes (`scoring` all), or the share of cases that pass (fraction).
+
+    The program is the last fenced block after the thinking, Python ones first; without one the format is wrong. A
+    program that is too slow, too big or tries what is forbidden has failed its case; only a sandbox that cannot work is
+    an outage. With `all` the first failed case ends the run. Cases for which no time is left count as failed.
+
+    Metrics: `passed`, the share of cases that passed among those that ran, and `cases`, how many there are.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_mb: int = 1024,
+        case_timeout_s: float = 6.0,
+        timeout_s: float = 30.0,
+        scoring: str = "all",
+        isolation: str = "required",
+        api_url: str | None = None,
+    ) -> None:
+        if scoring not in ("all", "fraction"):
+            raise ValueError(f"scoring {scoring!r} is not one of all | fraction")
+        self._memory_mb, self._case_timeout_s, self._stop_early = memory_mb, case_timeout_s, scoring == "all"
+        self._timeout_s = _RESERVE * timeout_s
+        self._runner = _runner(api_url, isolation)
+
+    def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
+        ends_s = time.monotonic() + self._timeout_s
+        cases = parse_cases(ground_truth, extra)
+        code = program_of(text)
+        if code is None:
+            return Verdict(score=0.0, acc=0.0, format=0.0, reason="no fenced block of code", metrics=_counts(0, cases))
+        passed, reason = 0.0, ""
+        for number, case in enumerate(cases, 1):
+            share, problem = self._run(case, code, ends_s)
+            passed += share
+            if problem:
+                reason = reason or f"case {number} of {len(cases)}: {problem}"
+                if self._stop_early:
+                    break
+        acc = float(not reason)
+        fraction = passed / len(cases)
+        return Verdict(
+            score=acc if self._stop_early else fraction, acc=acc, reason=reason, metrics=_counts(fraction, cases)
+        )
+
+    def _run(self, case: Case, code: str, ends_s: float) -> tuple[float, str]:
+        """(share passed, problem) of one case."""
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0.05:
+            return 0.0, "no time left"
+        outcome = self._runner.run(
+            Run(
+                kind=case.kind,
+                code=code,
+                stdin=case.stdin,
+                function=case.function,
+                arguments=case.arguments,
+                test=case.test,
+                timeout_s=min(self._case_timeout_s, left_s),
+                memory_mb=self._memory_mb,
+            )
+        )
+        return judge(case, outcome)
+
+
+def program_of(text: str) -> str | None:
+    """The last fenced block marked as Python, else the last one without a mark, after the thinking."""
+    blocks = _FENCE.findall(after_thinking(text))
+    python = [code for mark, code in blocks if mark.strip().lower().split(" ")[0] in ("python", "python3", "py")]
+    plain = [code for mark, code in blocks if not mark.strip()]
+    return (python or plain or [None])[-1]
+
+
+def judge(case: Case, outcome: Outcome) -> tuple[float, str]:
+    """(share passed, problem). The comparison happens here, outside the sandbox."""
+    if case.kind == "pytest":
+        return _pytest_share(outcome)
+    if outcome.problem:
+        return 0.0, outcome.problem
+    if case.kind == "stdio":
+        assert isinstance(case.expected, str)
+        same = same_output(outcome.stdout, case.expected)
+        return float(same), "" if same else f"wrote {_short(outcome.stdout)}, expected {_short(case.expected)}"
+    if outcome.result is None:
+        return 0.0, "it ended before the test did"
+    if case.kind == "assert":
+        return 1.0, ""
+    value = outcome.result.get("value")
+    # APPS wraps the expected value of a call in a list of one.
+    wrapped = isinstance(case.expected, list) and len(case.expected) == 1 and same_value(value, case.expected[0])
+    same = same_value(value, case.expected) or wrapped
+    return float(same), "" if same else f"returned {_short(value)}, expected {_short(case.expected)}"
+
+
+def same_output(written: str, expected: str) -> bool:
+    """Equal line by line without white space at the ends; numbers with a decimal point within 1e-6."""
+    lines, wanted = _stripped(written), _stripped(expected)
+    if lines == wanted:
+        return True
+    return len(lines) == len(wanted) and all(_same_line(a, b) for a, b in zip(lines, wanted, strict=True))
+
+
+def same_value(value: object, expected: object) -> bool:
+    """Equal JSON values; floats within 1e-6, relative or absolute; true is not 1."""
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        exact = isinstance(value, int) and isinstance(expected, int)
+        return value == expected if exact else _close(float(value), float(expected))
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(same_value(a, b) for a, b in zip(value, expected, strict=True))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same_value(value[k], expected[k]) for k in value)
+    return type(value) is type(expected) and value == expected
+
+
+def _pytest_share(outcome: Outcome) -> tuple[float, str]:
+    result = outcome.result or {}
+    passed, total = result.get("passed"), result.get("total")
+    if outcome.problem or not isinstance(passed, int) or not isinstance(total, int):
+        return 0.0, outcome.problem or "it ended before the tests did"
+    if not total:
+        return 0.0, "no test was collected"
+    return passed / total, "" if passed == total else f"{passed} of {total} tests passed"
+
+
+def _same_line(line: str, expected: str) -> bool:
+    words, wanted = line.split(), expected.split()
+    return len(words) == len(wanted) and all(
+        a == b or ("." in b and _same_number(a, b)) for a, b in zip(words, wanted, strict=True)
+    )
+
+
+def _same_number(word: str, expected: str) -> bool:
+    try:
+        return _close(float(word), float(expected))
+    except ValueError:
+        return False
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def _stripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _short(value: object) -> str:
+    return repr(value)[:60]
+
+
+def _counts(fraction: float, cases: list[Case]) -> dict[str, float]:
+    return {"passed": fraction, "cases": float(len(cases))}
+
+
+def _runner(api_url: str | None, isolation: str) -> Runner:
+    if api_url is not None:
+        return RemoteSandbox(api_url)
+    problem = missing()
+    if isolation == "required" and problem:
+        raise ValueError(
+            f"generated code cannot be contained here: {problem}; give sandbox.api_url, or accept weaker isolation "
+            "with sandbox.isolation: best_effort (docs_roll/rewards.md)"
+        )
+    return LocalSandbox()

@@ -1,0 +1,139 @@
+"""Runs a generated program inside the confined child. Everything here happens after the rights are gone.
+
+What the harness reports goes through a pipe of its own and carries a word that is drawn anew for each run: a program
+that ends early, or writes what success looks like, has not passed. A program that searches its own interpreter for the
+word can still forge the result of `assert` and `pytest`; `stdio` and `call` are compared outside and cannot be forged.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+
+from roll_async.rewards.sandbox.protocol import Run
+
+_FILE = "solution.py"
+
+
+def run_program(run: Run, *, result_fd: int, word: str) -> int:
+    """The exit status. Output goes to the standard streams, the result as JSON to `result_fd`."""
+    _clean_interpreter()
+    streams = [os.fdopen(0, "r", encoding="utf-8"), os.fdopen(1, "w"), os.fdopen(2, "w")]
+    sys.stdin, sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    status, result = 0, None
+    try:
+        match run.kind:
+            case "stdio":
+                _execute(run.code, "__main__")
+            case "call":
+                result = {"value": _call(run)}
+            case "assert":
+                module = _execute(run.code, "solution")
+                exec(compile(run.test, "test.py", "exec"), module.__dict__)
+                result = {"passed": 1, "total": 1}
+            case "pytest":
+                result = _pytest(run)
+    except SystemExit as ending:
+        status = _exit_status(ending)
+    except BaseException:  # whatever the program raised is its own
+        status = 1
+        traceback.print_exc(file=sys.stderr)
+    status = _finish(status)
+    if result is not None:
+        os.write(result_fd, json.dumps({**result, "word": word}, default=_plain).encode())
+    return status
+
+
+def _clean_interpreter() -> None:
+    """As a fresh interpreter would be: no modules of the host, its folder not on the path."""
+    root = str(Path(__file__).resolve().parents[3])
+    sys.path[:] = ["", *(p for p in sys.path if p not in ("", root))]
+    sys.argv = [_FILE]
+    sys.dont_write_bytecode = True
+    for name in [n for n in sys.modules if n.partition(".")[0] == "roll_async"]:
+        del sys.modules[name]
+
+
+def _execute(code: str, name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__dict__.update(__builtins__=builtins, __file__=_FILE)
+    sys.modules[name] = module
+    exec(compile(code, _FILE, "exec"), module.__dict__)
+    return module
+
+
+def _call(run: Run) -> object:
+    module = _execute(run.code, "solution")
+    function = module.__dict__.get(run.function)
+    if function is None and "Solution" in module.__dict__:
+        function = getattr(module.__dict__["Solution"](), run.function)
+    if function is None:
+        raise NameError(f"the program defines no {run.function!r}")
+    return function(*run.arguments)
+
+
+def _pytest(run: Run) -> dict[str, object]:
+    import pytest
+
+    Path("pytest.ini").write_text("[pytest]\n")  # the root of the collection is here and not in a folder above
+    Path(_FILE).write_text(run.code)
+    Path("test_solution.py").write_text(run.test)
+    counts = {"passed": 0, "total": 0}
+
+    class Counter:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when == "call" or (report.when == "setup" and not report.passed):
+                counts["total"] += 1
+                counts["passed"] += report.passed
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            counts["total"] += report.failed
+
+    options = [
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        "-c",
+        "pytest.ini",
+        "--rootdir=.",
+    ]
+    pytest.main([*options, "test_solution.py"], plugins=[Counter()])
+    return dict(counts)
+
+
+def _finish(status: int) -> int:
+    """Wait for threads the program left behind, as Python does, and flush."""
+    try:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return status or 1
+    return status
+
+
+def _exit_status(ending: SystemExit) -> int:
+    if ending.code is None or isinstance(ending.code, int):
+        return (ending.code or 0) & 0xFF
+    print(ending.code, file=sys.stderr)
+    return 1
+
+
+def _plain(value: object) -> object:
+    """Values JSON does not know: sets and tuples as lists, numbers of other libraries as numbers."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)  # type: ignore[type-var]
+    if isinstance(value, complex):
+        return [value.real, value.imag]
+    return value.tolist() if type(value).__module__ == "numpy" else repr(value)  # type: ignore[attr-defined]

@@ -1,0 +1,172 @@
+"""Generated programs in the real sandbox: forms of test cases and verdicts. Escapes: tests/cluster."""
+
+import json
+import time
+
+import pytest
+
+from roll_async.rewards.code_sandbox import CodeSandbox, program_of, same_output, same_value
+from roll_async.rewards.sandbox.cases import parse_cases
+from roll_async.rewards.sandbox.confine import missing
+
+ADD = "def add(a, b):\n    return a + b"
+SOLUTION = "class Solution:\n    def add(self, a, b):\n        return (a, b)"
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def fenced(code):
+    return f"Here:\n```python\n{code}\n```\nDone."
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    reward = CodeSandbox(case_timeout_s=1.5, isolation="best_effort")
+    yield reward
+    reward._runner.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "truth", "extra"),
+    [
+        (SUM, {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}, {}),
+        (SUM, [{"input": "1 2", "output": "3", "testtype": "stdin"}], {}),
+        (ADD, {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, {}),
+        (SOLUTION, [{"input": "1\n[2]", "output": "[1,[2]]"}], {"fn_name": "add"}),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 2"], {}),
+        (ADD, "assert add(1, 2) == 3\nassert add(0, 0) == 0", {}),
+        (ADD, {"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}, {}),
+        ("print('main')\nif __name__ == '__main__':\n    raise SystemExit(3)\n" + ADD, ["assert add(1, 2) == 3"], {}),
+        ("import threading\nthreading.Thread(target=lambda: print(3)).start()", {"inputs": [""], "outputs": ["3"]}, {}),
+        ("import sys\nprint(3)\nsys.exit()", {"inputs": [""], "outputs": ["3"]}, {}),
+    ],
+)  # fmt: skip
+def test_a_right_program_passes_in_every_form_of_case(sandbox, code, truth, extra):
+    verdict = sandbox(fenced(code), truth if isinstance(truth, str) else json.dumps(truth), extra)
+    assert (verdict.score, verdict.acc, verdict.format, verdict.reason) == (1, 1, 1, "")
+    assert verdict.metrics["passed"] == 1 and verdict.metrics["cases"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("code", "truth", "reason"),
+    [
+        ("print(4)", {"inputs": ["1 2"], "outputs": ["3"]}, "wrote '4"),
+        ("print(int(''))", {"inputs": [""], "outputs": ["3"]}, "ValueError"),
+        ("def broken(:", {"inputs": [""], "outputs": ["3"]}, "SyntaxError"),
+        ("while True: pass", {"inputs": [""], "outputs": ["3"]}, "time limit exceeded"),
+        ("print(3)\nraise SystemExit(2)", {"inputs": [""], "outputs": ["3"]}, "exit status 2"),
+        ("def add(a, b): return [a]", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, "returned [1]"),
+        ("x = 1", {"inputs": [[1]], "outputs": [3], "fn_name": "add"}, "NameError"),
+        ("def add(a, b): return 4", ["assert add(1, 2) == 3"], "AssertionError"),
+        ("import os\nos.abort()", {"inputs": [""], "outputs": ["3"]}, "signal 6"),
+    ],
+)
+def test_a_wrong_program_fails_its_case_and_says_why(sandbox, code, truth, reason):
+    verdict = sandbox(fenced(code), json.dumps(truth), {})
+    assert (verdict.score, verdict.acc, verdict.format) == (0, 0, 1)
+    assert reason in verdict.reason and verdict.reason.startswith("case 1 of 1")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        'import os\nos.write(3, b\'{"passed": 1, "total": 1}\')\nos._exit(0)',
+        'print(\'{"passed": 1, "total": 1}\')\nraise SystemExit',
+    ],
+)
+def test_ending_early_is_not_passing(sandbox, code):
+    for truth in (["assert False"], "def test_no():\n    assert False"):
+        verdict = sandbox(fenced(code), truth if isinstance(truth, str) else json.dumps(truth), {})
+        assert verdict.score == 0 and verdict.reason
+
+
+def test_all_stops_at_the_first_failure_and_fraction_counts_them():
+    cases = json.dumps({"inputs": ["1 2", "x", "3 4", "y"], "outputs": ["3", "", "7", ""]})
+    scores = {}
+    for scoring in ("all", "fraction"):
+        reward = CodeSandbox(scoring=scoring, isolation="best_effort")
+        verdict = reward(fenced(SUM), cases, {})
+        scores[scoring] = (verdict.score, verdict.metrics["passed"])
+        reward._runner.close()
+    assert scores == {"all": (0, 0.25), "fraction": (0.5, 0.5)}
+
+
+def test_slow_cases_share_the_time_of_their_sample():
+    reward = CodeSandbox(case_timeout_s=5.0, timeout_s=1.5, scoring="fraction", isolation="best_effort")
+    started = time.monotonic()
+    verdict = reward(fenced("import time\ntime.sleep(60)"), json.dumps({"inputs": [""] * 9, "outputs": ["x"] * 9}), {})
+    assert time.monotonic() - started < 3.5 and verdict.score == 0 and "time limit" in verdict.reason
+    reward._runner.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\na\n```\n```python\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\nrun it:\n```bash\nls\n```\n```\nout\n```", "a\n"),
+        ("<think>```python\na\n```</think> none", None),
+        ("no code", None),
+        ("```python\nunclosed", None),
+        ("```" * 20_000, None),
+    ],
+)
+def test_the_program_is_the_last_block_of_python_after_the_thinking(text, code):
+    assert program_of(text) == code
+
+
+def test_without_a_block_the_format_is_wrong(sandbox):
+    verdict = sandbox("print(3)", '["assert True"]', {})
+    assert (verdict.score, verdict.format) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "same"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("0.33333334", "0.33333333", True),
+        ("0.334", "0.333", False),
+        ("3.0", "3", False),
+        ("3", "3.0", True),
+        ("1\n2", "1 2", False),
+        ("", "", True),
+    ],
+)
+def test_output_is_compared_by_line_and_number(written, expected, same):
+    assert same_output(written, expected) == same
+
+
+def test_values_are_compared_as_values():
+    assert same_value([1, [2.0000000001], {"a": None}], [1, [2.0], {"a": None}])
+    assert (
+        not same_value(True, 1) and not same_value(1, True) and not same_value("1", 1) and not same_value([1], [1, 2])
+    )
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        ("", "no test cases"),
+        ("42", "no test cases"),
+        ("{bad", "looks like JSON"),
+        ('{"inputs": [1], "outputs": []}', "1 inputs and 0 outputs"),
+        ('{"something": 1}', "need inputs and outputs"),
+        ('[{"input": "1"}]', "input and output"),
+        ('[{"input": "1", "output": "1", "testtype": "functional"}]', "fn_name"),
+        ("[]", "no test cases"),
+    ],
+)
+def test_a_row_without_usable_cases_is_an_error_of_the_row(truth, message):
+    with pytest.raises(ValueError, match=message):
+        parse_cases(truth, {})
+
+
+def test_where_programs_cannot_be_contained_the_reward_is_refused_unless_told_otherwise():
+    if missing():
+        with pytest.raises(ValueError, match="best_effort"):
+            CodeSandbox()
+    else:
+        CodeSandbox()
+    with pytest.raises(ValueError, match="all | fraction"):
+        CodeSandbox(scoring="some")
