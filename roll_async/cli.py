@@ -42,7 +42,7 @@ def _simulate(args: Sequence[str]) -> int:
 
 
 def _convert(args: Sequence[str]) -> int:
-    from roll_async.checkpoint.convert import run_convert
+    from roll_async.convert import run_convert
 
     return run_convert(list(args))
 

@@ -1,0 +1,160 @@
+"""`roll-async convert SOURCE TARGET`: Hugging Face checkpoints to Megatron's torch_dist format and back.
+
+The direction follows from what SOURCE is. No GPU is needed; memory is one tensor, but for --verify, whose logits probe
+holds the model twice in float32. Exit codes: 0 converted, 1 the disk failed or the verification found a difference,
+2 bad usage or input, 130 interrupted; in each case but 0 nothing is left under TARGET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roll_async.checkpoint.conversion import ConversionOptions
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_MAX_LOGIT_DIFFERENCE = 1e-4
+"""Of the largest logit; both sides compute in float32."""
+
+
+class VerificationError(RuntimeError):
+    """The written checkpoint is not its source."""
+
+
+def run_convert(args: Sequence[str]) -> int:
+    """The command; returns the exit code."""
+    arguments = _parser().parse_args(list(args))
+    try:
+        _convert(arguments)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    except VerificationError as error:
+        shutil.rmtree(arguments.target, ignore_errors=True)
+        return _fail(f"{error}; {arguments.target} was removed", 1)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        return _fail(f"{error.strerror or error}{where}; nothing was written to {arguments.target}", 1)
+    except KeyboardInterrupt:
+        return _fail(f"interrupted; nothing was written to {arguments.target}", 130)
+    return 0
+
+
+def _fail(problem: str, code: int) -> int:
+    print(f"roll-async convert: {problem}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="roll-async convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a Hugging Face or a Megatron torch_dist folder")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="a folder that does not exist yet")
+    parser.add_argument("--dtype", choices=list(_DTYPES), help="cast to this; default: each tensor keeps its own")
+    parser.add_argument(
+        "--adapter-path", type=Path, metavar="DIR", help="a PEFT LoRA adapter to merge into the weights"
+    )
+    parser.add_argument(
+        "--like", type=Path, metavar="DIR", help="config.json and tokenizer for a Megatron SOURCE that carries none"
+    )
+    parser.add_argument(
+        "--max-file-gb", type=float, default=4.0, metavar="N", help="size of files; default %(default)s"
+    )
+    parser.add_argument("--verify", action="store_true", help="compare digests of all tensors, and logits")
+    return parser
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from roll_async.checkpoint.conversion import (
+        ConversionOptions,
+        find_megatron,
+        hf_files_of,
+        hf_to_megatron,
+        megatron_to_hf,
+    )
+
+    source, target = arguments.source, arguments.target
+    if arguments.max_file_gb <= 0:
+        raise ValueError(f"--max-file-gb {arguments.max_file_gb} must be positive")
+    bar = _Bar()
+    options = ConversionOptions(
+        dtype=getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None,
+        adapter=arguments.adapter_path,
+        file_bytes=int(arguments.max_file_gb * 1e9),
+        progress=bar,
+    )
+    source_is_hf = _is_hf(source)
+    try:
+        if source_is_hf:
+            if arguments.like:
+                raise ValueError("--like is for a Megatron SOURCE; a Hugging Face folder has its own config.json")
+            left_out = hf_to_megatron(source, target, options)
+            if left_out:
+                print(f"left out {len(left_out)} tensors the trainer has no use for, the first is {left_out[0]}")
+        else:
+            megatron_to_hf(source, target, options, like=arguments.like)
+    finally:
+        bar.close()
+    print(f"{'Hugging Face -> Megatron' if source_is_hf else 'Megatron -> Hugging Face'}: {target}")
+    if arguments.verify:
+        files = source if source_is_hf else hf_files_of(source, arguments.like)
+        pair = (target, source) if source_is_hf else (find_megatron(source), target)
+        _verify(*pair, files, options, source_is_hf)
+
+
+def _is_hf(source: Path) -> bool:
+    """Raises ValueError for what is neither."""
+    from roll_async.checkpoint.conversion import find_megatron
+
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such folder")
+    if (source / "config.json").is_file():
+        return True
+    try:
+        find_megatron(source)
+    except ValueError as error:
+        if any(source.glob("*.safetensors")):
+            raise ValueError(f"{source} has safetensors files but no config.json") from error
+        raise ValueError(f"{source} is no Hugging Face folder (config.json is missing), and {error}") from error
+    return False
+
+
+class _Bar:
+    """A progress bar on a terminal, made when the first tensor is done: input is checked before that."""
+
+    def __init__(self) -> None:
+        self._advance: Callable[[int], object] | None = None
+        self.close: Callable[[], object] = lambda: None
+
+    def __call__(self, num_bytes: int, total: int) -> None:
+        if self._advance is None:
+            from tqdm import tqdm
+
+            bar = tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="converting")
+            self._advance, self.close = bar.update, bar.close
+        self._advance(num_bytes)
+
+
+def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, source_is_hf: bool) -> None:
+    from roll_async.checkpoint.comparison import compare
+
+    result = compare(megatron, hf, files, options, source_is_hf=source_is_hf)
+    if result.differing:
+        raise VerificationError(f"{len(result.differing)} tensors differ, the first is {result.differing[0]}")
+    print(f"digest {result.found} on both sides, {result.num_tensors} tensors")
+    if options.adapter is not None or options.dtype is not None:
+        print("logits not compared: source and target differ by intent")
+        return
+    from roll_async.trainer.megatron.logits_probe import largest_difference
+
+    difference, scale = largest_difference(megatron, hf, files)
+    if not difference <= _MAX_LOGIT_DIFFERENCE * scale:
+        raise VerificationError(f"logits differ by {difference:.2e}, the largest is {scale:.2e}")
+    print(f"logits differ by {difference:.2e} from Transformers, the largest is {scale:.2e}")
