@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _SIDE_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "added_tokens.json", "tokenizer.model",
@@ -20,58 +25,124 @@ _SIDE_FILES = (
 class HfFolder:
     """Reads one checkpoint. Raises ValueError naming the file for what is missing or unreadable."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
         if not (self.path / "config.json").is_file():
             raise ValueError(f"{folder} is not a Hugging Face checkpoint folder: config.json is missing")
-        try:
-            values = json.loads((self.path / "config.json").read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self.path / 'config.json'} is truncated or not JSON: {error}") from error
-        self.config = HfConfig(values, str(self.path / "config.json"))
-        self._file_of = self._read_index()
+        self.config = HfConfig(_json(self.path / "config.json"), str(self.path / "config.json"))
+        self._open: SafetensorsFile | None = None
 
-    def _read_index(self) -> dict[str, Path]:
-        from safetensors import SafetensorError, safe_open
+    @cached_property
+    def _specs(self) -> dict[str, tuple[TensorSpec, Path]]:
+        specs: dict[str, tuple[TensorSpec, Path]] = {}
+        for path in self._files():
+            if not path.is_file():
+                raise ValueError(f"{path} is missing")
+            file = SafetensorsFile(path)
+            specs |= {spec.name: (spec, path) for spec in file.specs()}
+            file.close()
+        absent = self._promised() - specs.keys()
+        if absent:
+            raise ValueError(f"{self.path / INDEX} names {sorted(absent)[0]}, which no file has")
+        return specs
 
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            return {name: self.path / file for name, file in weight_map.items()}
-        single = self.path / "model.safetensors"
-        if not single.is_file():
-            raise ValueError(f"{self.path} holds neither model.safetensors nor model.safetensors.index.json")
-        try:
-            with safe_open(single, "pt") as file:
-                return dict.fromkeys(file.keys(), single)
-        except SafetensorError as error:
-            raise ValueError(f"{single} is truncated or not a safetensors file: {error}") from error
+    def _files(self) -> list[Path]:
+        if (self.path / INDEX).is_file():
+            return [self.path / name for name in dict.fromkeys(self._weight_map().values())]
+        if (self.path / SINGLE).is_file():
+            return [self.path / SINGLE]
+        remedy = "; write it again with save_pretrained" if list(self.path.glob("pytorch_model*.bin")) else ""
+        raise ValueError(f"{self.path} holds neither {SINGLE} nor {INDEX}{remedy}")
+
+    def _weight_map(self) -> dict[str, str]:
+        weight_map = _json(self.path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{self.path / INDEX} has no weight_map")
+        return weight_map
+
+    def _promised(self) -> set[str]:
+        return set(self._weight_map()) if (self.path / INDEX).is_file() else set()
 
     def names(self) -> list[str]:
-        """All tensor names."""
-        return list(self._file_of)
+        """All tensor names, file by file."""
+        return list(self._specs)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._specs
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor."""
+        if name not in self._specs:
+            raise ValueError(f"{self.path} has no tensor {name}")
+        return self._specs[name][0]
+
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(spec.num_bytes for spec, _ in self._specs.values())
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, read on demand."""
-        from safetensors import safe_open
+        """One tensor, read on demand. One file stays open: neighbours mostly share it."""
+        self.spec(name)
+        path = self._specs[name][1]
+        if self._open is None or self._open.path != path:
+            self.close()
+            self._open = SafetensorsFile(path)
+        return self._open.tensor(name)
 
-        if name not in self._file_of:
-            raise ValueError(f"{self.path} has no tensor {name}")
-        with safe_open(self._file_of[name], "pt") as file:
-            return file.get_tensor(name)
+    def close(self) -> None:
+        """Release the open file."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
+    """config.json (with another dtype, if given), tokenizer and generation settings."""
+    config = _json(source / "config.json")
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in _SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def write_known_tensors(
+    folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]], *, shard_bytes: int
+) -> None:
+    """Shards and index of tensors that come in the order of `specs`. Peak memory: one tensor."""
+    shards = list(split_shards(specs, shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with SafetensorsWriter(folder / name, shard) as writer:
+            for _ in shard:
+                writer.add(*next(tensors))
+        weight_map |= {spec.name: name for spec in shard}
+    if len(shards) > 1:
+        _write_index(folder, weight_map, sum(spec.num_bytes for spec in specs))
+
+
+def split_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Neighbours together, as many as fit `shard_bytes`, at least one."""
+    shard: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        if shard and size + spec.num_bytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(spec)
+        size += spec.num_bytes
+    yield shard
 
 
 def write_hf_folder(
     target: str, tensors: Iterator[tuple[str, Tensor]], *, like: str, dtype: str, shard_bytes: int = 4 << 30
 ) -> None:
-    """Stream tensors into a folder with the configuration and tokenizer of `like`. Peak memory: one shard. `dtype` is
-    a torch name.
+    """Stream tensors whose names and shapes are not known beforehand into a folder with the configuration and tokenizer
+    of `like`. Peak memory: one shard. `dtype` is a torch name.
     """
-    from safetensors.torch import save_file
-
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[Path, list[str]]] = []
@@ -81,7 +152,10 @@ def write_hf_folder(
     def flush() -> None:
         nonlocal pending, pending_bytes
         path = folder / f"part-{len(shards):05d}.safetensors"
-        save_file(pending, path, metadata={"format": "pt"})
+        specs = [TensorSpec(name=name, shape=tuple(t.shape), dtype=t.dtype) for name, t in pending.items()]
+        with SafetensorsWriter(path, specs) as writer:
+            for name, tensor in pending.items():
+                writer.add(name, tensor)
         shards.append((path, list(pending)))
         pending, pending_bytes = {}, 0
 
@@ -93,17 +167,26 @@ def write_hf_folder(
         pending_bytes += size
         total_bytes += size
     flush()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(shards, 1):
-        final = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        final = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         path.rename(folder / final)
         weight_map |= dict.fromkeys(names, final)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    config = json.loads((Path(like) / "config.json").read_text())
-    config["dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for name in _SIDE_FILES:
-        if (Path(like) / name).is_file():
-            shutil.copyfile(Path(like) / name, folder / name)
+        _write_index(folder, weight_map, total_bytes)
+    copy_side_files(Path(like), folder, dtype=getattr(torch, dtype))
+
+
+def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _json(path: Path) -> dict:
+    try:
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is truncated or not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {type(values).__name__}, expected an object")
+    return values

@@ -29,8 +29,10 @@ class Rotary:
     """The config's section; the keys depend on `kind`."""
 
     @classmethod
-    def of(cls, config: HfConfig) -> Rotary:
-        """transformers 5 keeps all in rope_parameters, older files in rope_scaling and at the top."""
+    def of(cls, config: HfConfig, fraction: float = 1.0) -> Rotary:
+        """transformers 5 keeps all in rope_parameters, older files in rope_scaling and at the top. `fraction` is the
+        family's share of the head that is rotated. Raises ValueError for a kind that is not supported.
+        """
         nested = config.section("rope_parameters", "rope_scaling")
         kind = nested.values.get("rope_type") or nested.values.get("type") or "default"
         if kind not in KINDS:
@@ -38,7 +40,7 @@ class Rotary:
         return cls(
             base=nested.number("rope_theta", default=config.number("rope_theta", default=10000.0)),
             fraction=nested.number(
-                "partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0)
+                "partial_rotary_factor", default=config.number("partial_rotary_factor", default=fraction)
             ),
             kind=str(kind),
             parameters=nested,

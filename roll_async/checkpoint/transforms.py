@@ -22,6 +22,10 @@ class HeadLayout:
     """Query heads per key-value head."""
     head_size: int
 
+    def rows(self) -> list[int]:
+        """First dimension of the query, key and value projections."""
+        return [heads * self.num_groups * self.head_size for heads in (self.heads_per_group, 1, 1)]
+
     @classmethod
     def of(cls, config: HfConfig) -> HeadLayout:
         """The layout of a Hugging Face config."""

@@ -26,8 +26,15 @@ FAMILIES = {
     "qwen2 moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}),
     "qwen3 moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "deepseek v3": ("DeepseekV3", LATENT),
+    "deepseek v3 yarn": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm 4": ("Glm4", {"head_dim": 16}),
 }
-MOE = ("qwen2 moe", "qwen3 moe", "mixtral", "deepseek v3")
+MOE = ("qwen2 moe", "qwen3 moe", "mixtral", "deepseek v3", "deepseek v3 yarn")
 
 
 def save_tiny(name, folder):
@@ -77,3 +84,29 @@ def logits(layout, folder, tokens):
         )  # fmt: skip
     exported = dict(model.export())
     return (outputs[0] if parallel_state.is_pipeline_last_stage() else None), exported
+
+
+def reshard(layout, hf, source, target):
+    """Load a converted checkpoint into a model with other weights, and save it again. Runs on a rank.
+
+    Returns the largest difference between what was loaded and what the HF folder gives.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    from roll_async.trainer.megatron.model import HfBackedModel
+
+    module = HfBackedModel(settings(layout, hf), torch.device("cpu")).module
+    wanted = {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(7.0)
+    loaded = dist_checkpointing.load(module.sharded_state_dict(), str(source))
+    module.load_state_dict(loaded, strict=False)
+    difference = max((module.state_dict()[name] - wanted[name]).abs().max().item() for name in wanted)
+    if dist.get_rank() == 0:
+        target.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(module.sharded_state_dict(), str(target))
+    return difference

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_names import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from roll_async.checkpoint.hf_names import (
+    deepseek_v3,
+    glm,
+    glm4,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from roll_async.checkpoint.hf_names.table import Family
 
 FAMILIES = (
@@ -13,6 +24,9 @@ FAMILIES = (
     qwen2_moe.FAMILY,
     qwen3_moe.FAMILY,
     mixtral.FAMILY,
+    deepseek_v3.FAMILY,
+    glm.FAMILY,
+    glm4.FAMILY,
 )
 
 

@@ -101,6 +101,8 @@ class Family:
     the rows do not describe."""
     sandwich_norms: bool = False
     """The outputs of attention and MLP are normalised before they join the residual."""
+    rotary_fraction: float = 1.0
+    """Share of the head that is rotated where config.json does not say."""
     unused: tuple[str, ...] = ()
     """Patterns of HF names that files may hold and no Megatron parameter needs; `{n}` is the number of layers."""
 

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -210,6 +210,9 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
     attention.core_attention = SdpaAttention
     stored = {}
     if config.multi_latent_attention:
+        if importlib.util.find_spec("transformer_engine") is None:
+            # 0.16.1 takes the names being importable for Transformer Engine being there, and then fails on None.
+            multi_latent_attention.HAVE_TE = False
         attention.q_layernorm = attention.kv_layernorm = LatentRMSNorm
         stored["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
         stored["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"

@@ -48,7 +48,8 @@ class _Outline:
 class HfBackedModel:
     """A Megatron model that knows its Hugging Face names."""
 
-    def __init__(self, settings: MegatronSettings, device: torch.device) -> None:
+    def __init__(self, settings: MegatronSettings, device: torch.device, *, with_weights: bool = True) -> None:
+        """`with_weights=False` leaves the initial values: the folder needs only config.json, and there is no export."""
         self._settings = settings
         self._hf = HfFolder(settings.model_folder)
         self._family = family_of(self._hf.config.architecture())
@@ -60,7 +61,8 @@ class HfBackedModel:
         self.chunks = [self._build(stage if len(stages) > 1 else None) for stage in stages]
         self._sharded: dict[str, bool] = {}
         self._outlines: list[list[_Outline]] | None = None
-        self._load()
+        if with_weights:
+            self._load()
         for chunk in self.chunks:
             chunk.to(device=device)
 
@@ -72,7 +74,8 @@ class HfBackedModel:
 
     def _build(self, stage: int | None) -> GPTModel:
         """The layers of this rank; `stage` counts the chunks of an interleaved pipeline."""
-        config, rotary = self._hf.config, Rotary.of(self._hf.config)
+        config = self._hf.config
+        rotary = Rotary.of(config, self._family.rotary_fraction)
         context = config.integer("max_position_embeddings")
         module = GPTModel(
             config=self.config,

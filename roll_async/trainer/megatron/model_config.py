@@ -63,7 +63,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     result = kind(**fields)  # type: ignore[arg-type]
     if kind is TransformerConfig:
-        _set_attention_factor(result, Rotary.of(config).attention_factor())
+        _set_attention_factor(result, Rotary.of(config, family.rotary_fraction).attention_factor())
     return result
 
 

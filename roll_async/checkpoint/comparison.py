@@ -1,0 +1,52 @@
+"""Whether a converted checkpoint holds what its source does, tensor by tensor and byte by byte."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from roll_async.checkpoint.conversion import ConversionOptions, MegatronAsHf
+from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.checkpoint.lora import LoraAdapter
+from roll_async.checkpoint.safetensors_files import bytes_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Digests of both sides."""
+
+    num_tensors: int
+    expected: str
+    found: str
+    differing: tuple[str, ...]
+    """Names of tensors that differ."""
+
+
+def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, *, source_is_hf: bool) -> Comparison:
+    """Read both checkpoints again, apply the options to the source, and compare digests. Memory of one tensor.
+
+    `config` is the folder with config.json. Raises ValueError for a checkpoint that cannot be read or lacks a tensor.
+    """
+    one, other = MegatronAsHf(megatron, HfFolder(config).config), HfFolder(hf)
+    adapter = LoraAdapter(options.adapter) if options.adapter else None
+    sides = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    differing, count = [], 0
+    for name, tensor in one.tensors():
+        source, target = (other.tensor(name), tensor) if source_is_hf else (tensor, other.tensor(name))
+        source = source if adapter is None else adapter.merge(name, source)
+        digests = _digest(source.to(target.dtype)), _digest(target)
+        for side, digest in zip(sides, digests, strict=True):
+            side.update(name.encode() + digest)
+        if digests[0] != digests[1]:
+            differing.append(name)
+        count += 1
+    return Comparison(
+        num_tensors=count, expected=sides[0].hexdigest(), found=sides[1].hexdigest(), differing=tuple(differing)
+    )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(bytes_of(tensor), digest_size=16).digest()

@@ -1,0 +1,268 @@
+"""Hugging Face checkpoints to Megatron's torch_dist format and back, one tensor in memory at a time.
+
+Neither Megatron nor a GPU is needed: both formats hold whole tensors, and the family's rows say how they correspond. A
+torch_dist checkpoint has no layout, so what is written loads under any, and what any layout saved can be read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_folder import HfFolder, copy_side_files, write_known_tensors
+from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
+from roll_async.checkpoint.lora import LoraAdapter
+from roll_async.checkpoint.megatron_folder import CONFIG, MegatronFolder, Piece, sync, write_megatron_folder
+from roll_async.checkpoint.safetensors_files import TensorSpec
+from roll_async.checkpoint.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
+from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
+
+HF_FILES = "huggingface"
+"""Folder inside a Megatron checkpoint with config.json and tokenizer: what the way back needs."""
+
+Progress = Callable[[int, int], None]
+"""Told the bytes of each tensor as it is done, and of all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionOptions:
+    """What both directions take."""
+
+    dtype: torch.dtype | None = None
+    """None keeps each tensor's own."""
+    adapter: Path | None = None
+    """A PEFT LoRA adapter to merge into the weights."""
+    file_bytes: int = 4 << 30
+    """Files are closed before they grow beyond this."""
+    progress: Progress = lambda num_bytes, total: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Model:
+    """What config.json says about the tensors."""
+
+    family: Family
+    shape: ModelShape
+    heads: HeadLayout
+    tied: bool
+
+    @classmethod
+    def of(cls, config: HfConfig) -> _Model:
+        if "quantization_config" in config:
+            raise ValueError(f"{config.source}: the model is quantised; convert it to bf16 first")
+        family = family_of(config.architecture())
+        return cls(
+            family=family,
+            shape=shape_of(config.integer("num_hidden_layers"), family.fields(config)),
+            heads=HeadLayout.of(config),
+            tied=config.flag("tie_word_embeddings"),
+        )
+
+    def parameters(self) -> Iterator[Match]:
+        """Those that a checkpoint holds: a tied output layer is the embedding."""
+        for match in self.family.parameters(self.shape):
+            if not (self.tied and match.name == "output_layer.weight"):
+                yield match
+
+
+class MegatronAsHf:
+    """A Megatron checkpoint seen as Hugging Face tensors, converted one at a time when asked for."""
+
+    def __init__(self, folder: Path, config: HfConfig) -> None:
+        self._source, self._model = MegatronFolder(folder), _Model.of(config)
+        self._found: list[tuple[Match, StoredKey]] = []
+        keys = {key for key in self._source.keys() if is_parameter(key)}
+        for match in self._model.parameters():
+            stored = next((k for k in keys_to_read(match, self._model.shape) if self._fits(k, keys)), None)
+            if stored is not None:
+                self._found.append((match, stored))
+            elif not match.row.optional:
+                raise ValueError(f"{folder} has no {match.name}, which a {self._model.family.name} model needs")
+        unknown = sorted(keys - {stored.key for _, stored in self._found})
+        if unknown:
+            raise ValueError(f"{folder}: {unknown[0]} has no Hugging Face name ({len(unknown)} such tensors)")
+
+    def _fits(self, stored: StoredKey, keys: set[str]) -> bool:
+        return stored.key in keys and self._source.shape(stored.key)[: len(stored.index)] == stored.stack
+
+    def specs(self, dtype: torch.dtype | None) -> list[TensorSpec]:
+        """Names, shapes and dtypes, in the order of `tensors`."""
+        specs = []
+        for match, stored in self._found:
+            own = self._source.dtype(stored.key)
+            kept = own if dtype is None or match.row.float32 else dtype
+            shape = self._source.shape(stored.key)[len(stored.index) :]
+            rows = self._rows(match, shape)
+            specs += [
+                TensorSpec(name=name, shape=(n, *shape[1:]), dtype=kept)
+                for name, n in zip(match.hf_names, rows, strict=True)
+            ]
+        return specs
+
+    def _rows(self, match: Match, shape: tuple[int, ...]) -> list[int]:
+        """First dimension of each HF tensor."""
+        if match.row.transform is Transform.QKV:
+            return self._model.heads.rows()
+        return [shape[0] // len(match.hf_names)] * len(match.hf_names)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """HF name and tensor, each in the dtype it is stored in."""
+        for match, stored in self._found:
+            full = self._source.tensor(stored.key, stored.index)
+            yield from zip(match.hf_names, to_hf(match.row, full, self._model.heads), strict=True)
+
+
+def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> list[str]:
+    """Write `target`; returns the names of tensors that were left out. Raises ValueError for what cannot be converted,
+    OSError when the disk is full; in both cases nothing is left under `target`.
+    """
+    folder = HfFolder(source)
+    model = _Model.of(folder.config)
+    unused = _check_names(folder, model)
+    adapter = LoraAdapter(options.adapter) if options.adapter else None
+    pieces, matches, objects = [], {}, []
+    for match in model.parameters():
+        if all(name not in folder for name in match.hf_names) and match.row.optional:
+            continue
+        piece = _piece(match, folder, model, options.dtype)
+        pieces.append(piece)
+        matches[piece.key, piece.index] = match
+        objects += extra_states(key_to_write(match, model.shape))
+
+    total = sum(piece.num_bytes for piece in pieces)
+
+    def load(piece: Piece) -> Tensor:
+        match = matches[piece.key, piece.index]
+        parts = [folder.tensor(name) for name in match.hf_names]
+        if adapter is not None:
+            parts = [adapter.merge(name, part) for name, part in zip(match.hf_names, parts, strict=True)]
+        options.progress(piece.num_bytes, total)
+        return to_megatron(match.row, parts, model.heads).to(piece.dtype)
+
+    with _complete(target, total) as temporary:
+        names = list(dict.fromkeys(objects))
+        write_megatron_folder(temporary, pieces, load, empty_objects=names, file_bytes=options.file_bytes)
+        if adapter is not None:
+            adapter.check_all_used()
+        (temporary / HF_FILES).mkdir()
+        copy_side_files(source, temporary / HF_FILES, dtype=options.dtype)
+    return unused
+
+
+def megatron_to_hf(source: Path, target: Path, options: ConversionOptions, *, like: Path | None = None) -> None:
+    """As `hf_to_megatron`, the other way. `like` is a folder with config.json and tokenizer, by default the one that
+    the checkpoint carries.
+    """
+    folder, files = find_megatron(source), hf_files_of(source, like)
+    reader = MegatronAsHf(folder, HfFolder(files).config)
+    adapter = LoraAdapter(options.adapter) if options.adapter else None
+    specs = reader.specs(options.dtype)
+    wanted = {spec.name: spec for spec in specs}
+    total = sum(spec.num_bytes for spec in specs)
+
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in reader.tensors():
+            merged = tensor if adapter is None else adapter.merge(name, tensor)
+            yield name, merged.to(wanted[name].dtype)
+            options.progress(wanted[name].num_bytes, total)
+
+    with _complete(target, total) as temporary:
+        write_known_tensors(temporary, specs, converted(), shard_bytes=options.file_bytes)
+        if adapter is not None:
+            adapter.check_all_used()
+        copy_side_files(files, temporary, dtype=options.dtype)
+
+
+def find_megatron(folder: Path) -> Path:
+    """The torch_dist folder: this one, or the only one inside (a run's checkpoint keeps it beside other state).
+
+    Raises ValueError when there is none, or more than one.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    if (folder / CONFIG).is_file():
+        return folder
+    found = sorted(
+        {path.parent for path in folder.glob(f"*/{CONFIG}")} | {p.parent for p in folder.glob(f"*/*/{CONFIG}")}
+    )
+    if len(found) != 1:
+        what = f"several: {', '.join(str(path) for path in found)}; name one" if found else "none"
+        raise ValueError(f"{folder} should hold one Megatron checkpoint ({CONFIG}), there is {what}")
+    return found[0]
+
+
+def hf_files_of(source: Path, like: Path | None) -> Path:
+    """The folder with config.json for a Megatron checkpoint. Raises ValueError when there is none."""
+    megatron = find_megatron(source)
+    candidates = [like] if like else [p / HF_FILES for p in (megatron, megatron.parent, source)]
+    for folder in candidates:
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(
+        f"{source} carries no {HF_FILES}/config.json; pass --like with a folder that has the model's config.json"
+        if like is None
+        else f"{like} has no config.json"
+    )
+
+
+def _check_names(folder: HfFolder, model: _Model) -> list[str]:
+    """Tensors without a place in the model are an error, but for the known ones, which are returned."""
+    needed = {name for match in model.parameters() for name in match.hf_names}
+    unused, unknown = [], []
+    for name in folder.names():
+        if name not in needed:
+            is_known = (model.tied and name == "lm_head.weight") or model.family.is_unused(name, model.shape.num_layers)
+            (unused if is_known else unknown).append(name)
+    if unknown:
+        raise ValueError(
+            f"{folder.path}: {unknown[0]} is unknown to the family {model.family.name} ({len(unknown)} such tensors)"
+        )
+    return unused
+
+
+def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | None) -> Piece:
+    specs = [folder.spec(name) for name in match.hf_names]
+    own = specs[0].dtype
+    for spec in specs[1:]:
+        if (spec.shape[1:], spec.dtype) != (specs[0].shape[1:], own):
+            raise ValueError(f"{folder.path}: {spec.name} and {specs[0].name} do not fit each other in shape and dtype")
+    if match.row.transform is Transform.QKV and [spec.shape[0] for spec in specs] != model.heads.rows():
+        raise ValueError(f"{folder.path}: {specs[0].name} and its neighbours do not have the heads of config.json")
+    stored = key_to_write(match, model.shape)
+    return Piece(
+        key=stored.key,
+        index=stored.index,
+        stack=stored.stack,
+        shape=(sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]),
+        dtype=own if dtype is None or match.row.float32 else dtype,
+    )
+
+
+@contextmanager
+def _complete(target: Path, num_bytes: int) -> Iterator[Path]:
+    """A folder that gets its final name when all is written and on disk; on any error it is removed."""
+    if target.exists():
+        raise ValueError(f"{target} exists already; choose another target or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes:
+        raise ValueError(f"{target} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free")
+    temporary = target.with_name(target.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in temporary.rglob("*"):
+            sync(path)
+        temporary.rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

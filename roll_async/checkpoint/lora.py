@@ -1,0 +1,75 @@
+"""LoRA adapters in PEFT's format, merged into weights tensor by tensor: W + scale * B A."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.safetensors_files import SafetensorsFile
+
+_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+class LoraAdapter:
+    """One adapter. Raises ValueError for kinds of adapter that are no plain LoRA."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        if not (folder / "adapter_config.json").is_file():
+            raise ValueError(f"{folder} is not a LoRA adapter: adapter_config.json is missing")
+        if not (folder / _WEIGHTS).is_file():
+            raise ValueError(f"{folder} is not a LoRA adapter: {_WEIGHTS} is missing")
+        try:
+            values = json.loads((folder / "adapter_config.json").read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{folder / 'adapter_config.json'} is truncated or not JSON: {error}") from error
+        self._config = HfConfig(values, str(folder / "adapter_config.json"))
+        self._config.demand(peft_type="LORA", use_dora=False, fan_in_fan_out=False, bias="none", lora_bias=False)
+        self._file = SafetensorsFile(folder / _WEIGHTS)
+        self._names = {spec.name for spec in self._file.specs()}
+        self._used: set[str] = set()
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """The tensor called `name` in the base model, with the adapter's part; itself where the adapter has none.
+
+        Computed in float32 and rounded once. A tensor the adapter holds in full (modules_to_save) takes its place.
+        """
+        whole = _PREFIX + name
+        if whole in self._names:
+            self._used.add(whole)
+            return self._file.tensor(whole).to(weight.dtype)
+        module = whole.removesuffix(".weight")
+        down, up = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+        if down not in self._names or not name.endswith(".weight"):
+            return weight
+        if up not in self._names:
+            raise ValueError(f"{self.path / _WEIGHTS} has {down} without lora_B")
+        self._used |= {down, up}
+        a, b = self._file.tensor(down).float(), self._file.tensor(up).float()
+        if (b.shape[0], a.shape[1]) != tuple(weight.shape):
+            raise ValueError(f"{self.path / _WEIGHTS}: {down} and lora_B do not fit {name} {tuple(weight.shape)}")
+        return torch.addmm(weight.float(), b, a, alpha=self._scale(module, rank=a.shape[0])).to(weight.dtype)
+
+    def check_all_used(self) -> None:
+        """Raises ValueError naming a tensor that belongs to no weight of the model."""
+        left = sorted(self._names - self._used)
+        if left:
+            raise ValueError(
+                f"{self.path / _WEIGHTS}: {left[0]} fits no weight of the model ({len(left)} such tensors)"
+            )
+
+    def _scale(self, module: str, rank: int) -> float:
+        """alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters."""
+        alpha = self._config.number("lora_alpha")
+        for pattern, value in self._config.section("alpha_pattern").values.items():
+            if re.match(rf"(.*\.)?{pattern}$", module):
+                assert isinstance(value, int | float)
+                alpha = float(value)
+                break
+        return alpha / rank**0.5 if self._config.flag("use_rslora") else alpha / rank

@@ -1,0 +1,275 @@
+"""Megatron `torch_dist` checkpoint folders without Megatron: whole tensors read by slice, written one at a time.
+
+The format is torch's distributed checkpoint (`.metadata`, `*.distcp`) plus Megatron's `metadata.json` (names the
+format) and `common.pt` (objects that are no tensors). What is written here loads with `dist_checkpointing.load` under
+any layout.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+CONFIG = "metadata.json"
+INDEX = ".metadata"
+COMMON = "common.pt"
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+class MegatronFolder:
+    """Reads one checkpoint. Raises ValueError naming the file for what is missing or unreadable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self._check_format()
+        self._reader = FileSystemReader(str(folder))
+        try:
+            metadata = self._reader.read_metadata()
+        except FileNotFoundError as error:
+            raise ValueError(f"{folder / INDEX} is missing: the checkpoint was never completed") from error
+        except (EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+            raise ValueError(f"{folder / INDEX} is truncated or damaged: {error}") from error
+        self._check_files(metadata)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._tensors = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def _check_format(self) -> None:
+        try:
+            config = json.loads((self.path / CONFIG).read_text())
+        except FileNotFoundError as error:
+            raise ValueError(f"{self.path} is not a Megatron checkpoint: {CONFIG} is missing") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.path / CONFIG} is truncated or not JSON: {error}") from error
+        if config.get("sharded_backend") != "torch_dist":
+            raise ValueError(f"{self.path} has format {config.get('sharded_backend')!r}, only torch_dist is supported")
+
+    def _check_files(self, metadata: Metadata) -> None:
+        """Each data file is there and long enough for what the index says is in it."""
+        ends: dict[str, int] = {}
+        for info in (metadata.storage_data or {}).values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            file = self.path / name
+            if not file.is_file():
+                raise ValueError(f"checkpoint file {file} is missing")
+            if file.stat().st_size < end:
+                raise ValueError(f"checkpoint file {file} is truncated: {file.stat().st_size} of {end} bytes")
+
+    def keys(self) -> set[str]:
+        """Keys of all tensors, optimizer state included."""
+        return set(self._tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of the whole stored tensor."""
+        return tuple(self._tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of the stored tensor."""
+        return self._tensors[key].properties.dtype
+
+    def tensor(self, key: str, index: Sequence[int] = ()) -> Tensor:
+        """`stored[index]`, put together from the chunks that hold it."""
+        entry = self._tensors[key]
+        rest = tuple(entry.size[len(index) :])
+        target = torch.empty((*(1 for _ in index), *rest), dtype=entry.properties.dtype)
+        wanted = ChunkStorageMetadata(
+            offsets=torch.Size((*index, *(0 for _ in rest))), sizes=torch.Size((*(1 for _ in index), *rest))
+        )
+        items = create_read_items_for_chunk_list(key, entry, [wanted])
+        if sum(item.lengths.numel() for item in items) != target.numel():
+            raise ValueError(f"{self.path}: the chunks of {key} do not cover it")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.path}: a data file of {key} is damaged: {error}") from error
+        return target.reshape(rest)
+
+
+class _Into(DefaultLoadPlanner):
+    """Hands out the parts of one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        part = self._target
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dim, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One tensor to write: `stored[index]` of `key`, whose leading axes have the sizes `stack`."""
+
+    key: str
+    index: tuple[int, ...]
+    stack: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of this tensor, leading axes excluded."""
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Position in the stored tensor."""
+        return torch.Size((*self.index, *(0 for _ in self.shape)))
+
+
+def write_megatron_folder(
+    folder: Path,
+    pieces: Sequence[Piece],
+    load: Callable[[Piece], Tensor],
+    *,
+    empty_objects: Sequence[str] = (),
+    file_bytes: int = 4 << 30,
+) -> None:
+    """Write the pieces, each loaded when its turn comes: memory of one tensor. `folder` exists and is empty.
+    `empty_objects` are names that hold None.
+
+    Raises ValueError when pieces of one key differ in dtype or shape, which one stored tensor cannot hold.
+    """
+    outline: dict[str, STORAGE_TYPES] = {**_outline(pieces), **{name: BytesStorageMetadata() for name in empty_objects}}
+    metadata = Metadata(state_dict_metadata=outline)
+    planner = cast(SavePlanner, _Lazily(pieces, load))
+    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans = [SavePlan([_item(piece) for piece in group]) for group in _groups(pieces, file_bytes)]
+    plans.append(SavePlan([WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in empty_objects]))
+    plans = writer.prepare_global_plan(plans)
+    with _no_checksums():
+        results = [writer.write_data(plan, planner).wait() for plan in plans]
+    writer.finish(metadata, results)
+    torch.save({}, folder / COMMON)
+    (folder / CONFIG).write_text(json.dumps(_FORMAT))
+    for name in (COMMON, CONFIG, "."):
+        sync(folder / name)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _outline(pieces: Sequence[Piece]) -> dict[str, TensorStorageMetadata]:
+    outline: dict[str, TensorStorageMetadata] = {}
+    for piece in pieces:
+        size = torch.Size((*piece.stack, *piece.shape))
+        entry = outline.setdefault(
+            piece.key, TensorStorageMetadata(properties=TensorProperties(dtype=piece.dtype), size=size, chunks=[])
+        )
+        if (entry.size, entry.properties.dtype) != (size, piece.dtype):
+            raise ValueError(
+                f"{piece.key} is one tensor for all layers and experts, but is {entry.properties.dtype} "
+                f"{tuple(entry.size)} in one and {piece.dtype} {tuple(size)} in another; --dtype makes dtypes equal"
+            )
+        entry.chunks.append(_chunk(piece))
+    return outline
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=piece.offsets, sizes=torch.Size((*(1 for _ in piece.index), *piece.shape)))
+
+
+def _item(piece: Piece) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(piece.key, piece.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(piece),
+            properties=TensorProperties(dtype=piece.dtype),
+            size=torch.Size((*piece.stack, *piece.shape)),
+        ),
+    )
+
+
+def _groups(pieces: Sequence[Piece], file_bytes: int) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if group and size + piece.num_bytes > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.num_bytes
+    yield group
+
+
+class _Lazily:
+    """The one thing the writer asks of its planner: a tensor, when its turn comes."""
+
+    def __init__(self, pieces: Sequence[Piece], load: Callable[[Piece], Tensor]) -> None:
+        self._pieces = {(piece.key, piece.offsets): piece for piece in pieces}
+        self._load = load
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            nothing = io.BytesIO()
+            torch.save([None], nothing)
+            return nothing
+        piece = self._pieces[write_item.index.fqn, cast(torch.Size, write_item.index.offset)]
+        tensor = self._load(piece).contiguous()
+        return tensor.reshape((*(1 for _ in piece.index), *piece.shape))
+
+
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """torch.save spends most of its time on zip checksums that torch.load does not look at."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

@@ -1,0 +1,98 @@
+"""Checkpoints of every family made from a config and shapes alone: no transformers, no Megatron."""
+
+import json
+
+import torch
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.table import shape_of
+from roll_async.checkpoint.safetensors_files import SafetensorsWriter, TensorSpec
+
+BASE = {
+    "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+CONFIGS = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {},
+    "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 10, "mlp_only_layers": [1]},
+    "Qwen3MoeForCausalLM": {**EXPERTS, "norm_topk_prob": True},
+    "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "DeepseekV3ForCausalLM": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 6,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "q_lora_rank": 6,
+        "kv_lora_rank": 5, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4,
+    },
+    "GlmForCausalLM": {},
+    "Glm4ForCausalLM": {},
+}  # fmt: skip
+
+
+def config_of(architecture, **changes):
+    return {**BASE, **CONFIGS[architecture], "architectures": [architecture], **changes}
+
+
+def shape_of_tensor(name, config):
+    """From the last parts of the name, as transformers builds it."""
+    c = config
+    hidden, heads, size = c["hidden_size"], c["num_attention_heads"], c["head_dim"]
+    module = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
+    inner = c["intermediate_size"]
+    if ".experts." in name and "block_sparse" not in name or "shared_experts" in name:
+        inner = c["moe_intermediate_size"]
+    elif "shared_expert." in name:
+        inner = c["shared_expert_intermediate_size"]
+    experts = c.get("n_routed_experts") or c.get("num_local_experts") or c.get("num_experts")
+    latent = c.get("qk_nope_head_dim", 0) + c.get("qk_rope_head_dim", 0)
+    shapes = {
+        "embed_tokens": (c["vocab_size"], hidden), "lm_head": (c["vocab_size"], hidden),
+        "q_proj": (heads * (latent or size), hidden), "o_proj": (hidden, heads * c.get("v_head_dim", size)),
+        "k_proj": (c["num_key_value_heads"] * size, hidden), "v_proj": (c["num_key_value_heads"] * size, hidden),
+        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+        "w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner), "gate_up_proj": (2 * inner, hidden),
+        "gate": (experts, hidden), "e_score_correction_bias": (experts,), "shared_expert_gate": (1, hidden),
+        "q_norm": (size,), "k_norm": (size,), "q_a_layernorm": (c.get("q_lora_rank"),),
+        "q_a_proj": (c.get("q_lora_rank"), hidden), "q_b_proj": (heads * latent, c.get("q_lora_rank")),
+        "kv_a_layernorm": (c.get("kv_lora_rank"),),
+        "kv_a_proj_with_mqa": (c.get("kv_lora_rank", 0) + c.get("qk_rope_head_dim", 0), hidden),
+        "kv_b_proj": (heads * (c.get("qk_nope_head_dim", 0) + c.get("v_head_dim", 0)), c.get("kv_lora_rank")),
+    }  # fmt: skip
+    shape = shapes.get(module, (hidden,))
+    return shape[:1] if name.endswith(".bias") else shape
+
+
+def tensors_of(config, dtype=torch.bfloat16):
+    """HF name -> random tensor: all that a model of this config has."""
+    read = HfConfig(config, "config.json")
+    family = family_of(read.architecture())
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for match in family.parameters(shape_of(config["num_hidden_layers"], family.fields(read))):
+        for name in match.hf_names:
+            absent = (config["tie_word_embeddings"] and name == "lm_head.weight") or (
+                "kv_a_proj_with_mqa" in str(family.rows) and name.endswith("self_attn.q_proj.weight")
+            )
+            if not absent:
+                kept = torch.float32 if match.row.float32 else dtype
+                tensors[name] = torch.randn(shape_of_tensor(name, config), generator=generator).to(kept)
+    return tensors
+
+
+def write(folder, config, tensors):
+    """A Hugging Face folder in one file, with a tokenizer."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"model": "none"}')
+    write_file(folder / "model.safetensors", tensors)
+    return folder
+
+
+def write_file(path, tensors):
+    specs = [TensorSpec(name=name, shape=tuple(x.shape), dtype=x.dtype) for name, x in tensors.items()]
+    with SafetensorsWriter(path, specs) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)

@@ -1,0 +1,341 @@
+"""Conversion between the two formats: bitwise for every family, adapters, dtypes, and input that cannot be used."""
+
+import json
+import re
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import synthetic
+
+from roll_async.checkpoint.comparison import compare
+from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.checkpoint.megatron_folder import MegatronFolder
+from roll_async.convert import run_convert
+
+PLAIN = ConversionOptions()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Write the synthetic model of an architecture; returns (folder, tensors)."""
+
+    def write(architecture="Qwen2ForCausalLM", **changes):
+        config = synthetic.config_of(architecture, **changes)
+        tensors = synthetic.tensors_of(config)
+        return synthetic.write(tmp_path / "hf", config, tensors), tensors
+
+    return write
+
+
+def tensors_in(folder):
+    read = HfFolder(folder)
+    return {name: read.tensor(name) for name in read.names()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 30, 2000])
+@pytest.mark.parametrize("architecture", synthetic.CONFIGS)
+def test_there_and_back_is_bitwise(make, tmp_path, architecture, file_bytes):
+    source, tensors = make(architecture)
+    options = ConversionOptions(file_bytes=file_bytes)
+    assert hf_to_megatron(source, tmp_path / "megatron", options) == []
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", options)
+    assert_equal(tensors_in(tmp_path / "back"), tensors)
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
+    many = file_bytes < 1 << 30
+    assert (tmp_path / "back" / "model.safetensors.index.json").exists() is many
+    assert (len(list((tmp_path / "megatron").glob("*.distcp"))) > 2) is many
+
+
+def test_transformers_and_safetensors_read_what_is_written(make, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    source, tensors = make()
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", ConversionOptions(file_bytes=3000))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    found = {}
+    for name in set(index["weight_map"].values()):
+        part = safetensors.load_file(tmp_path / "back" / name)
+        assert all(index["weight_map"][key] == name for key in part)
+        found |= part
+    assert_equal(found, tensors)
+
+
+def test_a_dtype_casts_all_but_what_stays_in_float32(make, tmp_path):
+    source, tensors = make("DeepseekV3ForCausalLM")
+    hf_to_megatron(source, tmp_path / "megatron", ConversionOptions(dtype=torch.float16))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", PLAIN)
+    expected = {name: t if t.dtype == torch.float32 else t.half() for name, t in tensors.items()}
+    assert any(t.dtype == torch.float32 for t in expected.values())
+    assert_equal(tensors_in(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_tensors_without_use_are_left_out_and_named(make, tmp_path):
+    source, tensors = make("DeepseekV3ForCausalLM")
+    (source / "model.safetensors").unlink()
+    more = {
+        "model.layers.3.eh_proj.weight": torch.ones(2, 2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    synthetic.write_file(source / "model.safetensors", {**tensors, **more})
+    assert sorted(hf_to_megatron(source, tmp_path / "megatron", PLAIN)) == sorted(more)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", PLAIN)
+    assert_equal(tensors_in(tmp_path / "back"), tensors)
+
+
+def test_the_output_layer_of_a_tied_model_is_its_embedding(make, tmp_path):
+    source, tensors = make()
+    (source / "model.safetensors").unlink()
+    synthetic.write_file(
+        source / "model.safetensors", {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    )
+    assert hf_to_megatron(source, tmp_path / "megatron", PLAIN) == ["lm_head.weight"]
+
+
+def adapter(folder, tensors, **config):
+    folder.mkdir()
+    values = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    synthetic.write_file(folder / "adapter_model.safetensors", tensors)
+    return folder
+
+
+LORA = {
+    "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight": torch.randn(2, 16),
+    "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight": torch.randn(16, 2),
+    "base_model.model.model.norm.weight": torch.randn(16).bfloat16(),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"), [({}, 3.0), ({"use_rslora": True}, 6 / 2**0.5), ({"alpha_pattern": {"q_proj": 8}}, 4.0)]
+)
+@pytest.mark.parametrize("back", [False, True])
+def test_an_adapter_is_merged_in_either_direction(make, tmp_path, config, scale, back):
+    source, tensors = make()
+    with_adapter = replace(PLAIN, adapter=adapter(tmp_path / "adapter", LORA, **config))
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN if back else with_adapter)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", with_adapter if back else PLAIN)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    a, b, norm = LORA.values()
+    expected = {**tensors, "model.norm.weight": norm, name: (tensors[name].float() + scale * (b @ a)).bfloat16()}
+    found = tensors_in(tmp_path / "back")
+    assert torch.allclose(found[name].float(), expected[name].float(), rtol=1e-2)
+    assert not torch.equal(found[name], tensors[name])
+    assert_equal({**found, name: expected[name]}, expected)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "problem"),
+    [
+        ({**LORA, "base_model.model.x.lora_A.weight": torch.ones(1, 1)}, {}, "x.lora_A.weight fits no weight"),
+        (LORA, {"use_dora": True}, "use_dora=True is not supported"),
+        (dict(list(LORA.items())[:1]), {}, "without lora_B"),
+        ({k: v[:, :1] if "lora_A" in k else v for k, v in LORA.items()}, {}, "do not fit model.layers.1"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_does_not_fit_is_refused(make, tmp_path, tensors, config, problem):
+    source, _ = make()
+    options = replace(PLAIN, adapter=adapter(tmp_path / "adapter", tensors, **config))
+    with pytest.raises(ValueError, match=problem):
+        hf_to_megatron(source, tmp_path / "megatron", options)
+    assert not list(tmp_path.glob("megatron*"))
+
+
+def damage(folder, how):
+    file = folder / "model.safetensors"
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif how == "garbage":
+        file.write_bytes(b"not a tensor in sight" * 10)
+    elif how == "no weights":
+        file.unlink()
+    elif how == "bad json":
+        (folder / "config.json").write_text("{")
+    elif how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "lost shard":
+        index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        tensors = tensors_in(folder)
+        file.unlink()
+        if how == "unknown tensor":
+            tensors["model.layers.0.mlp.secret.weight"] = torch.ones(2)
+        elif how == "missing tensor":
+            del tensors["model.layers.1.mlp.up_proj.weight"]
+        elif how == "wrong heads":
+            tensors["model.layers.1.self_attn.q_proj.weight"] = torch.ones(12, 16).bfloat16()
+        elif how == "mixed dtypes":
+            tensors["model.layers.1.input_layernorm.weight"] = torch.ones(16)
+        synthetic.write_file(file, tensors)
+
+
+BAD_HF = {
+    "truncated": r"model\.safetensors is truncated",
+    "garbage": r"model\.safetensors is truncated or not a safetensors file",
+    "no weights": "holds neither model.safetensors nor",
+    "bad json": r"config\.json is truncated or not JSON",
+    "no config": r"has safetensors files but no config\.json",
+    "lost shard": r"model-00002-of-00002\.safetensors is missing",
+    "unknown tensor": r"model\.layers\.0\.mlp\.secret\.weight is unknown to the family qwen2",
+    "missing tensor": r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight",
+    "wrong heads": r"layers\.1\.self_attn\.q_proj\.weight and its neighbours do not",
+    "mixed dtypes": "--dtype makes dtypes equal",
+}
+
+
+@pytest.mark.parametrize("how", BAD_HF)
+def test_a_bad_hugging_face_folder_is_one_readable_error_and_nothing_is_left(make, tmp_path, capsys, how):
+    source, _ = make()
+    damage(source, how)
+    assert run_convert([str(source), str(tmp_path / "megatron")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(BAD_HF[how], error) and len(error.splitlines()) == 1, error
+    assert not list(tmp_path.glob("megatron*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"architectures": ["BartModel"]}, "architecture BartModel has no entry"),
+        ({"architectures": None}, "names no architecture"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the model is quantised"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers is '3', expected an integer"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused(make, tmp_path, changes, problem):
+    source, _ = make()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ValueError, match=problem):
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+
+
+def damage_megatron(folder, how):
+    if how == "no index":
+        (folder / ".metadata").unlink()
+    elif how == "truncated index":
+        (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:100])
+    elif how == "no data":
+        (folder / "__0_0.distcp").unlink()
+    elif how == "truncated data":
+        (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-500])
+    elif how == "other format":
+        (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    elif how == "no config":
+        (folder / "huggingface" / "config.json").unlink()
+    elif how == "other model":
+        config = json.loads((folder / "huggingface" / "config.json").read_text())
+        (folder / "huggingface" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+
+
+BAD_MEGATRON = {
+    "no index": r"\.metadata is missing",
+    "truncated index": r"\.metadata is truncated or damaged",
+    "no data": r"__0_0\.distcp is missing",
+    "truncated data": r"__0_0\.distcp is truncated",
+    "other format": "format 'zarr', only torch_dist",
+    "no config": "pass --like",
+    "other model": "has no decoder.layers.0",
+}
+
+
+@pytest.mark.parametrize("how", BAD_MEGATRON)
+def test_a_bad_megatron_folder_is_one_readable_error_and_nothing_is_left(make, tmp_path, capsys, how):
+    source, _ = make()
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    damage_megatron(tmp_path / "megatron", how)
+    assert run_convert([str(tmp_path / "megatron"), str(tmp_path / "back")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(BAD_MEGATRON[how], error) and len(error.splitlines()) == 1, error
+    assert not list(tmp_path.glob("back*"))
+
+
+def test_a_target_that_exists_is_never_touched(make, tmp_path, capsys):
+    source, _ = make()
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "precious").write_text("x")
+    assert run_convert([str(source), str(tmp_path / "megatron")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "megatron").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("to_hf", [False, True])
+def test_a_disk_that_fails_while_writing_leaves_nothing(make, tmp_path, capsys, to_hf):
+    """The kernel refuses to let a file grow beyond 4 KB, as a full disk would."""
+    source, _ = make()
+    if to_hf:
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+        source = tmp_path / "megatron"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        code = run_convert([str(source), str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err
+    assert code == 1 and "File too large" in error and len(error.splitlines()) == 1, error
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(make, tmp_path, monkeypatch):
+    from roll_async.checkpoint import conversion
+
+    source, _ = make()
+    usage = conversion.shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match="needs .* GB, its disk has"):
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+
+
+def test_a_run_checkpoint_is_searched_for_the_one_megatron_folder(make, tmp_path):
+    source, tensors = make()
+    hf_to_megatron(source, tmp_path / "step" / "actor_train" / "weights", PLAIN)
+    megatron_to_hf(tmp_path / "step", tmp_path / "back", PLAIN)
+    assert_equal(tensors_in(tmp_path / "back"), tensors)
+    hf_to_megatron(source, tmp_path / "step" / "critic", PLAIN)
+    with pytest.raises(ValueError, match="several: .*actor_train/weights, .*critic; name one"):
+        megatron_to_hf(tmp_path / "step", tmp_path / "again", PLAIN)
+
+
+def test_the_comparison_finds_one_changed_byte(make, tmp_path):
+    source, tensors = make()
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    same = compare(tmp_path / "megatron", source, source, PLAIN, source_is_hf=True)
+    assert (same.expected, same.differing, same.num_tensors) == (same.found, (), len(tensors))
+    (source / "model.safetensors").unlink()
+    tensors["model.layers.2.mlp.down_proj.weight"].view(torch.uint8)[0, 0] ^= 1
+    synthetic.write_file(source / "model.safetensors", tensors)
+    other = compare(tmp_path / "megatron", source, source, PLAIN, source_is_hf=True)
+    assert other.expected != other.found and other.differing == ("model.layers.2.mlp.down_proj.weight",)
+
+
+def test_a_layer_is_a_slice_of_its_stored_tensor(tmp_path):
+    from roll_async.checkpoint.megatron_folder import Piece, write_megatron_folder
+
+    full = torch.arange(2 * 8 * 3.0).reshape(2, 8, 3)
+    pieces = [Piece(key="fc1", index=(i,), stack=(2,), shape=(8, 3), dtype=torch.float32) for i in range(2)]
+    (tmp_path / "m").mkdir()
+    write_megatron_folder(tmp_path / "m", pieces, lambda piece: full[piece.index])
+    read = MegatronFolder(tmp_path / "m")
+    assert read.shape("fc1") == (2, 8, 3)
+    assert torch.equal(read.tensor("fc1"), full)
+    assert torch.equal(read.tensor("fc1", (1,)), full[1])

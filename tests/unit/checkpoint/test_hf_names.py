@@ -1,0 +1,141 @@
+"""The name tables: both spellings resolve, nothing is named twice, unknown names and undescribed models are refused."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import synthetic
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
+from roll_async.checkpoint.hf_names.table import Row, Transform, shape_of
+from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
+
+ARCHITECTURES = list(synthetic.CONFIGS)
+
+
+def parameters(architecture):
+    config = HfConfig(synthetic.config_of(architecture), "config.json")
+    family = family_of(architecture)
+    return family, list(family.parameters(shape_of(3, family.fields(config))))
+
+
+def test_every_family_has_a_synthetic_model():
+    assert {a for family in FAMILIES for a in family.architectures} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_both_spellings_of_a_parameter_resolve_to_its_hf_names(architecture):
+    family, matches = parameters(architecture)
+    for match in matches:
+        assert family.match(match.name).hf_names == match.hf_names
+        assert family.match(match.te_name).hf_names == match.hf_names
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_name_is_used_twice(architecture):
+    _, matches = parameters(architecture)
+    hf = [name for match in matches for name in match.hf_names]
+    assert len(hf) == len(set(hf))
+    assert len(matches) == len({match.name for match in matches}) == len({match.te_name for match in matches})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "hf"),
+    [
+        ("Qwen3", "{L}.self_attention.linear_qkv.layer_norm_weight", "{H}.input_layernorm.weight"),
+        ("Qwen3Moe", "{L}.mlp.experts.linear_fc2.weight5", "{H}.mlp.experts.5.down_proj.weight"),
+        ("Qwen3Moe", "{L}.mlp.experts.local_experts.5.linear_fc2.weight", "{H}.mlp.experts.5.down_proj.weight"),
+        ("Mixtral", "{L}.mlp.router.weight", "{H}.block_sparse_moe.gate.weight"),
+        ("DeepseekV3", "{L}.mlp.router.expert_bias", "{H}.mlp.gate.e_score_correction_bias"),
+        ("DeepseekV3", "{L}.self_attention.linear_kv_up_proj.layer_norm_weight", "{H}.self_attn.kv_a_layernorm.weight"),
+    ],
+)  # fmt: skip
+def test_names_that_are_easily_got_wrong(architecture, name, hf):
+    family = family_of(f"{architecture}ForCausalLM")
+    assert family.match(name.format(L="decoder.layers.2")).hf_names == (hf.format(H="model.layers.2"),)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["decoder.layers.0.mlp.linear_fc3.weight", "decoder.layers.x.mlp.router.weight", "decoder.layers.0.mlp.weight1"],
+)  # fmt: skip
+def test_an_unknown_megatron_name_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=name):
+        family_of("Qwen3MoeForCausalLM").match(name)
+
+
+def test_an_unknown_architecture_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"GptBigCodeForCausalLM .* Qwen2ForCausalLM"):
+        family_of("GptBigCodeForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "problem"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "windows"),
+        ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 3, "topk_group": 2}, "twice topk_group"),
+        ("MixtralForCausalLM", {"num_local_experts": "many"}, "num_local_experts is 'many', expected an integer"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ("Qwen2MoeForCausalLM", {"mlp_only_layers": 1}, "mlp_only_layers is 1, expected a list"),
+    ],
+)  # fmt: skip
+def test_a_model_that_the_rows_do_not_describe_is_refused(architecture, changes, problem):
+    config = HfConfig(synthetic.config_of(architecture, **changes), "config.json")
+    with pytest.raises(ValueError, match=problem):
+        family_of(architecture).fields(config)
+
+
+def test_layers_without_experts_are_told_apart():
+    config = HfConfig(synthetic.config_of("Qwen2MoeForCausalLM", num_hidden_layers=4, decoder_sparse_step=2), "c")
+    assert shape_of(4, family_of("Qwen2MoeForCausalLM").fields(config)).moe_layers == (False, False, False, True)
+
+
+HEADS = HeadLayout(num_groups=2, heads_per_group=3, head_size=4)
+
+
+def hf_parts(row):
+    rows = HEADS.rows() if row.transform is Transform.QKV else [24 // len(row.hf)] * len(row.hf)
+    return [torch.randn(n, 8) for n in rows]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(megatron="m", hf=("a",), tp_dim=0),
+        Row(megatron="m", hf=("a",), tp_dim=1),
+        Row(megatron="m", hf=("a",)),
+        Row(megatron="m", hf=("q", "k", "v"), transform=Transform.QKV, tp_dim=0),
+        Row(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0),
+        Row(megatron="m", hf=("gate_up",), transform=Transform.GATE_UP, tp_dim=0),
+    ],
+    ids=lambda row: f"{row.transform.value}-{len(row.hf)}-{row.tp_dim}",
+)
+def test_merging_and_sharding_are_undone_bit_for_bit(row, size):
+    parts = hf_parts(row)
+    full = to_megatron(row, parts, HEADS)
+    shards = [shard(row, full, rank=rank, size=size) for rank in range(size)]
+    again = to_hf(row, unshard(row, shards), HEADS)
+    assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+    if row.tp_dim is not None:
+        assert shards[0].shape[row.tp_dim] * size == full.shape[row.tp_dim]
+
+
+def test_a_rank_holds_its_part_of_gate_and_of_up():
+    row = Row(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0)
+    gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
+    mine = shard(row, to_megatron(row, [gate, up], HEADS), rank=1, size=2)
+    assert mine[:, 0].tolist() == [2, 3, 12, 13]
+
+
+def test_a_group_of_heads_keeps_its_queries_key_and_value_together():
+    row = Row(megatron="m", hf=("q", "k", "v"), transform=Transform.QKV, tp_dim=0)
+    heads = HeadLayout(num_groups=2, heads_per_group=2, head_size=1)
+    parts = [torch.tensor(x)[:, None] for x in ([0.0, 1, 2, 3], [10.0, 11], [20.0, 21])]
+    assert to_megatron(row, parts, heads)[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
