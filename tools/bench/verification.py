@@ -1,0 +1,151 @@
+"""Verifications per second through the reward worker pool, against math-verify called directly in one process.
+
+    python tools/bench/verification.py [--data data/gsm8k/test.jsonl] [--samples 2000] [--timeout 2] [--workers 1 2]
+
+Texts are the solutions of GSM8K with their answer boxed, half of them corrupted (the answer plus one). With hanging
+expressions mixed in, the pool may lose, in worker seconds, what the hanging ones take: their number x the time-out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+from roll_async.prompts.rows import BadRows, Columns, read_rows
+from roll_async.rewards.math_rule import MathRule
+from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.schema import Reward, RewardStatus
+
+BUDGET = 0.9
+HANGING_SHARE = 0.01
+HANGING = (r"\boxed{9^{9^{9^9}}}", r"\boxed{1000000!}", r"\boxed{2^{10^{9}}}", r"\boxed{\prod_{i=1}^{10^8} i}")
+_STEP_MARKS = re.compile(r"<<[^>]*>>")
+Sample = tuple[str, str, bool | None]
+"""(response, gold answer, verdict it must get; None = it hangs)."""
+
+
+def samples(path: str, count: int, seed: int) -> list[Sample]:
+    """Solutions with their answers boxed, in turn right and wrong."""
+    columns = Columns(messages=None, prompt="question", ground_truth="answer")
+    gold = [row.ground_truth for row in read_rows([path], columns, BadRows())]
+    with open(path, encoding="utf-8") as file:
+        solutions = [_STEP_MARKS.sub("", json.loads(line)["answer"]).rpartition("####")[0] for line in file]
+    assert len(gold) == len(solutions)
+    found: list[Sample] = []
+    for number in range(count):
+        place = number % len(gold)
+        right = number % 2 == 0
+        stated = gold[place] if right else str(float(gold[place]) + 1)
+        found.append((f"{solutions[place]}The answer is \\boxed{{{stated}}}.", gold[place], right))
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def with_hanging(calm: Sequence[Sample], seed: int) -> list[Sample]:
+    """HANGING_SHARE of them replaced, at random places of the first nine tenths: the last ones are to be waited for."""
+    mixed = list(calm)
+    places = random.Random(seed).sample(range(len(mixed) * 9 // 10), max(1, round(len(mixed) * HANGING_SHARE)))
+    for number, place in enumerate(places):
+        mixed[place] = (HANGING[number % len(HANGING)], "7", None)
+    return mixed
+
+
+def direct_seconds(calm: Sequence[Sample]) -> float:
+    """What a script without a pool does: math-verify on the whole text, its own time-outs off, one process."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    parse(r"$\frac{1}{2}$", parsing_timeout=None)
+    started = time.perf_counter()
+    for text, gold, right in calm:
+        found = verify(parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None)
+        assert found == right, (text, gold)
+    return time.perf_counter() - started
+
+
+def rule_seconds(calm: Sequence[Sample]) -> float:
+    """The same reward function the workers run, called in this process."""
+    rule = MathRule()
+    rule(r"\boxed{\frac{1}{2}}", "0.5", {})
+    started = time.perf_counter()
+    for text, gold, right in calm:
+        assert (rule(text, gold, {}).score == 1.0) == right, (text, gold)
+    return time.perf_counter() - started
+
+
+async def pool_seconds(asked: Sequence[Sample], num_workers: int, timeout_s: float) -> tuple[float, list[Reward]]:
+    """All samples at once, as a rollout hands them over."""
+    pool = RewardPool(PoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=timeout_s))
+    await pool.start()
+    try:
+        await asyncio.sleep(3)  # the spare is started
+        started = time.perf_counter()
+        rewards = await asyncio.gather(*(pool.score(text, gold, {}) for text, gold, _ in asked))
+        return time.perf_counter() - started, list(rewards)
+    finally:
+        await pool.close()
+
+
+def failed_neighbours(asked: Sequence[Sample], rewards: Sequence[Reward]) -> int:
+    """Samples that got another verdict than alone; the hanging ones must get a time-out."""
+    failed = 0
+    for (_, _, right), reward in zip(asked, rewards, strict=True):
+        if right is None:
+            failed += reward.status is not RewardStatus.TIMEOUT
+        else:
+            failed += reward.status is not RewardStatus.OK or (reward.score == 1.0) != right
+    return failed
+
+
+def say(name: str, value: float, unit: str, ratio: float, budget: float, **more: object) -> None:
+    upper = bool(more.get("upper", False))
+    ok = (ratio <= budget if upper else ratio >= budget) and not more.get("failed", 0)
+    line = {"name": name, "value": round(value, 2), "unit": unit, "ratio": round(ratio, 3), "budget": budget}
+    print(json.dumps({**line, "ok": ok, **more}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="data/gsm8k/test.jsonl")
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--timeout", type=float, default=2.0, help="seconds a hanging expression may take")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        calm = samples(args.data, args.samples, args.seed)
+    except ValueError as error:
+        sys.exit(f"verification: {error}")
+    direct = len(calm) / direct_seconds(calm)
+    rule = len(calm) / rule_seconds(calm)
+    mixed = with_hanging(calm, args.seed)
+    hanging = sum(right is None for *_, right in mixed)
+    for workers in args.workers:
+        seconds, rewards = asyncio.run(pool_seconds(calm, workers, 60.0))
+        rate = len(calm) / seconds
+        failed = failed_neighbours(calm, rewards)
+        more = {"direct_per_s": round(direct, 1), "same_rule_in_process_per_s": round(rule, 1), "failed": failed}
+        say(f"verification_{workers}_workers", rate, "1/s", rate / (workers * direct), BUDGET, **more)
+        mixed_seconds, rewards = asyncio.run(pool_seconds(mixed, workers, args.timeout))
+        lost = (mixed_seconds - seconds) * workers
+        more = {"hanging": hanging, "timeout_s": args.timeout, "seconds": round(mixed_seconds, 2), "upper": True}
+        more["failed"] = failed_neighbours(mixed, rewards)
+        # What the hanging samples would have taken had they not hung is part of `seconds`.
+        allowed = hanging * (args.timeout + seconds * workers / len(calm))
+        say(f"verification_{workers}_workers_hanging", lost, "worker s lost", lost / allowed, 1.0, **more)
+
+
+if __name__ == "__main__":
+    main()
