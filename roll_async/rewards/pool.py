@@ -221,8 +221,9 @@ class RewardPool:
         attempt = 0
         while True:
             assert self._spare is not None
-            result = (await asyncio.gather(self._spare, return_exceptions=True))[0]
-            self._order_spare()
+            spare = self._spare
+            self._order_spare()  # before the wait: two workers that end together must not get the same spare
+            result = (await asyncio.gather(spare, return_exceptions=True))[0]
             if isinstance(result, _Worker):
                 return result
             logger.warning("reward %s: a worker does not start: %s", self._options.reward, result)

@@ -75,6 +75,15 @@ def test_a_hanging_reward_delays_only_its_own_worker(scoring):
     assert scores == list(range(1, 10)) and not hanging_done
 
 
+def test_two_workers_that_hang_at_once_get_a_spare_each(scoring):
+    async def work(pool):
+        return await ask(pool, "hang", "hang", *"1234")
+
+    rewards = scoring(work, num_workers=2, timeout_s=0.5)
+    assert [r.status for r in rewards] == [RewardStatus.TIMEOUT] * 2 + [RewardStatus.OK] * 4
+    assert [r.score for r in rewards[2:]] == [1, 2, 3, 4]
+
+
 def test_a_reward_that_kills_its_worker_twice_gets_no_score_and_the_next_one_does(scoring):
     async def work(pool):
         rewards = await ask(pool, "die", "7", "die", "8")
