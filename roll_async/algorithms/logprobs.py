@@ -56,18 +56,18 @@ class _Sampling:
         return self.top_k > 0 or self.top_p < 1
 
 
-def _drop_truncated(z: Tensor, tokens: Tensor, sampling: _Sampling) -> None:
+def drop_truncated(z: Tensor, tokens: Tensor, *, top_k: int, top_p: float) -> None:
     """In place: -inf at what top-k, then top-p cut off; the sampled token (last axis of 1) always stays."""
     cut = torch.zeros_like(z, dtype=torch.bool)
-    if 0 < sampling.top_k < z.shape[-1]:
-        cut = z < z.topk(sampling.top_k, dim=-1).values[..., -1:]
-    if sampling.top_p < 1:
+    if 0 < top_k < z.shape[-1]:
+        cut = z < z.topk(top_k, dim=-1).values[..., -1:]
+    if top_p < 1:
         probs = torch.softmax(z.masked_fill(cut, -torch.inf), -1)
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         del probs
         before = ordered.cumsum(-1).sub_(ordered)
         del ordered
-        cut |= torch.zeros_like(cut).scatter_(-1, order, before >= sampling.top_p)
+        cut |= torch.zeros_like(cut).scatter_(-1, order, before >= top_p)
     z.masked_fill_(cut.scatter_(-1, tokens, False), -torch.inf)
 
 
@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if sampling.with_entropy:
                 entropy[part] = -z.exp().mul_(z).sum(-1)
             if sampling.truncated:
-                _drop_truncated(z, index, sampling)
+                drop_truncated(z, index, top_k=sampling.top_k, top_p=sampling.top_p)
                 log_kept[part] = torch.logsumexp(z, -1)
         logprobs -= log_kept
         if mask is not None:
@@ -120,7 +120,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 slope = z.exp().mul_(-(entropy_gain / sampling.temperature).unsqueeze(-1))
                 slope.mul_(z + entropy[part].unsqueeze(-1))
             if sampling.truncated:
-                _drop_truncated(z, index, sampling)
+                drop_truncated(z, index, top_k=sampling.top_k, top_p=sampling.top_p)
                 z.sub_(log_kept[part].unsqueeze(-1))
             z.exp_().mul_(-gain).scatter_add_(-1, index, gain)
             grad[part] = z if slope is None else z.add_(slope)

@@ -6,28 +6,35 @@ Shape letters: N flattened tokens, V the local vocabulary shard.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_async.algorithms.logprobs import TokenLogprobs, merge_vocab_shards, token_logprobs
+from roll_async.algorithms.logprobs import TokenLogprobs, drop_truncated, merge_vocab_shards, token_logprobs
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 _CHUNK_TOKENS = 1024
 
 
 def next_token_logprobs(
-    logits: Tensor, tokens: Tensor, mask: Tensor, settings: MegatronSettings, group: dist.ProcessGroup, *, with_entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    wanted: Tensor,
+    settings: MegatronSettings,
+    group: dist.ProcessGroup,
+    *,
+    with_entropy: bool,
 ) -> TokenLogprobs:
-    """Log-prob of token t from the logits at t - 1; 0 where not in the mask. `logits` [B,T,V or shard], `tokens`,
-    `mask` [B,T].
+    """Log-prob of `targets[b,s]` from the logits at the same position; 0 where not wanted. `logits` [b,s,V or shard].
+
+    Under truncated sampling (top_k, top_p) one chunk of the whole vocabulary is gathered at a time.
     """
-    target = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
-    wanted = torch.nn.functional.pad(mask[:, 1:], (0, 1), value=False)
     if group.size() == 1:
-        result = token_logprobs(
+        return token_logprobs(
             logits_BTV=logits,
-            tokens_BT=target,
+            tokens_BT=targets,
             mask_BT=wanted,
             temperature=settings.temperature,
             top_k=max(0, settings.top_k),
@@ -35,18 +42,24 @@ def next_token_logprobs(
             chunk_tokens=_CHUNK_TOKENS,
             with_entropy=with_entropy,
         )
-        logprobs, entropy = result.logprobs, result.entropy
-    else:
-        flat = logits.reshape(-1, logits.shape[-1])
-        logprobs, ent = _ShardedLogprobs.apply(
-            flat, target.reshape(-1), wanted.reshape(-1), settings.temperature, group, with_entropy
-        )
-        logprobs, entropy = logprobs.view_as(target), ent.view_as(target) if with_entropy else None
-    return TokenLogprobs(logprobs=_shift(logprobs), entropy=None if entropy is None else _shift(entropy))
+    sampling = _Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, with_entropy)
+    flat = logits.reshape(-1, logits.shape[-1])
+    logprobs, entropy = _ShardedLogprobs.apply(flat, targets.reshape(-1), wanted.reshape(-1), sampling, group)
+    return TokenLogprobs(
+        logprobs=logprobs.view_as(targets), entropy=entropy.view_as(targets) if with_entropy else None
+    )
 
 
-def _shift(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x[:, :-1], (1, 0))
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    temperature: float
+    top_k: int
+    top_p: float
+    with_entropy: bool
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
 
 
 class _ShardedLogprobs(torch.autograd.Function):
@@ -55,47 +68,73 @@ class _ShardedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, tokens, mask, temperature, group, with_entropy):  # noqa: ANN001, ANN205
+    def forward(ctx, logits, tokens, mask, sampling, group):  # noqa: ANN001, ANN205
         count, shard = logits.shape
         first = group.rank() * shard
-        logprobs, entropy, log_z = (torch.zeros(count, device=logits.device) for _ in range(3))
+        logprobs, entropy, log_z, log_kept = (torch.zeros(count, device=logits.device) for _ in range(4))
         for start in range(0, count, _CHUNK_TOKENS):
             part = slice(start, start + _CHUNK_TOKENS)
-            z = _chunk(logits[part], mask[part], temperature)
+            z = _chunk(logits[part], mask[part], sampling.temperature)
             local, mine = _local(tokens[part], first, shard)
             target = torch.where(mine, z.gather(-1, local[:, None])[:, 0], 0)
             highest = z.amax(-1)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
             exp = z.sub_(highest[:, None]).exp()
-            sums = torch.stack([exp.sum(-1), target, (exp * z).sum(-1) if with_entropy else torch.zeros_like(target)])
+            weighted = (exp * z).sum(-1) if sampling.with_entropy else torch.zeros_like(target)
+            sums = torch.stack([exp.sum(-1), target, weighted])
+            del exp
             dist.all_reduce(sums, group=group)
-            norm = highest + sums[0].log()
+            log_z[part] = highest + sums[0].log()
             logprobs[part] = merge_vocab_shards(
                 max_PN=highest[None], sumexp_PN=sums[0][None], target_logit_PN=sums[1][None]
             )
-            log_z[part] = norm
-            if with_entropy:  # sum p (log Z - z), with z relative to its maximum
+            if sampling.with_entropy:  # sum p (log Z - z), with z relative to its maximum
                 entropy[part] = sums[0].log() - sums[2] / sums[0]
-        ctx.save_for_backward(logits, tokens, mask, log_z, entropy)
-        ctx.temperature, ctx.first, ctx.with_entropy = temperature, first, with_entropy
+            if sampling.truncated:
+                log_p = z.sub_(sums[0].log()[:, None])
+                log_kept[part] = _drop_truncated(log_p, tokens[part], mask[part], sampling, group)
+        logprobs -= log_kept
+        ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
+        ctx.sampling, ctx.group = sampling, group
         return torch.where(mask, logprobs, 0), torch.where(mask, entropy, 0)
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # noqa: ANN001, ANN205
-        logits, tokens, mask, log_z, entropy = ctx.saved_tensors
+        logits, tokens, mask, log_z, log_kept, entropy = ctx.saved_tensors
+        sampling, shard = ctx.sampling, logits.shape[1]
+        first = ctx.group.rank() * shard
         grad = torch.empty_like(logits)
         g, h = torch.where(mask, grad_logprobs, 0), torch.where(mask, grad_entropy, 0)
         for start in range(0, logits.shape[0], _CHUNK_TOKENS):
             part = slice(start, start + _CHUNK_TOKENS)
-            log_p = _chunk(logits[part], mask[part], ctx.temperature).sub_(log_z[part, None])
-            p = log_p.exp()
-            local, mine = _local(tokens[part], ctx.first, logits.shape[1])
-            slope = p * -g[part, None]
-            slope.scatter_add_(-1, local[:, None], torch.where(mine, g[part], 0)[:, None])
-            if ctx.with_entropy:
-                slope -= p * (log_p + entropy[part, None]) * h[part, None]
-            grad[part] = torch.where(mask[part, None], slope / ctx.temperature, 0).to(grad.dtype)
-        return grad, None, None, None, None, None
+            log_p = _chunk(logits[part], mask[part], sampling.temperature).sub_(log_z[part, None])
+            slope = None
+            if sampling.with_entropy:
+                slope = log_p.exp().mul_(log_p + entropy[part, None]).mul_(-h[part, None])
+            if sampling.truncated:
+                _drop_truncated(log_p, tokens[part], mask[part], sampling, ctx.group)
+                log_p.sub_(log_kept[part, None])
+            policy = log_p.exp_().mul_(-g[part, None])
+            local, mine = _local(tokens[part], first, shard)
+            policy.scatter_add_(-1, local[:, None], torch.where(mine, g[part], 0)[:, None])
+            total = policy if slope is None else policy.add_(slope)
+            grad[part] = torch.where(mask[part, None], total / sampling.temperature, 0).to(grad.dtype)
+        return grad, None, None, None, None
+
+
+def _drop_truncated(
+    log_p: Tensor, tokens: Tensor, mask: Tensor, sampling: _Sampling, group: dist.ProcessGroup
+) -> Tensor:
+    """In place on the own shard [n,V]: -inf at what top-k, then top-p cut off. Returns the log mass that stays [n]."""
+    shards = [torch.empty_like(log_p) for _ in range(group.size())]
+    dist.all_gather(shards, log_p.contiguous(), group=group)
+    whole = torch.cat(shards, -1)
+    del shards
+    drop_truncated(
+        whole, torch.where(mask, tokens, 0)[:, None], top_k=sampling.top_k, top_p=sampling.top_p
+    )
+    log_p.copy_(whole.chunk(group.size(), -1)[group.rank()])
+    return torch.logsumexp(whole, -1)
 
 
 def _chunk(logits: Tensor, mask: Tensor, temperature: float) -> Tensor:

@@ -1,8 +1,12 @@
-"""Rows to micro-batches. Shape letters: B rows, T positions."""
+"""Rows to what the model reads, and the model's answers back to rows.
+
+The model may see rows padded side by side, or packed one after another, and under context parallelism only its share of
+the positions. The loss never knows: answers are brought back to [b,t] rows, aligned with the tokens they speak of.
+Shape letters: B rows of the step, b rows of a micro-batch, t its width, s positions this rank feeds.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,76 +14,162 @@ import torch
 from torch import Tensor
 
 from roll_async.trainer.megatron.settings import MegatronSettings
+from roll_async.trainer.megatron.shapes import pack_multiple, padded_length
 
-_PAD_MULTIPLE = 8
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRows:
+    """All rows of an optimizer step (or of a scoring call), before any split."""
+
+    tokens: Tensor  # [B,T] int64, right-padded
+    lengths: Tensor  # [B] int64
+    mask: Tensor  # [B,T] bool
+    fields: Mapping[str, Tensor]  # [B,T] or [B], whatever the loss reads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextShare:
+    """This rank among those that share the positions of a row."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFeed:
+    """What this rank's model reads. Position s predicts `targets[s]`, the token after it."""
+
+    tokens: Tensor  # [b,s] int64, packed: [1,s]
+    positions: Tensor  # like tokens
+    targets: Tensor  # like tokens
+    wanted: Tensor  # like tokens, bool: whether the prediction is asked for
+    padding: Tensor  # like tokens, bool: not a token of any row
+    bounds: tuple[int, ...] | None
+    """packed: where each sequence starts in the pack (over all context ranks), and the end; None: padded rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Some rows, cut to the longest of them."""
+    """Some rows, cut to the longest of them. No rows: filler, so that all ranks take part equally often."""
 
-    rows: Tensor  # [b] int64 row numbers in the rank's part
+    rows: Tensor  # [b] int64 row numbers in the step
     tokens: Tensor  # [b,t] int64
-    positions: Tensor  # [b,t] int64
     mask: Tensor  # [b,t] bool
-    fields: Mapping[str, Tensor]  # [b,t] or [b], whatever the loss reads
-
-
-def split_rows(lengths: Sequence[int], settings: MegatronSettings, *, rows_per_batch: int) -> list[list[int]]:
-    """Row numbers of each micro-batch; rows of like length go together, so padding is small. Any split gives the same
-    loss.
-
-    fixed: `rows_per_batch` rows each. dynamic: as many rows as fit `max_tokens_per_microbatch` with padding.
-    """
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    if settings.micro_batching == "fixed":
-        return [order[i : i + rows_per_batch] for i in range(0, len(order), rows_per_batch)]
-    budget = settings.max_tokens_per_microbatch
-    assert budget is not None, "config refuses dynamic micro-batches without max_tokens_per_microbatch"
-    batches: list[list[int]] = []
-    for row in order:
-        if batches and (len(batches[-1]) + 1) * padded_length(lengths[batches[-1][0]], settings) <= budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
-
-
-def padded_length(length: int, settings: MegatronSettings) -> int:
-    """Length after padding: a multiple of 8, and of what sequence and context parallelism cut it into."""
-    parallel = settings.parallel
-    multiple = math.lcm(
-        _PAD_MULTIPLE,
-        parallel.tensor if parallel.sequence_parallel else 1,
-        2 * parallel.context if parallel.context > 1 else 1,
-    )
-    return -(-length // multiple) * multiple
+    fields: Mapping[str, Tensor]  # [b,t] or [b]
+    feed: ModelFeed
+    source: Tensor  # [b,t] int64: where the prediction of token t lies in the feeds of all context ranks, flattened
 
 
 def cut(
     rows: Sequence[int],
-    *,
-    tokens: Tensor,
-    lengths: Tensor,
-    mask: Tensor,
-    fields: Mapping[str, Tensor | None],
+    step: StepRows,
     settings: MegatronSettings,
+    *,
     device: torch.device,
+    context: ContextShare,
+    feed_shape: tuple[int, int] | None = None,
 ) -> MicroBatch:
-    """The micro-batch of these rows, on the device."""
-    index = torch.tensor(rows)
-    width = padded_length(int(lengths[index].max()), settings)
+    """The micro-batch of these rows, on the device. `feed_shape` (rows, positions): pad the model's input up to it."""
+    index = torch.tensor(list(rows), dtype=torch.int64)
+    lengths = step.lengths[index].tolist()
+    width = max((int(x) for x in lengths), default=1)
+    tokens, mask = _take(step.tokens, index, width), _take(step.mask, index, width)
+    place = _packed_place if settings.micro_batching == "packed" else _padded_place
+    grid, bounds, source = place(lengths, width, settings, feed_shape)
+    predicts = torch.zeros_like(mask)
+    predicts[:, :-1] = mask[:, 1:]
+    following = torch.zeros_like(tokens)
+    following[:, :-1] = tokens[:, 1:]
+    share = _share_of(grid.shape, bounds, context)
 
-    def take(x: Tensor) -> Tensor:
-        part = x[index]
-        if x.dim() > 1:
-            part = torch.nn.functional.pad(part[:, :width], (0, max(0, width - x.shape[1])))
-        return part.to(device)
+    def lay(values: Tensor, filler: int | bool) -> Tensor:
+        """[b,t] values into the feed's grid, this context rank's share."""
+        flat = torch.cat([values.reshape(-1), values.new_full((1,), filler)])
+        return flat[grid.reshape(-1)].view(grid.shape).gather(1, share).to(device)
 
+    valid = torch.arange(width)[None] < torch.tensor(lengths)[:, None] if lengths else torch.zeros(0, width, dtype=torch.bool)
+    feed = ModelFeed(
+        tokens=lay(tokens, 0),
+        positions=lay(torch.arange(width).expand(len(lengths), -1), 0),
+        targets=lay(following, 0),
+        wanted=lay(predicts, False),
+        padding=~lay(valid, False),
+        bounds=bounds,
+    )
     return MicroBatch(
         rows=index,
-        tokens=take(tokens),
-        positions=torch.arange(width, device=device).expand(len(rows), -1),
-        mask=take(mask),
-        fields={name: take(x) for name, x in fields.items() if x is not None},
+        tokens=tokens.to(device),
+        mask=mask.to(device),
+        fields={name: _take(x, index, width).to(device) for name, x in step.fields.items()},
+        feed=feed,
+        source=_in_gathered(source, grid.shape, bounds, context).to(device),
     )
+
+
+def rows_of(batch: MicroBatch, gathered: Tensor) -> Tensor:
+    """[b,t] answers for each token of the rows from the flattened answers of all context ranks; 0 outside the mask."""
+    picked = gathered.gather(0, batch.source.reshape(-1)).view(batch.source.shape)
+    return torch.where(batch.mask, picked, 0)
+
+
+def _take(x: Tensor, index: Tensor, width: int) -> Tensor:
+    part = x[index]
+    if x.dim() == 1:
+        return part
+    return torch.nn.functional.pad(part[:, :width], (0, max(0, width - x.shape[1])))
+
+
+_Place = tuple[Tensor, tuple[int, ...] | None, Tensor]
+"""(grid: index into the flattened rows for each position, -1 = filler; bounds; source before context parallelism)."""
+
+
+def _padded_place(lengths: list[int], width: int, settings: MegatronSettings, feed_shape: tuple[int, int] | None) -> _Place:
+    num_rows, span = feed_shape or (max(1, len(lengths)), padded_length(width, settings))
+    grid = torch.full((num_rows, span), -1, dtype=torch.int64)
+    count = len(lengths)
+    grid[:count, :width] = torch.arange(count * width).view(count, width)
+    before = (torch.arange(width) - 1).clamp(min=0)  # position 0 has no prediction, and is never in the mask
+    source = torch.arange(count)[:, None] * span + before[None]
+    return grid, None, source
+
+
+def _packed_place(lengths: list[int], width: int, settings: MegatronSettings, feed_shape: tuple[int, int] | None) -> _Place:
+    spans = [padded_length(length, settings) for length in lengths]
+    starts = [sum(spans[:i]) for i in range(len(spans) + 1)]
+    multiple = pack_multiple(settings)
+    total = max(multiple, -(-starts[-1] // multiple) * multiple)
+    if feed_shape is not None:
+        total = max(total, feed_shape[1])
+    grid = torch.full((1, total), -1, dtype=torch.int64)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+        grid[0, start : start + length] = torch.arange(row * width, row * width + length)
+    before = (torch.arange(width) - 1).clamp(min=0)
+    source = torch.tensor(starts[:-1], dtype=torch.int64)[:, None] + before[None]
+    bounds = tuple(starts if starts[-1] == total else [*starts, total])
+    return grid, bounds, source.clamp(max=total - 1)
+
+
+def _share_of(shape: torch.Size, bounds: tuple[int, ...] | None, context: ContextShare) -> Tensor:
+    """[rows, s] positions that this context rank feeds: blocks r and 2n - 1 - r of every sequence."""
+    if context.size == 1:
+        return torch.arange(shape[1]).expand(shape[0], -1)
+    edges = bounds or (0, shape[1])
+    parts = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        half = (end - start) // (2 * context.size)
+        for block in (context.rank, 2 * context.size - 1 - context.rank):
+            parts.append(torch.arange(start + block * half, start + (block + 1) * half))
+    return torch.cat(parts).expand(shape[0], -1)
+
+
+def _in_gathered(source: Tensor, shape: torch.Size, bounds: tuple[int, ...] | None, context: ContextShare) -> Tensor:
+    """Flat positions of the whole grid to flat positions in the answers of rank 0, rank 1, ... one after another."""
+    if context.size == 1:
+        return source
+    where = torch.empty(shape, dtype=torch.int64)
+    local = shape[1] // context.size
+    for rank in range(context.size):
+        share = _share_of(shape, bounds, ContextShare(rank=rank, size=context.size))
+        row_base = torch.arange(shape[0])[:, None] * local + rank * shape[0] * local
+        where.scatter_(1, share, row_base + torch.arange(local)[None])
+    return where.reshape(-1)[source]

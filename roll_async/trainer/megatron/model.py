@@ -72,6 +72,17 @@ class HfBackedModel:
         assert len(self.chunks) == 1, "an interleaved pipeline has several chunks"
         return self.chunks[0]
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters by their names in the whole model: global layer and expert numbers."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                yield self._global_name(chunk, name), parameter
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode of every chunk."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+
     def _build(self, stage: int | None) -> GPTModel:
         """The layers of this rank; `stage` counts the chunks of an interleaved pipeline."""
         config = self._hf.config

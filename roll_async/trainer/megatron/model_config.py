@@ -54,7 +54,9 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "fp16": settings.dtype == "fp16",
         "use_cpu_initialization": True,
         **_NO_FUSION,
-        **_layout(parallel),
+        **_layout(parallel, settings.moe_dispatcher),
+        # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.
+        "calculate_per_token_loss": True,
         **family.fields(config),
         **settings.recompute,
         **settings.extra,
@@ -67,7 +69,8 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
     return result
 
 
-def _layout(parallel: ParallelSizes) -> dict[str, object]:
+def _layout(parallel: ParallelSizes, dispatcher: str) -> dict[str, object]:
+    interleaved = parallel.virtual_pipeline is not None
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -76,8 +79,13 @@ def _layout(parallel: ParallelSizes) -> dict[str, object]:
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.sequence_parallel,
-        "variable_seq_lengths": parallel.pipeline > 1,
-        "moe_token_dispatcher_type": "alltoall",
+        # Interleaved on two ranks, both neighbours are one process: batched exchanges would swap messages silently.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Stages tell each other the shape of every micro-batch. The allgather dispatcher cannot work with that, and the
+        # interleaved schedule pairs shapes of different micro-batches: there all have one shape.
+        "variable_seq_lengths": parallel.pipeline > 1 and dispatcher == "alltoall" and not interleaved,
+        "moe_token_dispatcher_type": dispatcher,
     }
 
 

@@ -16,6 +16,7 @@ class ParallelSizes:
     expert: int = 1
     expert_tensor: int = 1
     virtual_pipeline: int | None = None
+    """Model parts per pipeline rank (interleaved schedule)."""
     sequence_parallel: bool = False
 
 
@@ -35,6 +36,10 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
     distributed: bool = False
     """Shard the optimizer over data-parallel ranks (only where there is more than one)."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward pass; needs `distributed` and overlap_grad_reduce."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +79,8 @@ class MegatronSettings:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    moe_dispatcher: str = "alltoall"
+    """How tokens reach experts: alltoall or allgather."""
     recompute: Mapping[str, object] = field(default_factory=dict)
     transformer_impl: str = "auto"
     seed: int = 42

@@ -1,0 +1,76 @@
+"""This process among the ranks of its role: joining and leaving the process groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from roll_async.trainer.megatron.micro_batches import ContextShare
+from roll_async.trainer.megatron.settings import ParallelSizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpec:
+    """This process among the ranks of its role."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    device: str
+    """cpu (gloo) or cuda (nccl)."""
+    timeout_s: float = 600.0
+
+
+def join(spec: RankSpec, parallel: ParallelSizes, seed: int) -> None:
+    """Join the process group and form Megatron's groups. Blocks until all ranks are there."""
+    if spec.device == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    else:
+        torch.cuda.set_device(0)  # CUDA_VISIBLE_DEVICES shows this process its own device only
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group(
+        "gloo" if spec.device == "cpu" else "nccl",
+        init_method=f"tcp://{spec.master_addr}:{spec.master_port}",
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=timedelta(seconds=spec.timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        create_gloo_process_groups=False,  # nothing of ours gathers on the host
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def leave() -> None:
+    """Take the groups of this process down; another layout may be joined afterwards."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def context_share() -> ContextShare:
+    """This rank among those that share the positions of a row."""
+    return ContextShare(
+        rank=parallel_state.get_context_parallel_rank(), size=parallel_state.get_context_parallel_world_size()
+    )
+
+
+def speaks() -> bool:
+    """Whether this rank answers for its data-parallel rank: of all ranks that hold the same rows, one does."""
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )

@@ -1,0 +1,167 @@
+"""Megatron's pipeline schedule over the micro-batches of a step, and the model's answers per row.
+
+Shape letters: b rows of a micro-batch, t its width, s fed positions, V the local vocabulary shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from roll_async.algorithms.logprobs import TokenLogprobs
+from roll_async.trainer.megatron.logprobs import next_token_logprobs
+from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
+from roll_async.trainer.megatron.partition import RowPlan, plan_rows
+from roll_async.trainer.megatron.ranks import context_share
+from roll_async.trainer.megatron.settings import MegatronSettings
+from roll_async.trainer.megatron.shapes import padded_length
+
+LossOfMicroBatch = Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
+"""(micro-batch, model output [b,s,V] or [b,s,1]) -> (share of the step's loss, metric sums)."""
+
+
+class Runner:
+    """Feeds the parts of a model on this rank. `network`: one module, or one per virtual pipeline stage."""
+
+    def __init__(self, network: Sequence[torch.nn.Module], config: TransformerConfig, settings: MegatronSettings) -> None:
+        self._network, self._config, self._settings = list(network), config, settings
+        self._device = next(p for part in self._network for p in part.parameters()).device
+
+    def micro_batches(self, step: StepRows, rows: Sequence[int], rows_per_batch: int) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches of these rows of the step."""
+        plan = plan_rows(
+            [int(step.lengths[row]) for row in rows],
+            self._settings,
+            rows_per_batch=rows_per_batch,
+            num_ranks=parallel_state.get_data_parallel_world_size(),
+            hidden_size=self._config.hidden_size,
+        )
+        shape = self._common_shape(plan, step, rows)
+        return [
+            cut(
+                [rows[i] for i in part],
+                step,
+                self._settings,
+                device=self._device,
+                context=context_share(),
+                feed_shape=shape,
+            )
+            for part in plan.ranks[parallel_state.get_data_parallel_rank()]
+        ]
+
+    def _common_shape(self, plan: RowPlan, step: StepRows, rows: Sequence[int]) -> tuple[int, int] | None:
+        """One shape for all micro-batches of all ranks, where the exchange of tokens or stages asks for it."""
+        if self._settings.moe_dispatcher == "alltoall" or self._config.num_moe_experts is None:
+            if self._config.pipeline_model_parallel_size == 1 or self._config.variable_seq_lengths:
+                return None
+        batches = [part for rank in plan.ranks for part in rank if part]
+        spans = [[padded_length(int(step.lengths[rows[i]]), self._settings) for i in part] for part in batches]
+        if self._settings.micro_batching == "packed":
+            return 1, max((sum(x) for x in spans), default=1)
+        return max((len(x) for x in spans), default=1), max((max(x) for x in spans), default=1)
+
+    def run(
+        self, batches: Sequence[MicroBatch], loss_of: LossOfMicroBatch, *, forward_only: bool
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """Forward, and backward unless `forward_only`, over all micro-batches; losses and metric sums of this rank
+        (last pipeline stage only).
+        """
+        losses: list[Tensor] = []
+        parts: list[dict[str, Tensor]] = []
+
+        def loss_function(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if len(batch.rows):
+                loss, metrics = loss_of(batch, output)
+                losses.append(loss.detach())
+                parts.append(dict(metrics))
+            else:
+                loss = output.sum() * 0  # filler: keeps the graph, adds nothing
+            return loss, torch.zeros((), dtype=torch.int, device=output.device), {}
+
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module):  # noqa: ANN202
+            batch = next(iterator)
+            return self._forward(model, batch.feed), partial(loss_function, batch)
+
+        interleaved = len(self._network) > 1
+        feeds = [b.feed.tokens.shape for b in batches]
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in self._network] if interleaved else iter(batches),
+            model=self._network,
+            num_microbatches=len(batches),
+            seq_length=max(shape[1] for shape in feeds) * parallel_state.get_context_parallel_world_size(),
+            micro_batch_size=max(shape[0] for shape in feeds),
+            forward_only=forward_only,
+        )
+        return losses, parts
+
+    def _forward(self, model: torch.nn.Module, feed: ModelFeed) -> Tensor:
+        keywords: dict[str, object] = {}
+        if feed.bounds is not None:
+            bounds = torch.tensor(feed.bounds, dtype=torch.int32, device=self._device)
+            longest = max(b - a for a, b in zip(feed.bounds, feed.bounds[1:], strict=False))
+            keywords["packed_seq_params"] = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=bounds,
+                cu_seqlens_kv=bounds,
+                cu_seqlens_q_padded=bounds,
+                cu_seqlens_kv_padded=bounds,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
+        if self._config.num_moe_experts is not None and self._config.moe_aux_loss_coeff:
+            keywords["padding_mask"] = self._padding_of_stage(model, feed)
+        return model(feed.tokens, feed.positions, None, **keywords)
+
+    def _padding_of_stage(self, model: torch.nn.Module, feed: ModelFeed) -> Tensor:
+        """Megatron cuts the mask for sequence parallelism on the first stage only."""
+        first = getattr(model, "module", model).pre_process
+        if first or not self._config.sequence_parallel:
+            return feed.padding
+        group = parallel_state.get_tensor_model_parallel_group()
+        return feed.padding.chunk(group.size(), 1)[group.rank()].contiguous()
+
+    def logprobs(self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool) -> TokenLogprobs:
+        """Log-prob of each token of the rows ([b,t], 0 outside the mask), and the entropy where it was sampled."""
+        result = next_token_logprobs(
+            logits,
+            batch.feed.targets,
+            batch.feed.wanted,
+            self._settings,
+            parallel_state.get_tensor_model_parallel_group(),
+            with_entropy=with_entropy,
+        )
+        entropy = None if result.entropy is None else self.to_rows(batch, result.entropy)
+        return TokenLogprobs(logprobs=self.to_rows(batch, result.logprobs), entropy=entropy)
+
+    def to_rows(self, batch: MicroBatch, answers: Tensor) -> Tensor:
+        """[b,t] of one answer per fed position ([b,s] of this context rank)."""
+        flat = answers.reshape(-1)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            flat = _GatherAnswers.apply(flat, parallel_state.get_context_parallel_group())
+        return rows_of(batch, flat)
+
+
+class _GatherAnswers(torch.autograd.Function):
+    """All context ranks' answers. Every rank computes the same loss of whole rows, so each keeps its own share of the
+    gradient: nothing is summed here, the gradient buffers sum over context ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, answers: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN001
+        ctx.group = group
+        out = answers.new_empty(group.size() * answers.shape[0])
+        dist.all_gather_into_tensor(out, answers.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None

@@ -1,0 +1,113 @@
+"""Tiny models and batches of the Megatron tests, and what one rank reports about a layout."""
+
+import time
+
+import torch
+
+from roll_async.algorithms.policy_loss_options import PpoOptions
+from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings, ParallelSizes
+from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
+from roll_async.trainer.protocol import PolicyRows, TokenRows
+
+NUM_ROWS, WIDTH, VOCABULARY = 16, 30, 64
+
+MODELS = {
+    "dense": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+    "dense, tied": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "MoE": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
+
+def model_folder(folder, kind):
+    """A random checkpoint of 4 layers whose biases and norms are not trivial."""
+    import transformers
+
+    family, fields = MODELS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, head_dim=16,
+        initializer_range=0.2, pad_token_id=None, max_position_embeddings=128, dtype="float32", **fields,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if "bias" in name or "norm" in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def batch(num_rows=NUM_ROWS, seed=1):
+    """Rows of different lengths with everything a PPO loss reads."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(8, WIDTH + 1, (num_rows,), generator=generator)
+    tokens = torch.randint(1, VOCABULARY, (num_rows, WIDTH), generator=generator)
+    positions = torch.arange(WIDTH)[None]
+    tokens[positions >= lengths[:, None]] = 0
+    mask = (positions < lengths[:, None]) & (positions >= 4)
+    noise = torch.randn(num_rows, WIDTH, generator=generator)
+    policy = PolicyRows(
+        tokens=tokens,
+        lengths=lengths,
+        mask=mask,
+        advantages=torch.randn(num_rows, 1, generator=generator).expand(-1, WIDTH).contiguous(),
+        behaviour_logprobs=-3 + 0.1 * noise,
+        proximal_logprobs=-3 + 0.05 * noise,
+        correction_weights=None,
+        scores=torch.ones(num_rows),
+        version_lag=torch.ones(num_rows, WIDTH, dtype=torch.int64),
+    )
+    return TokenRows(tokens=tokens, lengths=lengths, mask=mask), policy
+
+
+def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
+    """Settings of a trained role, fp32, 4 rows per micro-batch, one mini-batch."""
+    return MegatronSettings(
+        model_folder=folder,
+        parallel=ParallelSizes(**(parallel or {})),
+        optimizer=OptimizerSettings(**{"learning_rate": 1e-3, **(optimizer or {})}),
+        loss=LossSettings(**{"pg_variant": "ppo", "pg_options": PpoOptions(), **(loss or {})}),
+        **{"dtype": "fp32", "micro_batch_rows": 4, "mini_batch_rows": NUM_ROWS, **fields},
+    )
+
+
+def start_worker(rank, world_size, port, settings):
+    worker = MegatronWorker(
+        RankSpec(rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=60),
+        settings,
+    )
+    worker.start()
+    return worker
+
+
+def measure(rank, world_size, port, settings):
+    """One layout: weights out, log-probs, two optimizer steps, log-probs again. Rank 0 reports, the others take part."""
+    began = time.monotonic()
+    worker = start_worker(rank, world_size, port, settings)
+    rows, policy = batch()
+    exported = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
+    before = worker.compute_logprobs(rows)
+    steps = [worker.update_policy(policy, step) for step in (1, 2)]
+    after = worker.compute_logprobs(rows)
+    trained = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
+    worker.stop()
+    if rank:
+        return None
+    return {
+        "exported": exported,
+        "before": before,
+        "steps": steps,
+        "after": after,
+        "trained": trained,
+        "seconds": time.monotonic() - began,
+    }
