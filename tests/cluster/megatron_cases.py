@@ -36,9 +36,18 @@ def model_folder(folder, kind):
     family, fields = MODELS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, head_dim=16,
-        initializer_range=0.2, pad_token_id=None, max_position_embeddings=128, dtype="float32", **fields,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=16,
+        initializer_range=0.2,
+        pad_token_id=None,
+        max_position_embeddings=128,
+        dtype="float32",
+        **fields,
+    )
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
         if "bias" in name or "norm" in name:
@@ -83,7 +92,9 @@ def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
 
 def start_worker(rank, world_size, port, settings):
     worker = MegatronWorker(
-        RankSpec(rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=60),
+        RankSpec(
+            rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=60
+        ),
         settings,
     )
     worker.start()
@@ -91,7 +102,7 @@ def start_worker(rank, world_size, port, settings):
 
 
 def measure(rank, world_size, port, settings):
-    """One layout: weights out, log-probs, two optimizer steps, log-probs again. Rank 0 reports, the others take part."""
+    """One layout: weights out, log-probs, two optimizer steps, log-probs again. Rank 0 reports."""
     began = time.monotonic()
     worker = start_worker(rank, world_size, port, settings)
     rows, policy = batch()

@@ -45,9 +45,7 @@ def next_token_logprobs(
     sampling = _Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, with_entropy)
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy = _ShardedLogprobs.apply(flat, targets.reshape(-1), wanted.reshape(-1), sampling, group)
-    return TokenLogprobs(
-        logprobs=logprobs.view_as(targets), entropy=entropy.view_as(targets) if with_entropy else None
-    )
+    return TokenLogprobs(logprobs=logprobs.view_as(targets), entropy=entropy.view_as(targets) if with_entropy else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +128,7 @@ def _drop_truncated(
     dist.all_gather(shards, log_p.contiguous(), group=group)
     whole = torch.cat(shards, -1)
     del shards
-    drop_truncated(
-        whole, torch.where(mask, tokens, 0)[:, None], top_k=sampling.top_k, top_p=sampling.top_p
-    )
+    drop_truncated(whole, torch.where(mask, tokens, 0)[:, None], top_k=sampling.top_k, top_p=sampling.top_p)
     log_p.copy_(whole.chunk(group.size(), -1)[group.rank()])
     return torch.logsumexp(whole, -1)
 

@@ -87,7 +87,11 @@ def cut(
         flat = torch.cat([values.reshape(-1), values.new_full((1,), filler)])
         return flat[grid.reshape(-1)].view(grid.shape).gather(1, share).to(device)
 
-    valid = torch.arange(width)[None] < torch.tensor(lengths)[:, None] if lengths else torch.zeros(0, width, dtype=torch.bool)
+    valid = (
+        torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+        if lengths
+        else torch.zeros(0, width, dtype=torch.bool)
+    )
     feed = ModelFeed(
         tokens=lay(tokens, 0),
         positions=lay(torch.arange(width).expand(len(lengths), -1), 0),
@@ -123,7 +127,9 @@ _Place = tuple[Tensor, tuple[int, ...] | None, Tensor]
 """(grid: index into the flattened rows for each position, -1 = filler; bounds; source before context parallelism)."""
 
 
-def _padded_place(lengths: list[int], width: int, settings: MegatronSettings, feed_shape: tuple[int, int] | None) -> _Place:
+def _padded_place(
+    lengths: list[int], width: int, settings: MegatronSettings, feed_shape: tuple[int, int] | None
+) -> _Place:
     num_rows, span = feed_shape or (max(1, len(lengths)), padded_length(width, settings))
     grid = torch.full((num_rows, span), -1, dtype=torch.int64)
     count = len(lengths)
@@ -133,7 +139,9 @@ def _padded_place(lengths: list[int], width: int, settings: MegatronSettings, fe
     return grid, None, source
 
 
-def _packed_place(lengths: list[int], width: int, settings: MegatronSettings, feed_shape: tuple[int, int] | None) -> _Place:
+def _packed_place(
+    lengths: list[int], width: int, settings: MegatronSettings, feed_shape: tuple[int, int] | None
+) -> _Place:
     spans = [padded_length(length, settings) for length in lengths]
     starts = [sum(spans[:i]) for i in range(len(spans) + 1)]
     multiple = pack_multiple(settings)

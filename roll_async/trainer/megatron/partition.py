@@ -55,7 +55,7 @@ def _entry(parts: Parts | _Weighted, costs: Sequence[int], number: int) -> tuple
 
 
 def _merged(first: _Weighted, second: _Weighted) -> _Weighted:
-    """The heaviest part of one with the lightest of the other; so sizes stay equal, too, when only a block was short."""
+    """The heaviest part of one with the lightest of the other; sizes stay equal, but for the short block."""
     return [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
 
 
@@ -103,7 +103,7 @@ def _count(split: Sequence[Parts], settings: MegatronSettings) -> int:
 
 
 def row_cost(length: int, hidden_size: int) -> int:
-    """Multiplications of a transformer layer on a row, up to a factor: 12 h^2 per token, causal attention length * h."""
+    """Multiplications of a layer on a row, up to a factor: 12 h^2 per token, causal attention length * h."""
     return length * (12 * hidden_size + length)
 
 
@@ -147,6 +147,8 @@ def _packed(
     for count in range(at_least, max(at_least, len(first_fit)) + 1):
         parts = balanced_parts([costs[row] for row in rows], count, equal_size=False)
         parts = [[rows[i] for i in part] for part in parts]
-        if all(sum(padded_length(lengths[row], settings) for row in part) <= budget or len(part) == 1 for part in parts):
+        if all(
+            sum(padded_length(lengths[row], settings) for row in part) <= budget or len(part) == 1 for part in parts
+        ):
             return parts
     return first_fit

@@ -31,7 +31,9 @@ LossOfMicroBatch = Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Ten
 class Runner:
     """Feeds the parts of a model on this rank. `network`: one module, or one per virtual pipeline stage."""
 
-    def __init__(self, network: Sequence[torch.nn.Module], config: TransformerConfig, settings: MegatronSettings) -> None:
+    def __init__(
+        self, network: Sequence[torch.nn.Module], config: TransformerConfig, settings: MegatronSettings
+    ) -> None:
         self._network, self._config, self._settings = list(network), config, settings
         self._device = next(p for part in self._network for p in part.parameters()).device
 

@@ -33,8 +33,17 @@ from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 from roll_async.trainer.protocol import PolicyRows, TokenRows  # noqa: E402
 
-_POLICY_FIELDS = ("advantages", "behaviour_logprobs", "proximal_logprobs", "correction_weights", "scores", "version_lag",
-                  "ref_logprobs", "segment_ids", "selection")  # fmt: skip
+_POLICY_FIELDS = (
+    "advantages",
+    "behaviour_logprobs",
+    "proximal_logprobs",
+    "correction_weights",
+    "scores",
+    "version_lag",
+    "ref_logprobs",
+    "segment_ids",
+    "selection",
+)
 
 
 class MegatronWorker:
@@ -56,9 +65,7 @@ class MegatronWorker:
             self._runner = Runner(self._model.chunks, self._model.config, self._settings)
             return
         self._network = wrap(self._model.chunks, self._model.config, self._settings.optimizer)
-        self._optimizer, self._grad_scale = build_optimizer(
-            self._network, self._model.config, self._settings.optimizer
-        )
+        self._optimizer, self._grad_scale = build_optimizer(self._network, self._model.config, self._settings.optimizer)
         self._runner = Runner(self._network, self._model.config, self._settings)
 
     def stop(self) -> None:
