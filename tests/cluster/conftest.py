@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from rank_pool import SUMMARY, RankPool  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "rollout_batch_size=8",
@@ -74,6 +77,20 @@ class Launcher:
     def metrics(self, name="run"):
         lines = (self.output / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Tables that tests collected."""
+    for line in SUMMARY:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    """Processes that play the ranks of one layout after another, see rank_pool.py."""
+    pool = RankPool(4)
+    yield pool
+    pool.close(gently=True)
 
 
 @pytest.fixture

@@ -80,11 +80,14 @@ def batch(num_rows=NUM_ROWS, seed=1):
 
 
 def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
-    """Settings of a trained role, fp32, 4 rows per micro-batch, one mini-batch."""
+    """Settings of a trained role, fp32, 4 rows per micro-batch, one mini-batch.
+
+    Adam turns rounding of tiny gradients into whole steps; the larger epsilon keeps a step a smooth function of them.
+    """
     return MegatronSettings(
         model_folder=folder,
         parallel=ParallelSizes(**(parallel or {})),
-        optimizer=OptimizerSettings(**{"learning_rate": 1e-3, **(optimizer or {})}),
+        optimizer=OptimizerSettings(**{"learning_rate": 3e-3, "epsilon": 1e-6, **(optimizer or {})}),
         loss=LossSettings(**{"pg_variant": "ppo", "pg_options": PpoOptions(), **(loss or {})}),
         **{"dtype": "fp32", "micro_batch_rows": 4, "mini_batch_rows": NUM_ROWS, **fields},
     )

@@ -9,6 +9,9 @@ import os
 import socket
 import traceback
 
+SUMMARY = []
+"""Lines to print at the end of the test run."""
+
 _PRELOAD = ["roll_async.trainer.megatron.worker"]
 
 
@@ -67,8 +70,11 @@ class RankPool:
             theirs.close()
             self._members.append((process, ours))
 
-    def close(self):
+    def close(self, gently=False):
         for process, pipe in self._members:
+            if gently:
+                pipe.send(None)
+                process.join(5)
             pipe.close()
             process.terminate()
             process.join()

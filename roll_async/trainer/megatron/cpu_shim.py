@@ -100,7 +100,37 @@ def _proxy_of_torch() -> _Proxy:
             "manual_seed": torch.manual_seed,
         },
     )
-    return _Proxy(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+    distributed = _Proxy(torch.distributed, {"all_gather": _gather_uneven, "reduce_scatter": _reduce_scatter_uneven})
+    factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+    return _Proxy(torch, {"cuda": cuda, "distributed": distributed, **factories})
+
+
+def _gather_uneven(
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """`all_gather` that takes parts of different length, as NCCL's does: experts get different numbers of tokens."""
+    longest = max(part.shape[0] for part in outputs)
+    if all(part.shape[0] == longest for part in outputs):
+        torch.distributed.all_gather(outputs, tensor.contiguous(), group=group)
+        return
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    for part, whole in zip(outputs, gathered, strict=True):
+        part.copy_(whole[: part.shape[0]])
+
+
+def _reduce_scatter_uneven(
+    output: torch.Tensor, inputs: list[torch.Tensor], group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """`reduce_scatter` (sum) that takes parts of different length, as NCCL's does."""
+    assert group is not None
+    for rank, part in enumerate(inputs):
+        total = part.contiguous().clone()
+        torch.distributed.reduce(total, dst=torch.distributed.get_global_rank(group, rank), group=group)
+        if rank == group.rank():
+            output.copy_(total)
 
 
 def install() -> None:

@@ -108,11 +108,22 @@ class SdpaAttention(MegatronModule):
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         """Sequences one after another along the first axis, each attending to itself only."""
-        bounds = packed.cu_seqlens_q.tolist()
+        ranks = self._context_group.size()
+        bounds = [bound // ranks for bound in packed.cu_seqlens_q.tolist()]  # this rank's share of each sequence
+        held = query.shape[0]
+        if ranks > 1:
+            key = _GatherSequence.apply(key, self._context_group)
+            value = _GatherSequence.apply(value, self._context_group)
         parts = []
         for start, end in zip(bounds, bounds[1:], strict=False):
-            heads = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-            mask = self._window_mask(end - start, query.device)
+            if ranks > 1:
+                seen = torch.cat([torch.arange(r * held + start, r * held + end) for r in range(ranks)]).to(key.device)
+                keys, values = key[seen], value[seen]
+                mask = self._zigzag_mask(end - start).to(query.device)
+            else:
+                keys, values = key[start:end], value[start:end]
+                mask = self._window_mask(end - start, query.device)
+            heads = (x.transpose(0, 1)[None] for x in (query[start:end], keys, values))
             parts.append(self._attend(*heads, mask=mask)[0].transpose(0, 1))
         out = torch.cat(parts)
         return out.reshape(out.shape[0], -1)

@@ -107,6 +107,7 @@ class HfBackedModel:
         if rotary.kind != "default" and not self.config.multi_latent_attention:
             dimensions = int(self.heads.head_size * rotary.fraction)
             module.rotary_pos_emb.inv_freq = rotary.frequencies(dimensions, context)
+        _mark_experts(module)
         return module
 
     # Loading
@@ -225,6 +226,16 @@ class HfBackedModel:
     def _receive(self, outline: _Outline) -> list[Tensor]:
         device = next(self.chunks[0].parameters()).device
         return [torch.empty(outline.shape, dtype=outline.dtype, device=device) for _ in outline.names]
+
+
+def _mark_experts(module: torch.nn.Module) -> None:
+    """Tell gradient buffers that experts have data-parallel groups of their own. Megatron marks them only with expert
+    parallelism; with expert_tensor_parallel_size below the tensor size, each tensor rank has other tokens for the same
+    expert, and without the mark their gradients would never meet.
+    """
+    for name, parameter in module.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
