@@ -83,7 +83,12 @@ async def couple(
         manager, roles.scorer, settings.scheduler_options(config), tools=_tools(config, classes)
     )
     learner = Learner(
-        LearnerParts(actor=actor, reference=roles.training.get("reference"), teacher=roles.training.get("teacher")),
+        LearnerParts(
+            actor=actor,
+            reference=roles.training.get("reference"),
+            teacher=roles.training.get("teacher"),
+            critic=roles.training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
+        ),
         settings.learner_options(config),
     )
     checkpoints = RunCheckpoints(folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep)

@@ -89,11 +89,13 @@ def megatron_settings(config: RLVRConfig, role: WorkerConfig) -> MegatronSetting
             context=strategy.context_parallel_size,
             expert=strategy.expert_model_parallel_size,
             expert_tensor=strategy.expert_tensor_parallel_size,
-            virtual_pipeline=strategy.virtual_pipeline_model_parallel_size if trains else None,
+            virtual_pipeline=_interleaved(strategy),
             sequence_parallel=strategy.sequence_parallel,
         ),
         optimizer=_optimizer(config, role, strategy) if trains else None,
         loss=_loss(config) if trains else None,
+        with_value_head=role is config.critic,
+        value_clip=config.algorithm.value_clip,
         micro_batch_rows=role.training_args.per_device_train_batch_size,
         mini_batch_rows=role.mini_batch_size if trains else 1,
         scoring_rows=role.infer_batch_size,
@@ -103,11 +105,19 @@ def megatron_settings(config: RLVRConfig, role: WorkerConfig) -> MegatronSetting
         temperature=sampling.temperature,
         top_k=max(0, sampling.top_k),
         top_p=sampling.top_p,
+        moe_dispatcher=strategy.moe_token_dispatcher_type,
+        moe_aux_loss_coeff=strategy.moe_aux_loss_coeff if trains else 0.0,
         recompute=recompute,
         transformer_impl=strategy.transformer_impl,
         seed=config.seed,
         extra=strategy.extra,
     )
+
+
+def _interleaved(strategy: MegatronTrainConfig | MegatronInferConfig) -> int | None:
+    """Model parts per pipeline rank; None for the plain schedule."""
+    parts = strategy.virtual_pipeline_model_parallel_size if isinstance(strategy, MegatronTrainConfig) else None
+    return parts if parts and parts > 1 else None
 
 
 def _optimizer(config: RLVRConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
@@ -123,6 +133,8 @@ def _optimizer(config: RLVRConfig, role: WorkerConfig, strategy: MegatronTrainCo
         epsilon=args.adam_epsilon,
         max_grad_norm=args.max_grad_norm,
         distributed=strategy.use_distributed_optimizer,
+        overlap_grad_reduce=strategy.overlap_grad_reduce,
+        overlap_param_gather=strategy.overlap_param_gather,
     )
 
 

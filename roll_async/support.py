@@ -41,19 +41,13 @@ def _model(name: str, role: WorkerConfig) -> list[str]:
 
 def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | MegatronInferConfig) -> list[str]:
     problems = []
-    for key in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if getattr(strategy, key) > 1:
-            problems.append(f"{name}..{key}={getattr(strategy, key)} is not there yet; set it to 1")
-    if strategy.transformer_impl == "transformer_engine":
-        problems.append(f"{name}..transformer_impl=transformer_engine is not there yet; use auto")
     if isinstance(strategy, MegatronTrainConfig):
-        if (strategy.virtual_pipeline_model_parallel_size or 1) > 1:
-            problems.append(f"{name}..virtual_pipeline_model_parallel_size is not there yet; remove it")
-        for key in ("overlap_grad_reduce", "overlap_param_gather", "optimizer_cpu_offload"):
-            if getattr(strategy, key):
-                problems.append(f"{name}..{key}=true is not there yet; set it to false")
-    if role.micro_batching == "packed":
-        problems.append(f"{name}.micro_batching=packed is not there yet; use dynamic")
+        if strategy.optimizer_cpu_offload:
+            problems.append(f"{name}..optimizer_cpu_offload=true is not there yet; set it to false")
+        if strategy.overlap_param_gather and not (strategy.use_distributed_optimizer and strategy.overlap_grad_reduce):
+            problems.append(
+                f"{name}..overlap_param_gather=true needs use_distributed_optimizer and overlap_grad_reduce: true"
+            )
     if role.router_replay:
         problems.append(f"{name}.router_replay=true is not there yet; set it to false")
     return problems

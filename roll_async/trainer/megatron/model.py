@@ -14,12 +14,13 @@ from torch import Tensor
 
 from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
-from roll_async.checkpoint.hf_names.table import Match
+from roll_async.checkpoint.hf_names.table import Match, Row
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.trainer.megatron.layer_spec import block_spec
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.settings import MegatronSettings
+from roll_async.trainer.megatron.value_head import HF_NAME, MEGATRON_NAME, ValueHead
 
 __all__ = ["TORCH_DTYPES", "HfBackedModel"]
 
@@ -52,9 +53,11 @@ class HfBackedModel:
         """`with_weights=False` leaves the initial values: the folder needs only config.json, and there is no export."""
         self._settings = settings
         self._hf = HfFolder(settings.model_folder)
-        self._family = family_of(self._hf.config.architecture())
+        # A reward model's layers are those of its language model; its head becomes the critic's.
+        architecture = self._hf.config.architecture().replace("ForSequenceClassification", "ForCausalLM")
+        self._family = family_of(architecture)
         self.config = transformer_config(self._hf.config, self._family, settings)
-        self.tied = self._hf.config.flag("tie_word_embeddings")
+        self.tied = self._hf.config.flag("tie_word_embeddings") and not settings.with_value_head
         self.heads = HeadLayout.of(self._hf.config)
         torch.manual_seed(settings.seed)
         stages = range(settings.parallel.virtual_pipeline or 1)
@@ -108,6 +111,8 @@ class HfBackedModel:
             dimensions = int(self.heads.head_size * rotary.fraction)
             module.rotary_pos_emb.inv_freq = rotary.frequencies(dimensions, context)
         _mark_experts(module)
+        if self._settings.with_value_head and module.post_process:
+            module.output_layer = ValueHead(self.config)
         return module
 
     # Loading
@@ -119,8 +124,11 @@ class HfBackedModel:
                     self._load_one(self._global_name(chunk, local_name), tensor)
 
     def _load_one(self, name: str, target: Tensor) -> None:
-        match = self._family.match(name)
+        match = self._match(name)
         names = match.hf_names
+        if names == (HF_NAME,) and HF_NAME not in self._hf:
+            self._sharded[name] = False
+            return  # a language model has no value head: it starts at zero
         if names == ("lm_head.weight",) and self.tied:
             names = ("model.embed_tokens.weight",)
         full = to_megatron(match.row, [self._hf.tensor(n) for n in names], self.heads)
@@ -133,6 +141,12 @@ class HfBackedModel:
                 f"{names[0]} of {self._hf.path} has shape {tuple(part.shape)}, Megatron's {name} {tuple(target.shape)}"
             )
         target.copy_(part)
+
+    def _match(self, name: str) -> Match:
+        if self._settings.with_value_head and name == MEGATRON_NAME:
+            row = Row(megatron=MEGATRON_NAME, hf=(HF_NAME,))
+            return Match(row=row, name=name, hf_names=row.hf, layer=None, expert=None)
+        return self._family.match(name)
 
     @staticmethod
     def _tensor_group(match: Match) -> dist.ProcessGroup:
@@ -177,7 +191,7 @@ class HfBackedModel:
                 for name, full in zip(outline.names, fulls, strict=True):
                     if len(self._outlines) > 1:
                         dist.broadcast(full, src=dist.get_global_rank(group, source), group=group)
-                    match = self._family.match(name)
+                    match = self._match(name)
                     yield from zip(match.hf_names, to_hf(match.row, full, self.heads), strict=True)
 
     def _held(self) -> Iterator[_Held]:
@@ -199,7 +213,7 @@ class HfBackedModel:
         return gathered
 
     def _outline(self, held: _Held) -> _Outline:
-        match = self._family.match(held.name)
+        match = self._match(held.name)
         shape = list(held.tensor.shape)
         if held.sharded:
             assert match.row.tp_dim is not None
@@ -215,7 +229,7 @@ class HfBackedModel:
 
     def _full(self, held: _Held) -> list[Tensor]:
         """The full Megatron tensor; of an expert, that of each expert-parallel rank."""
-        match = self._family.match(held.name)
+        match = self._match(held.name)
         full = held.tensor
         if held.sharded:
             full = unshard(match.row, _all_gather(full, self._tensor_group(match)))

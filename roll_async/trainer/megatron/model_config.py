@@ -58,6 +58,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.
         "calculate_per_token_loss": True,
         **family.fields(config),
+        **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
         **settings.recompute,
         **settings.extra,
     }
@@ -102,6 +103,11 @@ def _demand_divisible(config: HfConfig, fields: dict[str, object], parallel: Par
         assert isinstance(size, int)
         if size % ranks:
             raise ValueError(f"{config.source}: {name}={size} cannot be shared evenly by {ranks} ranks")
+    if fields.get("num_moe_experts") and parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"{config.source}: a model with experts and tensor_model_parallel_size={parallel.tensor} needs "
+            "sequence_parallel: true"
+        )
     if parallel.expert > 1 and not fields.get("num_moe_experts"):
         raise ValueError(f"{config.source}: expert_model_parallel_size={parallel.expert}, but the model has no experts")
 

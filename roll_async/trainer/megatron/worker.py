@@ -19,7 +19,8 @@ cpu_shim.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
-from roll_async.algorithms.aggregation import Denominators, count_denominators, reduce_metrics  # noqa: E402
+from roll_async.algorithms.aggregation import Denominators, aggregate, count_denominators, reduce_metrics  # noqa: E402
+from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.trainer.megatron import rank_state, ranks  # noqa: E402
@@ -31,7 +32,7 @@ from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
 from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa: E402
 from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
-from roll_async.trainer.protocol import PolicyRows, TokenRows  # noqa: E402
+from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows  # noqa: E402
 
 _POLICY_FIELDS = (
     "advantages",
@@ -140,6 +141,33 @@ class MegatronWorker:
         least = min(len(part), parallel_state.get_data_parallel_world_size())
         silent = [row for row in part if not bool(signal[row].any())]
         return sorted(heard + silent[: max(0, least - len(heard))])
+
+    @torch.no_grad()
+    def compute_values(self, rows: TokenRows) -> Tensor | None:
+        """[B,T] float32 on rank 0, None elsewhere: the value of the state before token t; 0 where not in the mask."""
+        return self._score(rows, lambda batch, out: self._runner.to_rows(batch, out[..., 0]))
+
+    def update_values(self, rows: ValueRows, step: int) -> dict[str, float]:
+        """One optimizer step of the critic per mini-batch, in row order."""
+        fields = {"old_values": rows.old_values, "returns": rows.returns}
+        whole = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields)
+
+        def loss_for(denominators: Denominators) -> LossOfMicroBatch:
+            def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+                per_token, metrics = value_loss(
+                    values_BT=self._runner.to_rows(batch, output[..., 0]),
+                    old_values_BT=batch.fields["old_values"],
+                    returns_BT=batch.fields["returns"],
+                    mask_BT=batch.mask,
+                    clip=self._settings.value_clip,
+                )
+                return aggregate(loss_BT=per_token, mask_BT=batch.mask, denominators=denominators), metrics
+
+            return loss_of
+
+        results = [self._step(whole, part, part, loss_for, 1) for part in self._mini_batches(whole)]
+        renamed = [{key.replace("trainer/", "critic/"): value for key, value in r.items()} for r in results]
+        return _mean_of(renamed, "critic")
 
     def supervised_update(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> float:
         """One cross-entropy step on the masked tokens; the mean loss per token."""
