@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 
 from roll_async.algorithms.correction import CorrectionOptions, RejectionRule
+from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.algorithms.policy_loss_options import POLICY_LOSS_OPTIONS
 from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import QueueOptions
@@ -223,6 +224,7 @@ def scheduler_options(config: RLVRConfig) -> SchedulerOptions:
         sampling=sampling_params(config.actor_infer.generating_args),
         filter_enabled=groups.enable,
         filter_metric=groups.metric,
+        shaping=overlong_shaping(config),
         variance_threshold=groups.variance_threshold,
         singletons=groups.singletons,
         max_num_gen_batches=groups.max_num_gen_batches,
@@ -235,6 +237,14 @@ def scheduler_options(config: RLVRConfig) -> SchedulerOptions:
         greedy_baseline=config.algorithm.adv_estimator == "remax",
         spread_samples=config.is_num_return_sequences_expand,
     )
+
+
+def overlong_shaping(config: RLVRConfig) -> OverlongShaping | None:
+    """The penalty of long responses; None = off."""
+    buffer = config.algorithm.overlong_buffer
+    if not buffer.enable:
+        return None
+    return OverlongShaping(max_length=config.response_length, buffer_length=buffer.len, factor=buffer.penalty_factor)
 
 
 def manager_options(config: RLVRConfig) -> ManagerOptions:

@@ -1,25 +1,29 @@
 """Reward workers behind a Ray actor: text is decoded and scored there, never in the driver.
 
 Traffic is batched both ways, like that of the engines: `submit` carries what finished in the same moment, `collect`
-brings
-back whatever is scored. A slow sample holds back nobody, because answers are not tied to the call their question came
-in.
+brings back whatever is scored. A slow sample or domain holds back nobody, because answers are not tied to the call
+their question came in.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import ray
 from ray.actor import ActorHandle
 
-from roll_async.cluster.errors import call
+from roll_async.cluster.errors import RoleFailed, call
 from roll_async.config.schema import RewardConfig
 from roll_async.schema import Prompt, Reward, Sample
 
+logger = logging.getLogger(__name__)
+
 _COALESCE_S = 0.005
 """How long the first of a batch waits for company: far less than a reward takes."""
+_FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 30.0
 Question = tuple[int, Prompt, Sample]
 Answer = tuple[int, Reward | None, str]
 """(number, reward, why there is none)."""
@@ -73,35 +77,53 @@ class RewardHost:
         await self._router.close()
 
 
-class RayScorer:
-    """`rollout/protocol.py: Scorer` over one RewardHost."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlan:
+    """What a reward host is started from, again after it died."""
 
-    def __init__(self, host: ActorHandle) -> None:
-        self._host = host
+    rewards: Mapping[str, RewardConfig]
+    tokenizer_folder: str
+    env: Mapping[str, str]
+
+    async def start(self, attempt: int) -> ActorHandle:
+        """Start the reward workers. Raises ValueError for a reward that can not be built."""
+        options = {
+            "num_cpus": 1,
+            "runtime_env": {"env_vars": {**self.env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
+        }
+        host = RewardHost.options(**options, name=f"rewards-{attempt}").remote(
+            dict(self.rewards), self.tokenizer_folder
+        )
+        await call("rewards", host.start.remote())
+        return host
+
+
+class RayScorer:
+    """`rollout/protocol.py: Scorer` over one RewardHost at a time.
+
+    A host that dies is an outage for what it was asked, and another one is started; the scheduler asks again.
+    """
+
+    def __init__(self, host: ActorHandle, plan: HostPlan) -> None:
+        self._host, self._plan = host, plan
         self._waiting: dict[int, asyncio.Future[Reward]] = {}
         self._outbox: list[Question] = []
         self._number = 0
         self._sending: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._reading = asyncio.create_task(self._read(), name="reward reader")
         self._gone: str | None = None
+        self.restarts = 0
 
     @classmethod
     async def start(
         cls, rewards: Mapping[str, RewardConfig], tokenizer_folder: str, env: Mapping[str, str]
     ) -> RayScorer:
         """Start the reward workers. Raises ValueError for a reward that can not be built."""
-        options = {
-            "num_cpus": 1,
-            "runtime_env": {"env_vars": {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
-        }
-        host = RewardHost.options(**options, name="rewards-0").remote(dict(rewards), tokenizer_folder)
-        await call("rewards", host.start.remote())
-        scorer = cls(host)
-        scorer._reading = asyncio.create_task(scorer._read(), name="reward reader")
-        return scorer
+        plan = HostPlan(rewards=rewards, tokenizer_folder=tokenizer_folder, env=env)
+        return cls(await plan.start(0), plan)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """Score one sample. Raises ConnectionError for an outage, also when the host is gone."""
+        """Score one sample. Raises ConnectionError for an outage, also while the host is gone."""
         if self._gone is not None:
             raise ConnectionError(self._gone)
         number, self._number = self._number, self._number + 1
@@ -120,22 +142,43 @@ class RayScorer:
             batch, self._outbox = self._outbox, []
             try:
                 await call("rewards", self._host.submit.remote(batch))
-            except ConnectionError as error:
-                self._lose(str(error))
+            except ConnectionError as error:  # whether the host is gone for good, the reader finds out
+                self._answer([(number, None, str(error)) for number, _, _ in batch])
 
     async def _read(self) -> None:
-        try:
-            while True:
-                for number, reward, problem in await call("rewards", self._host.collect.remote()):
-                    result = self._waiting.get(number)
-                    if result is None or result.done():
-                        continue
-                    if reward is None:
-                        result.set_exception(ConnectionError(problem))
-                    else:
-                        result.set_result(reward)
-        except ConnectionError as error:
-            self._lose(str(error))
+        """Answers to those who wait, for as long as the scorer lives; also over the death of a host."""
+        while True:
+            try:
+                while True:
+                    self._answer(await call("rewards", self._host.collect.remote()))
+            except ConnectionError as error:
+                self._lose(str(error))
+            await self._revive()
+
+    def _answer(self, answers: Sequence[Answer]) -> None:
+        for number, reward, problem in answers:
+            result = self._waiting.get(number)
+            if result is None or result.done():
+                continue
+            if reward is None:
+                result.set_exception(ConnectionError(problem))
+            else:
+                result.set_result(reward)
+
+    async def _revive(self) -> None:
+        """Start hosts until one lives; how long that may take is the patience of those who ask."""
+        pause_s = _FIRST_RESTART_S
+        while self._gone is not None:
+            self.restarts += 1
+            try:
+                self._host = await self._plan.start(self.restarts)
+            except (ConnectionError, ValueError, RoleFailed) as error:
+                logger.warning("the reward host does not start again: %s; trying again in %g s", error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(_LONGEST_RESTART_S, 2 * pause_s)
+                continue
+            logger.warning("the reward host died (%s) and was started again", self._gone)
+            self._gone = None
 
     def _lose(self, reason: str) -> None:
         self._gone = reason
@@ -145,7 +188,6 @@ class RayScorer:
 
     async def close(self) -> None:
         """Stop the worker processes."""
-        if self._reading is not None:
-            self._reading.cancel()
+        self._reading.cancel()
         await asyncio.wait([asyncio.wrap_future(self._host.close.remote().future())], timeout=5)
         ray.kill(self._host)

@@ -88,6 +88,7 @@ def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     total = sum(facts.staleness_weights)
     weighted = sum(lag * n for lag, n in zip(facts.staleness, facts.staleness_weights, strict=True))
     return {
+        **reward_metrics(groups),
         "reward/mean": _mean(facts.rewards),
         "reward/accuracy": _mean(facts.accuracies),
         "response/length_mean": _mean(facts.lengths),
@@ -95,6 +96,26 @@ def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "staleness/mean": weighted / total if total else 0.0,
         "staleness/max": float(max(facts.staleness, default=0)),
     }
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What the rewards reported, as means over the samples that report it: `reward/metrics/NAME` and the seconds of
+    scoring; and with more than one domain each domain's share of the batch, score and accuracy.
+    """
+    scored = [(g.prompt.domain, s.reward) for g in groups for s in g.samples if s.reward is not None]
+    seconds = [r.scoring_s for _, r in scored]
+    metrics = {"time/scoring_mean_s": _mean(seconds), "time/scoring_max_s": max(seconds, default=0.0)}
+    for name in sorted({name for _, r in scored for name in r.metrics} - {"acc"}):
+        metrics[f"reward/metrics/{name}"] = _mean([r.metrics[name] for _, r in scored if name in r.metrics])
+    domains = sorted({domain for domain, _ in scored})
+    for domain in domains if len(domains) > 1 else ():
+        rewards = [r for d, r in scored if d == domain]
+        metrics[f"reward/domains/{domain}/share"] = len(rewards) / len(scored)
+        metrics[f"reward/domains/{domain}/mean"] = _mean([r.score for r in rewards])
+        metrics[f"reward/domains/{domain}/accuracy"] = _mean(
+            [r.metrics.get("acc", float(r.score > 0)) for r in rewards]
+        )
+    return metrics
 
 
 def step_metrics(

@@ -43,7 +43,10 @@ class RewardRouter:
 
     async def score(self, prompt: Prompt, text: str) -> Reward:
         """The verdict of the prompt's domain on the response text."""
-        reward = await self._scorers[prompt.domain].score_response(prompt, text)
+        try:
+            reward = await self._scorers[prompt.domain].score_response(prompt, text)
+        except Exception as error:  # a bug of a scorer must not leave its sample without an answer
+            reward = Reward(score=0.0, status=RewardStatus.ERROR, reason=f"{type(error).__name__}: {error}")
         if reward.status is RewardStatus.OUTAGE:
             raise ConnectionError(f"reward {prompt.domain}: {reward.reason}")
         return reward

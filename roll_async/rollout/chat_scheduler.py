@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from roll_async.algorithms.group_variance import group_verdict
+from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
 from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
 from roll_async.rollout.protocol import Scorer
@@ -52,6 +53,8 @@ class SchedulerOptions:
     sampling: SamplingParams
     filter_enabled: bool = False
     filter_metric: str = "score"
+    shaping: OverlongShaping | None = None
+    """Enters the metrics seq_reward and seq_final_reward; None = off."""
     variance_threshold: float = 1e-8
     singletons: str = "keep"
     max_num_gen_batches: int = 0
@@ -138,7 +141,7 @@ class ChatCompletionScheduler:
         if not self._options.filter_enabled:
             return GroupOutcome(fate=GroupFate.KEPT, group=group)
         try:
-            values = [metric_of(s, self._options.filter_metric) for s in group.samples]
+            values = [metric_of(s, self._options.filter_metric, self._options.shaping) for s in group.samples]
         except KeyError as missing:
             return GroupOutcome(
                 fate=GroupFate.FAILED, reason=f"filter_groups.metric {missing} is not reported by the reward"
@@ -246,12 +249,14 @@ class ChatCompletionScheduler:
         return list(running.values())
 
 
-def metric_of(sample: Sample, name: str) -> float:
-    """The number `filter_groups.metric` means. Raises KeyError for one the reward does not report."""
+def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None) -> float:
+    """The number `filter_groups.metric` means: `score` as the reward gave it, `seq_reward` and `seq_final_reward` with
+    the overlong penalty, or any number the reward reports. Raises KeyError for one it does not.
+    """
     assert sample.reward is not None
-    if name in ("score", "seq_reward", "seq_final_reward"):
-        return sample.reward.score
-    return sample.reward.metrics[name]
+    if name in ("seq_reward", "seq_final_reward"):
+        return sample.reward.score + (shaping.penalty(sum(sample.loss_mask)) if shaping is not None else 0.0)
+    return sample.reward.score if name == "score" else sample.reward.metrics[name]
 
 
 def _greedy(sampling: SamplingParams) -> SamplingParams:

@@ -109,6 +109,18 @@ def test_the_filter_reads_the_metric_it_is_told_and_fails_on_one_nobody_reports(
     assert missing.fate is GroupFate.FAILED and "filter_groups.metric 'f1'" in missing.reason
 
 
+def test_the_shaped_metrics_hold_the_overlong_penalty_and_the_raw_one_does_not(run, build, replica_class, scorer_class):
+    from roll_async.algorithms.overlong import OverlongShaping
+    from roll_async.rollout.chat_scheduler import metric_of
+
+    shaping = OverlongShaping(max_length=10, buffer_length=4)
+    short, long = (build.sample(build.prompt(), range(n), ((0, n),), 1.0) for n in (5, 8))
+    for name in ("seq_reward", "seq_final_reward"):
+        assert (metric_of(short, name, shaping), metric_of(long, name, shaping)) == (1.0, 0.5)
+        assert metric_of(long, name) == 1.0
+    assert metric_of(long, "score", shaping) == 1.0
+
+
 @pytest.mark.parametrize("singletons", ["keep", "drop"])
 def test_a_group_of_one_is_kept_or_dropped_as_configured(run, build, replica_class, scorer_class, singletons):
     async def go():
