@@ -39,7 +39,7 @@ _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
         "DataArguments", "MegatronTrainConfig", "MegatronInferConfig", "VllmConfig", "SglangConfig", "HfInferConfig",
     )),
     (schema_rollout, (
-        "RewardConfig", "JudgeConfig", "SandboxConfig", "EnvConfig", "ToolConfig", "EnvManagerConfig",
+        "RewardConfig", "JudgeConfig", "SandboxConfig", "ServiceConfig", "EnvConfig", "ToolConfig", "EnvManagerConfig",
         "TrainEnvManagerConfig", "ValidationConfig",
     )),
     (schema_async, ("AsyncTrainingConfig", "StalenessConfig", "InterruptConfig")),

@@ -35,6 +35,7 @@ from roll_async.config.schema_rollout import (
     JudgeConfig,
     RewardConfig,
     SandboxConfig,
+    ServiceConfig,
     ToolConfig,
     TrainEnvManagerConfig,
     ValidationConfig,
@@ -58,8 +59,8 @@ __all__ = [
     "EnvConfig", "EnvManagerConfig", "FaultPolicy", "FilterGroupsConfig", "GeneratingArguments",
     "HfInferConfig", "InterruptConfig", "JudgeConfig", "LedgerConfig", "MegatronInferConfig",
     "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig", "PipelineConfig", "RLVRConfig",
-    "RewardConfig", "SandboxConfig", "SglangConfig", "StalenessConfig", "StrategyArguments", "ToolConfig",
-    "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValidationConfig", "VllmConfig",
+    "RewardConfig", "SandboxConfig", "ServiceConfig", "SglangConfig", "StalenessConfig", "StrategyArguments",
+    "ToolConfig", "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValidationConfig", "VllmConfig",
     "WeightSyncConfig", "WorkerConfig",
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Literal
 from roll_async.config.fields import bounded, derived, required, section
 from roll_async.config.schema_worker import DataArguments, GeneratingArguments
 
-REWARD_TYPES = ("math_rule", "code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa")
+REWARD_TYPES = ("math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa")
 ENV_TYPES = ("frozen_lake", "sokoban", "webshop", "math", "code", "qa")
 
 
@@ -46,11 +46,26 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceConfig:
+    """A math verify service (`examples/async_dapo/math_verify_service.py`)."""
+
+    api_url: str = required()
+    """Base URL, e.g. http://127.0.0.1:8300."""
+    token_env: str | None = None
+    """Name of the environment variable with the token; null = none."""
+    max_concurrent: int = bounded(64, ">= 1")
+    """Requests at the same time."""
+    max_retries: int = bounded(5, ">= 0")
+    """Further attempts of one request, with backoff; after them it is an outage, which the rollout waits out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:
     """Scorer of one domain."""
 
     type: str = derived()
-    """math_rule, code_sandbox, llm_judge, ifeval, multiple_choice, qa, or a dotted path; default: the domain's name."""
+    """math_rule, math_service, code_sandbox, llm_judge, ifeval, multiple_choice, qa, or a dotted path; default: the
+    domain's name."""
     tag_included: tuple[str, ...] = section(tuple)
     """Data set tags routed here; a single domain takes all."""
     num_workers: int = bounded(1, ">= 1")
@@ -61,6 +76,8 @@ class RewardConfig:
     """llm_judge only."""
     sandbox: SandboxConfig | None = None
     """code_sandbox only."""
+    service: ServiceConfig | None = None
+    """math_service only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from roll_async.rewards.registry import create_reward, needs_environment
 from roll_async.schema import Prompt, Reward, RewardStatus
@@ -31,6 +32,8 @@ _MAX_STARTS = 3
 _START_TIMEOUT_S = 120.0
 """Importing a reward's libraries on a busy machine."""
 _LINE_LIMIT_BYTES = 16 << 20
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+"""A script in a checkout finds the package by its own path; its workers must find the same one."""
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "HOME", "TMPDIR", "VIRTUAL_ENV")
 
 
@@ -246,7 +249,8 @@ class RewardPool:
 def _environment(reward: str) -> dict[str, str]:
     """A user's reward sees the environment, keys included; ours see what Python itself needs."""
     kept = os.environ if needs_environment(reward) else {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, kept.get("PYTHONPATH"))))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def _ending(returncode: int | None) -> str:

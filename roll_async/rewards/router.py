@@ -11,6 +11,7 @@ from typing import Protocol
 from roll_async.config.schema import RewardConfig
 from roll_async.rewards.llm_judge import JudgeOptions, LlmJudge
 from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.service_client import ServiceClient, ServiceOptions
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 _WORKER_MEMORY_MB = 4096
@@ -70,6 +71,18 @@ def create_scorer(config: RewardConfig) -> DomainScorer:
                 timeout_s=config.timeout,
                 max_concurrent=judge.max_concurrent,
                 max_retries=judge.max_retries,
+            )
+        )
+    if config.type == "math_service":
+        service = config.service
+        assert service is not None, "the loader requires it"
+        return ServiceClient(
+            ServiceOptions(
+                api_url=service.api_url,
+                token_env=service.token_env,
+                timeout_s=config.timeout,
+                max_concurrent=service.max_concurrent,
+                max_retries=service.max_retries,
             )
         )
     memory_mb, arguments = _WORKER_MEMORY_MB, {}

@@ -273,11 +273,13 @@ class Checker:
                 self._error("C006", f"{path}.type", node, message)
                 return
         self._named_type(node, values, f"{path}.type", REWARD_TYPES)
-        for key, owner in (("judge", "llm_judge"), ("sandbox", "code_sandbox")):
+        for key, owner in (("judge", "llm_judge"), ("sandbox", "code_sandbox"), ("service", "math_service")):
             if values.get(key) is not None and kind != owner:
                 self._error("C020", f"{path}.{key}", node.value[key], f"has no effect on role {kind}; remove it")
         if kind == "llm_judge" and values.get("judge") is None:
             self._error("C006", f"{path}.judge", node, "required and not set; give api_url and model")
+        if kind == "math_service" and values.get("service") is None:
+            self._error("C006", f"{path}.service", node, "required and not set; give api_url")
 
     def _named_type(self, node: Node, values: Plain, path: str, names: tuple[str, ...]) -> None:
         """A built-in name or a dotted path to user code."""

@@ -1,0 +1,171 @@
+"""Client of the math verify service (`examples/async_dapo/math_verify_service.py`): verdicts over HTTP.
+
+    score_response --> POST {api_url}/score --> {"status": "ok", "score": 1.0, ...}
+
+Whatever keeps the service from judging (not there, busy, broken, the token refused) is tried again with backoff and
+then reported as OUTAGE, which the rollout waits out. It never becomes a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roll_async.schema import Prompt, Reward, RewardStatus
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 10.0
+_REFUSED = frozenset({400, 411, 413, 414, 422, 431})
+"""The service cannot take this sample: too large, or not what its schema says. Another attempt brings the same."""
+_PROBE = (r"\boxed{\frac{1}{2}}", "0.5")
+_STATES = {"ok": RewardStatus.OK, "timeout": RewardStatus.TIMEOUT, "error": RewardStatus.ERROR}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceOptions:
+    """One service."""
+
+    api_url: str
+    """Base address: http://127.0.0.1:8300."""
+    token_env: str | None = None
+    """Environment variable that holds the token."""
+    timeout_s: float = 30.0
+    """One request, what it waits in the service included."""
+    max_concurrent: int = 64
+    """Requests at the same time; further samples wait here."""
+    max_retries: int = 5
+    """Further attempts before a sample is reported as an outage."""
+
+
+class ServiceClient:
+    """`rewards/router.py: DomainScorer` over HTTP; any number of samples at once."""
+
+    def __init__(self, options: ServiceOptions) -> None:
+        self._options = options
+        self._url = f"{options.api_url.rstrip('/')}/score"
+        self._slots = asyncio.Semaphore(options.max_concurrent)
+        self._http: aiohttp.ClientSession | None = None
+        self.requests = self.retries = self.outages = 0
+
+    async def start(self) -> None:
+        """Connect and have one known answer judged. Raises ValueError when the service is not there, refuses the token
+        or judges wrongly: a run must not start on it.
+        """
+        import aiohttp
+
+        options, headers = self._options, {}
+        if options.token_env is not None:
+            token = os.environ.get(options.token_env)
+            if not token:
+                raise ValueError(f"service.token_env: the environment variable {options.token_env} is not set")
+            headers["Authorization"] = f"Bearer {token}"
+        self._http = aiohttp.ClientSession(
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=options.timeout_s),
+            connector=aiohttp.TCPConnector(limit=options.max_concurrent),
+        )
+        reward = await self._score(*_PROBE, {})
+        if reward.status is not RewardStatus.OK or reward.score != 1.0:
+            problem = reward.reason if reward.status is not RewardStatus.OK else f"it gives 1/2 = 0.5 {reward.score:g}"
+            raise ValueError(
+                f"no math verify service at {options.api_url}: {problem}; start it with "
+                "python examples/async_dapo/math_verify_service.py"
+            )
+
+    async def close(self) -> None:
+        """End what is under way."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def score_response(self, prompt: Prompt, text: str) -> Reward:
+        """The service's verdict; OUTAGE when it does not work after the retries; ERROR when it refuses the sample."""
+        return await self._score(text, prompt.ground_truth, prompt.extra)
+
+    async def _score(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Reward:
+        body = json.dumps({"text": text, "ground_truth": ground_truth, "extra": dict(extra)}).encode()
+        problem = ""
+        for attempt in range(self._options.max_retries + 1):
+            async with self._slots:
+                reply = await self._post(body)
+            if isinstance(reply, Reward):
+                return reply
+            problem = reply.reason
+            if attempt < self._options.max_retries:
+                self.retries += 1
+                await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _pause_s(attempt))
+        self.outages += 1
+        return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._options.api_url}: {problem}")
+
+    async def _post(self, body: bytes) -> Reward | _Trouble:
+        import aiohttp
+
+        assert self._http is not None, "start first"
+        self.requests += 1
+        try:
+            async with self._http.post(self._url, data=body, headers={"Content-Type": "application/json"}) as response:
+                status, text = response.status, await response.text(errors="replace")
+                pause_s = _retry_after_s(response.headers.get("Retry-After", ""))
+        except TimeoutError:
+            return _Trouble(reason=f"no answer within {self._options.timeout_s:g} s")
+        except aiohttp.ClientError as error:
+            return _Trouble(reason=f"{type(error).__name__} {error}".strip())
+        if status == 200:
+            return _reward(text)
+        if status in _REFUSED:
+            return Reward(score=0.0, status=RewardStatus.ERROR, reason=f"the service refuses it: {status} {text[:200]}")
+        return _Trouble(reason=f"status {status} {text[:200]}", pause_s=pause_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trouble:
+    """Worth another attempt."""
+
+    reason: str
+    pause_s: float | None = None
+    """What the service asked for."""
+
+
+def _reward(text: str) -> Reward | _Trouble:
+    """The reply as a reward. Whatever is not exactly a verdict is trouble: a proxy's page must not become a score."""
+    try:
+        reply = json.loads(text)
+        status = _STATES[reply["status"]]
+        numbers = (
+            {name: _number(reply[name]) for name in ("score", "acc", "format")} if status is RewardStatus.OK else {}
+        )
+        scoring_s, reason = _number(reply["scoring_s"]), str(reply["reason"])
+    except (ValueError, KeyError, TypeError) as error:
+        return _Trouble(reason=f"no verdict in {text[:100]!r} ({type(error).__name__}: {error})")
+    score = numbers.pop("score", 0.0)
+    return Reward(score=score, status=status, metrics=numbers, reason=reason, scoring_s=scoring_s)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"expected a finite number, got {value!r}")
+    return float(value)
+
+
+def _pause_s(attempt: int) -> float:
+    """Exponential, with a random part: those who were refused together do not come back together."""
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+def _retry_after_s(header: str) -> float | None:
+    try:
+        seconds = float(header)
+    except ValueError:
+        return None
+    return min(_LONGEST_PAUSE_S, max(0.0, seconds)) * random.uniform(1.0, 1.5) if math.isfinite(seconds) else None
