@@ -15,6 +15,17 @@ _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\\,|\{,\}|\\!,)\d{3})+(?![\d,]
 """Thousands: 1,234 or 1{,}234. With a list like 1,2,3 it has nothing in common."""
 
 
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?|[-+]?\.\d+")
+_NUMBER_AND_UNIT = re.compile(
+    r"([-+]?\d+(?:\.\d+)?)\s{0,3}((?:[A-Za-z]{2,20}|[A-Za-z](?=/))(?:[ /.-]{1,2}[A-Za-z]{1,20}){0,4}(?:\^[23])?)\.?"
+)
+_NO_UNITS = frozenset(
+    "hundred thousand million billion trillion dozen percent pi or and to mod sqrt sin cos tan log ln exp plus minus "
+    "times over half squared cubed infinity inf degrees rad".split()
+)
+"""Words behind a number that change its value, or that begin another one."""
+
+
 class MathRule:
     """Score 1 iff the stated answer and the reference are the same number or expression.
 
@@ -48,6 +59,8 @@ def same_value(stated: str, reference: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     stated, reference = _plain(stated), _plain(reference)
+    if _NUMBER.fullmatch(reference):
+        stated = _without_unit(stated)
     if stated == reference:
         return True
     extraction = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -60,3 +73,11 @@ def _plain(answer: str) -> str:
     """Without currency signs, thousands separators and sentence ends, which LaTeX would read as something else."""
     text = answer.strip().strip("$").replace("\\$", "").replace("$", "").strip().rstrip(".").strip()
     return _GROUPED.sub(lambda m: re.sub(r"[^\d]", "", m[0]), text)
+
+
+def _without_unit(answer: str) -> str:
+    """230 of `230 km/h`: math-verify knows units in LaTeX and reads these letters as variables."""
+    found = _NUMBER_AND_UNIT.fullmatch(answer)
+    if found is None or _NO_UNITS & set(re.findall(r"[a-z]+", found[2].lower())):
+        return answer
+    return found[1]

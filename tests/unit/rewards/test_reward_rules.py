@@ -67,12 +67,36 @@ def test_the_final_answer_is_the_last_one_stated_after_the_thinking(text, answer
         ("x+1", "1+x", 1),
         ("43", "42", 0),
         ("apple", "42", 0),
+        ("230 km/h", "230", 1),
+        ("8 m/s.", "8", 1),
+        ("12.50 dollars per hour", "12.5", 1),
+        ("42 square meters", "42", 1),
+        (r"12\text{ cm}^2", "12", 1),
+        ("42 or 43", "42", 0),
+        ("42 million", "42", 0),
+        ("42x", "42", 0),
+        ("42 pi", "42", 0),
+        ("1,234.5", "1234.5", 1),
+        (r"1{,}234", "1,234", 1),
+        ("1,2,3", "123", 0),
+        ("073", "73", 1),
+        (r"\frac{84}{2}", "42", 1),
+        (r"\dfrac{1}{3}", "1/3", 1),
+        (r"(1,2)", "(2,1)", 0),
+        (r"\{1,2\}", r"\{2,1\}", 1),
+        ("-42", "42", 0),
     ],
 )
 def test_the_math_rule_compares_values_and_not_letters(stated, truth, score):
     pytest.importorskip("math_verify")
     verdict = MathRule()(rf"thus \boxed{{{stated}}}", truth, {})
     assert verdict.score == verdict.acc == score and verdict.format == 1
+
+
+@pytest.mark.parametrize("truth", ["so 6*7=<<6*7=42>>42\n#### 42", "#### 42", r"thus \boxed{42}.", "042", "$42$"])
+def test_the_math_rule_reads_references_as_data_sets_write_them(truth):
+    pytest.importorskip("math_verify")
+    assert MathRule()(r"\boxed{42}", truth, {}).score == 1 and MathRule()(r"\boxed{24}", truth, {}).score == 0
 
 
 def test_the_math_rule_names_what_is_missing_and_refuses_an_endless_answer():
