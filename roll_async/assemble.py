@@ -19,7 +19,9 @@ from roll_async.cluster.trainer_group import RayTrainerGroup
 from roll_async.config.schema import RLVRConfig
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
+from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
+from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, TrainLoop
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -27,7 +29,7 @@ from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
-from roll_async.schema import Prompt
+from roll_async.schema import Group, Prompt
 from roll_async.trainer.learner import Learner, LearnerParts, LearnerState
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 from roll_async.weight_sync.transports import choose_transport
@@ -71,11 +73,21 @@ async def build_run(
     RoleFailed for what a role reports.
     """
     roles = await RoleStarter(config, runtime, placements, stack).start()
-    return await couple(config, roles, *observers, classes)
+    dump = None
+    if config.tracking.rollout_dump_dir is not None:
+        samples = SampleDump(config.tracking.rollout_dump_dir, load_tokenizer(config.pretrain).batch_decode)
+        stack.callback(samples.close)
+        dump = lambda step, groups: samples.write(step, sample_rows(groups))  # noqa: E731
+    return await couple(config, roles, *observers, classes, dump)
 
 
 async def couple(
-    config: RLVRConfig, roles: Roles, recorder: Recorder, folder: RunFolder, classes: RunClasses
+    config: RLVRConfig,
+    roles: Roles,
+    recorder: Recorder,
+    folder: RunFolder,
+    classes: RunClasses,
+    dump: Callable[[int, Sequence[Group]], None] | None = None,
 ) -> Assembled:
     """A pipeline on roles that run already; restores what `checkpoint.resume_from` names."""
     actor, manager, supervisor = roles.training["actor_train"], roles.manager, roles.supervisor
@@ -115,6 +127,7 @@ async def couple(
         synchronizer=synchronizer,
         checkpoint=LoopCheckpoint(config, actor, learner, queue, checkpoints),
         observer=recorder,
+        dump=dump,
         validate=_validator(config, scheduler, roles.validation) if roles.validation else None,
     )
     plan = settings.run_plan(config, first_step=restored + 1)

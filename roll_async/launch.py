@@ -112,6 +112,7 @@ def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:
     from roll_async.assemble_roles import place_roles
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.observe.progress import ProgressLine
+    from roll_async.observe.prometheus import PrometheusTracker
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.trace import Trace
     from roll_async.observe.trackers import create_tracker
@@ -120,7 +121,12 @@ def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:
     tracker = create_tracker(config.tracking.track_with, folder.path, config.tracking.tracker_kwargs)
     progress = ProgressLine(config.max_steps)
     trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
-    recorder = Recorder(folder, [tracker], progress, logging_steps=config.logging_steps, trace=trace)
+    trackers = [tracker]
+    if config.tracking.prometheus_port is not None:
+        # Loopback like everything else on one machine; in a cluster the scraper is another host.
+        host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        trackers.append(PrometheusTracker(config.exp_name, config.tracking.prometheus_port, host))
+    recorder = Recorder(folder, trackers, progress, logging_steps=config.logging_steps, trace=trace)
     where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
     print(
         f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x {config.samples_per_group} samples, "

@@ -11,7 +11,7 @@ from roll_async.weight_sync.transports import SENDERS
 
 def refuse_unsupported(config: RLVRConfig) -> None:
     """Raise ValueError naming key, value and remedy of the first such setting; docs_roll/status.md lists them."""
-    problems = [*_roles(config), *_engine(config), *_loop(config)]
+    problems = [*_roles(config), *_engine(config)]
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -64,13 +64,4 @@ def _engine(config: RLVRConfig) -> list[str]:
         problems.append(
             f"weight_sync.transport={config.weight_sync.transport} is not there yet; use auto or {' or '.join(SENDERS)}"
         )
-    return problems
-
-
-def _loop(config: RLVRConfig) -> list[str]:
-    problems = []
-    if config.tracking.prometheus_port is not None:
-        problems.append("tracking.prometheus_port is not there yet; remove it")
-    if config.tracking.rollout_dump_dir is not None:
-        problems.append("tracking.rollout_dump_dir is not there yet; remove it")
     return problems

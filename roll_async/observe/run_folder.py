@@ -44,8 +44,10 @@ class RunFolder:
         """Forget lines of steps that a restored run will do again."""
         path = self.path / "metrics.jsonl"
         if path.is_file():
-            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= last_step]
-            path.write_text("".join(line + "\n" for line in lines))
+            kept = [json.dumps(line) for line in self.read_metrics() if line["step"] <= last_step]
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(line + "\n" for line in kept))
+            partial.replace(path)
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         """One line per step, on disk when this returns."""
@@ -53,9 +55,11 @@ class RunFolder:
             file.write(json.dumps({key: _rounded(value) for key, value in metrics.items()}) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """All steps so far."""
+        """All steps so far. A last line that a killed run left half written does not count."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        text = path.read_text() if path.is_file() else ""
+        whole, _, _ = text.rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def _rounded(value: float) -> float:

@@ -190,5 +190,29 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
     )
 
 
+def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
+    """Trained samples as plain JSON values, for a dump."""
+    return [
+        {
+            "group_id": group.group_id,
+            "sample_id": sample.sample_id,
+            "row_id": group.prompt.row_id,
+            "domain": group.prompt.domain,
+            "ground_truth": group.prompt.ground_truth,
+            "score": None if sample.reward is None else sample.reward.score,
+            "reward_metrics": {} if sample.reward is None else dict(sample.reward.metrics),
+            "finish_reason": sample.finish_reason.value,
+            "num_turns": sample.num_turns,
+            "version_runs": [list(run) for run in sample.version_runs],
+            "loss_mask": list(sample.loss_mask),
+            "prompt_token_ids": sample.prompt_token_ids.tolist(),
+            "response_token_ids": sample.response_token_ids.tolist(),
+            "behaviour_logprobs": [round(value, 6) for value in sample.behaviour_logprobs],
+        }
+        for group in groups
+        for sample in group.samples
+    ]
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

@@ -58,6 +58,8 @@ class PipelineParts:
     checkpoint: Saves
     observer: Observes
     validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
+    dump: Callable[[int, Sequence[Group]], None] | None = None
+    """Gets the groups of every step."""
 
 
 class TrainerState(Enum):
@@ -131,6 +133,8 @@ class TrainLoop:
         metrics = self._metrics(step, groups, report, sync, clock, ages)
         parts.observer.step(step, {**metrics, **validation})
         self._trace(step, groups, clock)
+        if parts.dump is not None:
+            parts.dump(step, groups)
         return RunEnd.INTERRUPTED if self._stop.is_set() else None
 
     async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:

@@ -1,0 +1,50 @@
+"""Trained samples as JSONL, one file per step, written beside the run by a thread of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+Row = Mapping[str, object]
+"""Plain JSON values; `prompt_token_ids` and `response_token_ids` are lists of ints."""
+Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
+
+
+class SampleDump:
+    """`tracking.rollout_dump_dir`. A write that fails is raised by the next call."""
+
+    def __init__(self, folder: str | Path, decode: Decode) -> None:
+        self._folder, self._decode = Path(folder), decode
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"tracking.rollout_dump_dir {folder}: {error.strerror}; choose another folder") from error
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample dump")
+        self._pending: list[Future[None]] = []
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        """Queue the samples of a step for `step_00000001.jsonl`; its texts are decoded in the thread."""
+        for done in [p for p in self._pending if p.done()]:
+            self._pending.remove(done)
+            done.result()
+        self._pending.append(self._writer.submit(self._write, step, list(rows)))
+
+    def _write(self, step: int, rows: list[Row]) -> None:
+        prompts = self._decode([row["prompt_token_ids"] for row in rows])  # type: ignore[misc]
+        responses = self._decode([row["response_token_ids"] for row in rows])  # type: ignore[misc]
+        lines = [
+            json.dumps({"step": step, **row, "prompt": prompt, "response": response}, ensure_ascii=False)
+            for row, prompt, response in zip(rows, prompts, responses, strict=True)
+        ]
+        target = self._folder / f"step_{step:08d}.jsonl"
+        partial = target.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        partial.replace(target)
+
+    def close(self) -> None:
+        """Wait until everything is on the disk."""
+        self._writer.shutdown(wait=True)
+        for pending in self._pending:
+            pending.result()

@@ -1,0 +1,64 @@
+"""What leaves the run besides metrics.jsonl: an endpoint to scrape, and the trained samples themselves."""
+
+import json
+import math
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+
+from roll_async.observe.prometheus import PrometheusTracker, exposition
+from roll_async.observe.sample_dump import SampleDump
+from roll_async.pipelines.metrics import sample_rows
+
+
+def test_metrics_are_gauges_with_legal_names_and_every_kind_of_number():
+    text = exposition({"reward/mean": 0.5, "policy/k1+": math.nan, "x": math.inf}, run='a "b"\\')
+    assert 'roll_async_reward_mean{run="a \\"b\\"\\\\"} 0.5' in text
+    assert "roll_async_policy_k1_{run=" in text and text.count("# TYPE") == 3
+    assert "} NaN" in text and "} +Inf" in text
+
+
+def test_the_endpoint_answers_with_the_newest_step_until_it_is_closed():
+    tracker = PrometheusTracker("run", 0)
+    url = f"http://127.0.0.1:{tracker.port}"
+    try:
+        tracker.log(1, {"reward/mean": 0.25})
+        tracker.log(2, {"reward/mean": 0.75})
+        with urlopen(f"{url}/metrics", timeout=5) as answer:
+            assert answer.read().decode().endswith('roll_async_reward_mean{run="run"} 0.75\n')
+        with pytest.raises(HTTPError):
+            urlopen(f"{url}/other", timeout=5)
+        with pytest.raises(ValueError, match=f"prometheus_port {tracker.port}.*choose another"):
+            PrometheusTracker("second", tracker.port)
+    finally:
+        tracker.close()
+    with pytest.raises(OSError):
+        urlopen(f"{url}/metrics", timeout=1)
+
+
+def test_every_trained_sample_is_a_line_with_text_tokens_versions_and_score(tmp_path, build):
+    groups = [build.group(group_id=i, scores=(1.0, 0.0), version=3) for i in (4, 9)]
+    dump = SampleDump(tmp_path / "samples", lambda rows: [" ".join(map(str, ids)) for ids in rows])
+    dump.write(7, sample_rows(groups))
+    dump.close()
+    (file,) = (tmp_path / "samples").iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert file.name == "step_00000007.jsonl" and [r["group_id"] for r in rows] == [4, 4, 9, 9]
+    first = rows[0]
+    assert (first["prompt"], first["response"], first["response_token_ids"]) == ("5 6", "7 8", [7, 8])
+    assert first["score"] == 1.0 and first["version_runs"] == [[3, 2]] and first["loss_mask"] == [1, 1]
+    assert first["step"] == 7 and first["row_id"] == "row4" and first["behaviour_logprobs"] == [-0.5, -0.5]
+
+
+def test_a_dump_that_cannot_be_written_is_not_silent(tmp_path, build):
+    def refuse(rows):
+        raise OSError("disk is full")
+
+    dump = SampleDump(tmp_path, refuse)
+    dump.write(1, sample_rows([build.group()]))
+    with pytest.raises(OSError, match="disk is full"):
+        dump.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="rollout_dump_dir"):
+        SampleDump(tmp_path / "file" / "folder", refuse)
