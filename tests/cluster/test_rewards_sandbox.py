@@ -177,6 +177,14 @@ def test_a_test_file_counts_its_tests():
     fraction._runner.close()
 
 
+def test_a_test_file_that_the_program_ends_early_has_not_passed():
+    reward = CodeSandbox(case_timeout_s=20.0, isolation="best_effort")
+    for code in ("import os\nos._exit(0)", "import sys\nsys.exit(0)", "import pytest\npytest.exit('done', 0)"):
+        verdict = reward(fenced(code), "from solution import add\ndef test_no():\n    assert False", {})
+        assert verdict.score == 0 and verdict.reason
+    reward._runner.close()
+
+
 @pytest.fixture
 def fusion():
     """A server that answers as SandboxFusion does, with real runs behind it."""

@@ -6,8 +6,10 @@
     ["assert add(1, 2) == 3", ...]                                 MBPP; also as plain text, one per line
     {"test": "def check(f): ...", "entry_point": "add"}            HumanEval
     {"pytest": "from solution import add\\ndef test_add(): ..."}   a test file; also as plain text with `def test_`
+    [{"assert_code": "..."}]                                       ROLL: statements or a test file
 
-`extra` may hold "fn_name" (or "entry_point") when the reference does not.
+`extra` may hold "fn_name" (or "entry_point") when the reference does not, and "test_cases" (ROLL's column) when the
+reference is empty.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Case:
 def parse_cases(ground_truth: str, extra: Mapping[str, str]) -> list[Case]:
     """Raises ValueError naming what is not understood, and for a task without cases."""
     text = ground_truth.strip()
+    if text in ("", "[]", "null"):
+        text = extra.get("test_cases", text).strip()
     found: object = _MISSING
     if text[:1] in ("{", "["):
         try:
@@ -87,6 +91,10 @@ def _of_object(found: dict, function: str) -> list[Case]:
 def _of_item(item: object, function: str) -> list[Case]:
     if isinstance(item, str):
         return _of_text(item)
+    if isinstance(item, dict) and "assert_code" in item:
+        return _of_text(str(item["assert_code"]))
+    if isinstance(item, dict) and isinstance(item.get("inputs"), list):
+        return _of_object(item, function)
     if not isinstance(item, dict) or "input" not in item or "output" not in item:
         raise ValueError(f"a test case must be text or an object with input and output, got {str(item)[:80]}")
     if item.get("testtype", "functional" if function else "stdin") == "functional":

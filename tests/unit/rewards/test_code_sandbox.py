@@ -1,13 +1,18 @@
 """Generated programs in the real sandbox: forms of test cases and verdicts. Escapes: tests/cluster."""
 
+import asyncio
 import json
+import sys
 import time
 
 import pytest
 
+from roll_async.config.schema_rollout import RewardConfig, SandboxConfig
 from roll_async.rewards.code_sandbox import CodeSandbox, program_of, same_output, same_value
+from roll_async.rewards.router import RewardRouter
 from roll_async.rewards.sandbox.cases import parse_cases
 from roll_async.rewards.sandbox.confine import missing
+from roll_async.schema import RewardStatus
 
 ADD = "def add(a, b):\n    return a + b"
 SOLUTION = "class Solution:\n    def add(self, a, b):\n        return (a, b)"
@@ -37,6 +42,7 @@ def sandbox():
         (ADD, {"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}, {}),
         ("print('main')\nif __name__ == '__main__':\n    raise SystemExit(3)\n" + ADD, ["assert add(1, 2) == 3"], {}),
         ("import threading\nthreading.Thread(target=lambda: print(3)).start()", {"inputs": [""], "outputs": ["3"]}, {}),
+        (ADD, "[]", {"test_cases": json.dumps([{"assert_code": "\nassert add(1, 2) == 3\n"}])}),
         ("import sys\nprint(3)\nsys.exit()", {"inputs": [""], "outputs": ["3"]}, {}),
     ],
 )  # fmt: skip
@@ -76,9 +82,8 @@ def test_a_wrong_program_fails_its_case_and_says_why(sandbox, code, truth, reaso
     ],
 )
 def test_ending_early_is_not_passing(sandbox, code):
-    for truth in (["assert False"], "def test_no():\n    assert False"):
-        verdict = sandbox(fenced(code), truth if isinstance(truth, str) else json.dumps(truth), {})
-        assert verdict.score == 0 and verdict.reason
+    verdict = sandbox(fenced(code), '["assert False"]', {})
+    assert verdict.score == 0 and verdict.reason
 
 
 def test_all_stops_at_the_first_failure_and_fraction_counts_them():
@@ -160,6 +165,31 @@ def test_values_are_compared_as_values():
 def test_a_row_without_usable_cases_is_an_error_of_the_row(truth, message):
     with pytest.raises(ValueError, match=message):
         parse_cases(truth, {})
+
+
+def test_the_config_of_a_domain_reaches_the_programs(build):
+    config = RewardConfig(
+        type="code_sandbox",
+        timeout=20.0,
+        sandbox=SandboxConfig(memory_mb=300, scoring="fraction", isolation="best_effort", case_timeout=5.0),
+    )
+    truth = json.dumps(["assert add(1, 2) == 3", "assert len(bytearray(400 << 20))", "assert add(1, 1) == 2"])
+
+    async def go():
+        router = RewardRouter({"code": config})
+        await router.start()
+        try:
+            prompt = build.prompt(domain="code", ground_truth=truth)
+            broken = build.prompt(domain="code", ground_truth="nothing to run")
+            return await asyncio.gather(router.score(prompt, fenced(ADD)), router.score(broken, fenced(ADD)))
+        finally:
+            await router.close()
+
+    reward, broken = asyncio.run(go())
+    memory = sys.platform == "linux"
+    assert reward.score == pytest.approx(2 / 3 if memory else 1) and reward.metrics["acc"] == (not memory)
+    assert not memory or "case 2 of 3: MemoryError" in reward.reason
+    assert broken.status is RewardStatus.ERROR and "no test cases" in broken.reason
 
 
 def test_where_programs_cannot_be_contained_the_reward_is_refused_unless_told_otherwise():
