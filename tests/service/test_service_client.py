@@ -39,17 +39,15 @@ def scripted():
     """A server that answers the probe, then the given (status, headers, body) in turn, the last one for ever."""
     servers = []
 
-    def start(*replies):
-        asked = []
+    def start(*replies, probe=OK):
+        asked, every = [], ((200, {}, probe), *replies)
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self):
                 asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                status, headers, body = (
-                    (200, {}, OK) if len(asked) == 1 else replies[min(len(asked), len(replies) + 1) - 2]
-                )
+                status, headers, body = every[min(len(asked), len(every)) - 1]
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(body))}.items():
                     self.send_header(name, value)
@@ -101,17 +99,9 @@ def test_a_run_does_not_start_without_the_service_or_with_the_wrong_token(servic
 
 
 def test_a_service_that_judges_wrongly_is_refused(scripted):
-    url, _ = scripted()
-    wrong = OK.replace(b'"score": 1.0', b'"score": 0.0')
-
-    class Probe(ServiceClient):
-        async def _post(self, body):
-            from roll_async.rewards.service_client import _reward
-
-            return _reward(wrong.decode())
-
+    url, _ = scripted(probe=OK.replace(b'"score": 1.0', b'"score": 0.0'))
     with pytest.raises(ValueError, match="it gives 1/2 = 0.5 0"):
-        asyncio.run(Probe(ServiceOptions(api_url=url)).start())
+        ask(url, "text")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +139,7 @@ def test_a_sample_the_service_cannot_take_is_an_error_of_its_own_at_once(scripte
 
 
 def test_a_service_killed_in_the_middle_is_an_outage_and_judges_again_when_it_is_back(start_service, free_port):
-    """The rollout's own waiting is in test_service_outage.py; here every sample is asked until it is judged."""
+    """No sample of the time without a service gets a score: each is asked again until it is judged."""
     port = free_port()
     first = start_service("--timeout", "5", port=port)
     config = RewardConfig(

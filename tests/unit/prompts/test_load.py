@@ -76,7 +76,9 @@ def test_a_single_domain_takes_every_tag():
 
 def test_empty_prompts_and_rows_a_template_refuses_are_malformed_not_fatal(folder, tmp_path, caplog):
     tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = "{{ raise_exception('only users') if messages[0].role != 'user' else messages[0].content }}"
+    tokenizer.chat_template = (
+        "{{ raise_exception('only users') if messages[0].role != 'user' else messages[0].content }}"
+    )
     tokenizer.save_pretrained(tmp_path / "strict")
     strange = {**row(1), "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
     file = data(tmp_path, row(0), strange, row(2, ""))

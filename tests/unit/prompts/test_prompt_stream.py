@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from roll_async.prompts.addition import ALPHABET, Problem, problems
-from roll_async.prompts.rows import Columns, Row
 from roll_async.prompts.load import DataOptions, domain_of, load_prompts
+from roll_async.prompts.rows import Columns, Row
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import TEMPLATES, Renderer
 
@@ -42,7 +42,7 @@ def test_a_position_means_the_same_row_whatever_was_asked_before(stream):
 
 def test_the_stream_ends_after_the_last_epoch(stream):
     short = stream(num_epochs=2, a=7)
-    assert ids(short, range(13, 17)) [1:] == [None] * 3 and short.at(13) is not None
+    assert ids(short, range(13, 17))[1:] == [None] * 3 and short.at(13) is not None
 
 
 @pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.25, "c": 0.25}, {"a": 0.9, "b": 0.06, "c": 0.04}])
@@ -138,7 +138,9 @@ def tokenizer_folder(tmp_path):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     folder = tmp_path / "model"
-    transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        folder
+    )
     return folder
 
 

@@ -1,0 +1,77 @@
+"""Published data sets to prompt files: what is kept, what is dropped and why, and in which order."""
+
+import random
+
+import pytest
+
+from roll_async.prompts.prepare import Preparation, Question, prepare, question_key, read_source
+
+
+def read(record):
+    return Question(question=record["q"], answer=record["a"]) if "q" in record else "no question"
+
+
+def prepared(records, **options):
+    return prepare(records, read, Preparation(data_source="mine", **options))
+
+
+def problems(count):
+    return [{"q": f"What is {n} + {n}?", "a": str(2 * n)} for n in range(count)]
+
+
+def test_a_row_has_the_columns_of_the_documents_sample():
+    (row,) = prepared([{"q": "1+1?", "a": "2"}], system_prompt="Think.").rows["train"]
+    assert row == {
+        "data_source": "mine",
+        "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}],
+        "ability": "math",
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+        "extra_info": {"answer": "2", "index": 0, "question": "1+1?", "split": "train"},
+    }
+
+
+def test_split_and_order_depend_on_the_seed_and_not_on_the_order_of_the_source():
+    records = problems(200)
+    shuffled = random.Random(3).sample(records, len(records))
+    first, again = prepared(records, test_size=20, seed=1), prepared(shuffled, test_size=20, seed=1)
+    assert first.rows == again.rows and [len(first.rows[s]) for s in ("test", "train")] == [20, 180]
+    assert [r["extra_info"]["index"] for r in first.rows["train"]] == list(range(180))
+    other = prepared(records, test_size=20, seed=2)
+    assert other.rows != first.rows
+    questions = [r["extra_info"]["question"] for rows in first.rows.values() for r in rows]
+    assert sorted(questions) == sorted(r["q"] for r in records)
+    assert questions != [r["q"] for r in records]  # it is shuffled at all
+
+
+def test_every_dropped_row_is_counted_with_its_reason():
+    records = [
+        {"q": "One?", "a": "1"},
+        {"q": " one ", "a": "1"},
+        {"q": "Two?", "a": "2"},
+        {"q": "two", "a": "3"},
+        {"q": "TWO!", "a": "2"},
+        {"q": "Three?", "a": "3"},
+        {},
+        None,
+    ]
+    result = prepared(records, exclude=frozenset([question_key("three")]))
+    assert result.seen == 8 and [r["extra_info"]["question"] for r in result.rows["train"]] == ["One?"]
+    assert result.dropped == {
+        "duplicate question": 1,
+        "same question, different answers": 3,
+        "in the excluded set": 1,
+        "no question": 1,
+        "not an object": 1,
+    }
+
+
+def test_broken_lines_of_a_source_are_counted_and_the_rest_is_read(tmp_path):
+    path = tmp_path / "raw.jsonl"
+    path.write_text('{"q": "a", "a": "1"}\n{broken\n[1]\n{"q": "b", "a": "2"}\n{again')
+    result = prepared(read_source(str(path), "train"))
+    assert (result.seen, len(result.rows["train"]), dict(result.dropped)) == (5, 2, {"not an object": 3})
+
+
+def test_a_local_source_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="missing.parquet does not exist"):
+        list(read_source("missing.parquet", "train"))
