@@ -7,6 +7,7 @@ ParameterSynchronizer -- RayEngineClient.begin_update ... commit -->      "
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 
 import ray
@@ -22,6 +23,11 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 _CONCURRENT_CALLS = 64
 """Calls open at once on one replica: one collect, a few submits and aborts, never one per request."""
 
+_CPU_NICENESS = 10
+"""Where trainer and engines share cores, the trainer comes first: the engines work ahead, and what they do meanwhile on
+the cores that are left costs nobody a step.
+"""
+
 
 @ray.remote(max_restarts=0, max_concurrency=_CONCURRENT_CALLS)
 class EngineReplica:
@@ -35,6 +41,8 @@ class EngineReplica:
         from roll_async.inference.backends import create_engine
         from roll_async.inference.engine_host import EngineHost
 
+        if self._settings.device == "cpu":
+            os.nice(_CPU_NICENESS)
         engine = create_engine(self._strategy, self._settings)
         await engine.start()
         self._engine, self._host = engine, EngineHost(engine)

@@ -57,6 +57,7 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
         info = ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
         logger.info("joined the Ray cluster at %s", info.address_info["address"])
     else:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: any other program would come first
         os.environ[_SINGLE_HOST_VARIABLE] = "0"  # for Ray's own processes
         ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, where it was read at import
         ray.init(

@@ -85,6 +85,7 @@ def main() -> None:
             "num_return_sequences_in_group=4",
             "actor_train.training_args.per_device_train_batch_size=16",
             "async_training.max_concurrent_per_server=24",
+            "algorithm.entropy_loss_coef=1e-9",
             "actor_infer.strategy_args.strategy_config.max_num_seqs=24",
             *args.overrides,
         ]
