@@ -52,7 +52,7 @@ class MessageQueue:
         self._requeued: list[tuple[int, int]] = []  # heap of (prompt index, attempt)
         self._done: frozenset[int] = frozenset()
         self._held: WeightVersion | None = None
-        self._last_taken = 0
+        self._limit = self._last_taken = 0
         self._no_more_prompts = self._closed = self._stopped_reserving = False
         self._late = self._dropped_stale = 0
         self._audit = LengthAudit()
@@ -63,7 +63,7 @@ class MessageQueue:
     @property
     def admission_limit(self) -> int:
         """ceil((p + 1 + r) * W) groups in total, p = weight pushes the engines hold; 0 before the first push."""
-        return 0 if self._held is None else self._options.admission_limit(self._held)
+        return self._limit
 
     # Producer
 
@@ -78,9 +78,14 @@ class MessageQueue:
                     count = min(count, len(self._requeued))
                 if count > 0:
                     return [self._admit() for _ in range(count)]
-            elif not self._book.counts[GroupState.IN_FLIGHT]:
+            elif not self._may_come_again():
                 return []
             await self._changed.wait()
+
+    def _may_come_again(self) -> bool:
+        """After the end of the data: a group in flight may be released, a buffered one dropped over the bound."""
+        counts, drops = self._book.counts, self._options.policy is not StalenessPolicy.WAIT
+        return bool(counts[GroupState.IN_FLIGHT] or (drops and counts[GroupState.BUFFERED]))
 
     def _free_slots(self) -> int:
         """min over the admission rule, the queue's own bound and soft_versions; 0 before the first weight push."""
@@ -120,8 +125,11 @@ class MessageQueue:
             if entry.surplus or self._choice.is_too_many(entry, self._last_taken):
                 await self.release(group.group_id, Outcome.REQUEUED, "surplus")
                 return False
-            if self._closed or self._book.finished < self.admission_limit:
-                break
+            if self._closed:
+                logger.error("group %d finished after the queue was closed: it is not kept", group.group_id)
+                return False
+            if self._stopped_reserving or self._book.finished < self.admission_limit:
+                break  # at the end of a run nothing would make room any more, and the ledger keeps what is finished
             await self._changed.wait()
         expected = self._options.samples_per_group
         assert expected is None or len(group.samples) == expected, f"group {group.group_id} is not whole"
@@ -284,7 +292,7 @@ class MessageQueue:
     def weights_held(self, version: WeightVersion) -> None:
         """Every engine serves `version`."""
         assert self._held is None or version >= self._held, f"version {version} after {self._held}"
-        self._held = version
+        self._held, self._limit = version, self._options.admission_limit(version)
         self._notify()
 
     def checkpoint_state(self) -> dict[str, object]:
@@ -379,6 +387,10 @@ class MessageQueue:
             dropped_by_length=dict(self._audit.dropped_by_length),
             failures=tuple(self._failures[-_NAMED_IN_REPORTS:]),
         )
+
+    def live_groups(self) -> dict[int, GroupState]:
+        """State of every group that is not final, by group id."""
+        return {group_id: entry.state for group_id, entry in self._book.entries.items()}
 
     # Inside
 

@@ -1,0 +1,109 @@
+"""An asyncio event loop whose clock jumps to the next timer: sleeps cost nothing, order is repeatable, and a deadlock
+is an error that says who waits.
+
+    run_virtual(main())        # a coroutine that sleeps an hour returns in microseconds
+
+Only for code that takes time from the running loop and uses no thread, process or socket (design.md section 8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_NAMED_TASKS = 12
+
+
+class Deadlock(RuntimeError):
+    """Every coroutine waits and no timer is set: nothing would ever happen again. The message names the waiters."""
+
+
+class OutOfEvents(RuntimeError):
+    """The run did not end within the rounds it was given: somebody polls without time passing, or for ever."""
+
+
+class Killed(BaseException):
+    """The simulated process was killed: no cleanup of it may matter."""
+
+
+class _Jump:
+    """Takes the place of a selector: instead of sleeping it moves the clock."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> list[object]:
+        """Called once per round of the loop, with the seconds until the next timer, 0 when callbacks are ready."""
+        self._loop.next_round(timeout)
+        return []
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """`time()` starts at 0 and is moved by the loop alone."""
+
+    def __init__(
+        self,
+        *,
+        max_rounds: int | None = None,
+        kill_in_round: int | None = None,
+        on_kill: Callable[[], None] | None = None,
+        on_advance: Callable[[], None] | None = None,
+    ) -> None:
+        """A round runs every callback that is ready. `max_rounds`: OutOfEvents beyond them. `kill_in_round`: raise
+        Killed there, after `on_kill` has put aside what a kill would leave on the disk. `on_advance`: called before the
+        clock moves, when all work of an instant is done.
+        """
+        super().__init__()
+        self._now_s = 0.0
+        self.rounds = 0
+        self._max_rounds, self._kill_in_round = max_rounds, kill_in_round
+        self._on_kill, self._on_advance = on_kill, on_advance
+        self._closing = False
+        self._selector = _Jump(self)
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self._now_s
+
+    def next_round(self, timeout: float | None) -> None:
+        """Move the clock, or say why it cannot move."""
+        self.rounds += 1
+        if not self._closing:
+            if self._kill_in_round is not None and self.rounds >= self._kill_in_round:
+                self._closing = True
+                if self._on_kill is not None:
+                    self._on_kill()
+                raise Killed(f"round {self.rounds}")
+            if self._max_rounds is not None and self.rounds > self._max_rounds:
+                self._closing = True
+                raise OutOfEvents(f"not ended after {self._max_rounds} rounds, at {self._now_s:g} s: {self._waiters()}")
+        if timeout is None:
+            raise Deadlock(f"at {self._now_s:g} s every coroutine waits and no timer is set: {self._waiters()}")
+        if timeout > 0:
+            if self._on_advance is not None and not self._closing:
+                self._on_advance()
+            self._now_s += timeout
+
+    def _waiters(self) -> str:
+        names = sorted(task.get_name() for task in asyncio.all_tasks(self) if not task.done())
+        more = f" and {len(names) - _NAMED_TASKS} more" if len(names) > _NAMED_TASKS else ""
+        return ", ".join(names[:_NAMED_TASKS]) + more
+
+    def disarm(self) -> None:
+        """The run is over: what cleans up behind it is neither counted nor killed."""
+        self._closing = True
+
+    def _process_events(self, event_list: list[object]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        raise RuntimeError("a thread woke the virtual clock; code under simulation must not use threads")
+
+
+def run_virtual(main: Coroutine[object, object, T], loop: VirtualLoop | None = None) -> T:
+    """Run `main` to its end on a virtual clock. Raises what it raises, and Deadlock when nothing can happen."""
+    with asyncio.Runner(loop_factory=lambda: loop or VirtualLoop()) as runner:
+        return runner.run(main)

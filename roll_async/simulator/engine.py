@@ -1,0 +1,277 @@
+"""A fake engine: `inference/protocol.py: Engine` without a model.
+
+Requests that run share the decoder. `_work` is how many tokens each of them has been given since the start; a request
+that joined at work w and needs n tokens ends when the work reaches w + n, so an event costs O(log running) and nothing
+happens per token.
+
+The token at position p of the whole text is p, so what was lost, doubled or cut when a request was continued elsewhere
+shows in its ids; the log-prob of a token is -(1 + v) / 1024 with v the version of the weights it was really sampled
+with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
+from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion
+from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, uniform
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+_ROUNDING = 1e-6
+"""Tokens: work is a sum of products of floats."""
+
+
+def logprob_of(version: WeightVersion) -> float:
+    """What a token of this version carries as log-prob; exact in float32."""
+    return -(1 + version) / 1024
+
+
+def bucket_names(version: WeightVersion, count: int) -> list[str]:
+    """Where the buckets of an update are: version, index and how many there are."""
+    return [f"{version}/{i}/{count}" for i in range(count)]
+
+
+def digest_of(version: WeightVersion, buckets: Sequence[str]) -> str:
+    """Of a whole update."""
+    return f"{version}:" + ",".join(buckets)
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    request: GenerateRequest
+    result: asyncio.Future[Completion]
+    num_tokens: int
+    """This attempt will generate, to its natural end."""
+    reason: FinishReason
+    submitted_s: float
+    joined_work: float = 0.0
+    order: int = 0
+    runs: list[tuple[WeightVersion, int]] = field(default_factory=list)
+    """Label and tokens up to the last change of weights."""
+    real_runs: list[tuple[WeightVersion, int]] = field(default_factory=list)
+    counted: int = 0
+
+    def __lt__(self, other: _Running) -> bool:
+        return self.order < other.order
+
+
+class SimEngine:
+    """One replica on the virtual clock. Whose answers are how long is decided by the request's name."""
+
+    def __init__(
+        self, name: str, seed: int, lengths: LengthModel, speed: SpeedModel, *, slots: int, faults: EngineFaults
+    ) -> None:
+        self.name = name
+        self._seed, self._lengths, self._speed, self._slots, self._faults = seed, lengths, speed, slots, faults
+        self.version: WeightVersion | None = None
+        self.content: WeightVersion | None = None
+        """Weights it really holds; -1 when they are a mixture."""
+        self._arrived: tuple[WeightVersion, list[str]] | None = None
+        self._running: dict[str, _Running] = {}
+        self._waiting: dict[str, _Running] = {}
+        self._ends: list[tuple[float, _Running]] = []
+        self._work = self._work_at_s = 0.0
+        self._order = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.paused = True
+        self.busy_s = 0.0
+        """Integral of running requests over time."""
+        self.generated_tokens = 0
+        self._dead: str | None = None
+        self._pushes = 0
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(keep_in_place=True, prefix_caching=False)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that get tokens, or would if the engine were not paused."""
+        return len(self._running)
+
+    async def start(self) -> None:
+        """Nothing to load; it generates after the first commit."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One request to its end or abort."""
+        self._check_alive()
+        if uniform(self._seed, "refuse", self.name, request.request_id) < self._faults.refuse_share:
+            raise ValueError(f"{self.name} refuses {request.request_id}")
+        loop = asyncio.get_running_loop()
+        base, _, _ = request.request_id.partition("#")
+        so_far = len(request.prompt_token_ids) - request.prompt_token_ids[0]  # the first id is the prompt's length
+        wanted = self._lengths.tokens(self._seed, base.partition(".")[0], base) - so_far
+        limit = request.sampling.max_new_tokens
+        reason = FinishReason.STOP if wanted <= limit else FinishReason.LENGTH
+        tokens = max(1, min(wanted, limit))
+        running = _Running(request, loop.create_future(), tokens, reason, loop.time())
+        self._waiting[request.request_id] = running
+        self._advance()
+        self._fill()
+        return await running.result
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these; unknown ids are ignored."""
+        self._check_alive()
+        self._advance()
+        for request_id in request_ids:
+            self._cut(request_id)
+        self._fill()
+
+    def _cut(self, request_id: str) -> None:
+        running = self._waiting.pop(request_id, None)
+        if running is None:
+            running = self._running.pop(request_id, None)
+        if running is not None:
+            self._finish(running, FinishReason.ABORT)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """No token is sampled from now on."""
+        self._check_alive()
+        self._advance()
+        self.paused = True
+        if mode is PauseMode.ABORT:
+            for request_id in [*self._running, *self._waiting]:
+                self._cut(request_id)
+        self._set_timer()
+
+    async def resume(self) -> None:
+        self._check_alive()
+        if self.version is None:
+            raise RuntimeError(f"{self.name} has no weights to resume with")
+        self._advance()
+        self.paused = False
+        self._fill()
+
+    async def begin_update(self, plan: UpdatePlan) -> None:
+        self._check_alive()
+        self._pushes += 1
+        self._arrived = (plan.version, [])
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        self._check_alive()
+        assert self._arrived is not None, "load_bucket before begin_update"
+        if uniform(self._seed, "bucket", self.name, self._pushes, bucket.index) >= self._faults.lost_bucket_share:
+            self._arrived[1].append(bucket.location)
+
+    async def finish_update(self) -> str:
+        self._check_alive()
+        assert self._arrived is not None, "finish_update before begin_update"
+        return digest_of(*self._arrived)
+
+    async def commit(self, version: WeightVersion) -> None:
+        """Swap: tokens sampled from now on carry the version. What was lost on the way makes the weights a mixture."""
+        self._check_alive()
+        if not self.paused or self._arrived is None or self._arrived[0] != version:
+            raise RuntimeError(f"{self.name}: commit of {version} while paused={self.paused}, holds {self._arrived}")
+        self._advance()
+        for running in self._running.values():
+            self._count(running)
+        count = int(self._arrived[1][0].rpartition("/")[2]) if self._arrived[1] else -1
+        self.content = version if self._arrived[1] == bucket_names(version, count) else -1
+        self.version, self._arrived = version, None
+
+    def load(self) -> EngineLoad:
+        """Running and waiting requests; a full engine has no free cache."""
+        free = max(0, self._slots - len(self._running)) / self._slots
+        return EngineLoad(running=len(self._running), waiting=len(self._waiting), free_kv_fraction=free)
+
+    async def close(self) -> None:
+        self.die("closed")
+
+    def die(self, reason: str) -> None:
+        """As if its process were killed: every call and every running request fails."""
+        self._dead = reason
+        self._advance()
+        for running in [*self._running.values(), *self._waiting.values()]:
+            if not running.result.done():
+                running.result.set_exception(ConnectionError(f"{self.name}: {reason}"))
+        self._running, self._waiting, self._ends = {}, {}, []
+        self._set_timer()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise ConnectionError(f"{self.name}: {self._dead}")
+
+    # The decoder
+
+    def _token_s(self) -> float:
+        return self._faults.slow_factor * self._speed.seconds_per_token(len(self._running))
+
+    def _advance(self) -> None:
+        """Give the running requests the tokens of the time that has passed."""
+        now = asyncio.get_running_loop().time()
+        passed, self._work_at_s = now - self._work_at_s, now
+        if not self.paused and self._running and passed > 0:
+            self._work += passed / self._token_s()
+            self.busy_s += passed * len(self._running)
+
+    def _fill(self) -> None:
+        """Waiting requests take free places, oldest first. While it is paused they wait."""
+        while not self.paused and self._waiting and len(self._running) < self._slots:
+            running = self._waiting.pop(next(iter(self._waiting)))
+            prefill = len(running.request.prompt_token_ids) * self._speed.prefill_token_s / self._speed.token_s
+            running.joined_work = self._work + prefill
+            running.order = self._order = self._order + 1
+            self._running[running.request.request_id] = running
+            heapq.heappush(self._ends, (running.joined_work + running.num_tokens, running))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """One timer: when the next running request ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._ends and self._ends[0][1].result.done():
+            heapq.heappop(self._ends)
+        if self._ends and not self.paused:
+            left_s = max(0.0, self._ends[0][0] - self._work) * self._token_s()
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._end_due)
+
+    def _end_due(self) -> None:
+        self._timer = None
+        self._advance()
+        while self._ends and self._ends[0][0] <= self._work + _ROUNDING:
+            _, running = heapq.heappop(self._ends)
+            if self._running.pop(running.request.request_id, None) is not None:
+                self._finish(running, running.reason)
+        self._fill()
+
+    def _count(self, running: _Running) -> None:
+        """Book the tokens since the last change of weights under the present ones."""
+        assert self.version is not None and self.content is not None
+        done = min(running.num_tokens, max(0, int(self._work - running.joined_work + _ROUNDING)))
+        new = done - running.counted
+        if new > 0:
+            running.runs.append((self.version, new))
+            running.real_runs.append((self.content, new))
+            running.counted = done
+
+    def _finish(self, running: _Running, reason: FinishReason) -> None:
+        if running.order:
+            self._count(running)
+            if reason is FinishReason.ABORT and running.counted == running.num_tokens:
+                reason = running.reason
+        self.generated_tokens += running.counted
+        if running.result.done():
+            return
+        start = len(running.request.prompt_token_ids)
+        loop = asyncio.get_running_loop()
+        logprobs = array("f")
+        for content, count in running.real_runs:
+            logprobs.extend([logprob_of(content)] * count)
+        running.result.set_result(
+            Completion(
+                request_id=running.request.request_id,
+                token_ids=array("i", range(start, start + running.counted)),
+                logprobs=logprobs,
+                version_runs=tuple(running.runs),
+                finish_reason=reason,
+                generation_s=loop.time() - running.submitted_s,
+            )
+        )

@@ -1,0 +1,270 @@
+"""The invariants of design.md section 4, checked while a simulated run goes on.
+
+`Watch` keeps its own books from what passes the seams (slots given out, groups put and released, batches trained) and
+from what the fake engines really did, and compares them with what the real parts claim. A finding is a line that begins
+with the number of the invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from math import ceil
+
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
+from roll_async.buffer.states import GroupState, Outcome, Slot
+from roll_async.schema import Group, Sample
+from roll_async.simulator.replica import SimReplica
+from roll_async.simulator.scenario import Scenario
+
+_MAX_FINDINGS = 20
+
+
+class Where(Enum):
+    """State of a group as seen from outside the queue."""
+
+    IN_FLIGHT = "in flight"
+    BUFFERED = "buffered"
+    TRAINING = "training"
+    FINAL = "final"
+
+
+class Watch:
+    """Books of one life of a run."""
+
+    def __init__(self, scenario: Scenario, restored_step: int = 0) -> None:
+        self.scenario, self.restored_step = scenario, restored_step
+        self.findings: list[str] = []
+        self.slots: dict[int, Slot] = {}
+        self.where: dict[int, Where] = {}
+        self.trained: dict[int, list[int]] = {}
+        """Step to the prompts it trained."""
+        self.decided: list[tuple[int, int, str]] = []
+        """(last step trained then, prompt, filtered or failed)."""
+        self.finished: dict[int, tuple[int, Group]] = {}
+        """Group id to prompt and group: accepted by the queue."""
+        self.steps_done = restored_step
+        self.dropped = 0
+        self._busy_at_pause: dict[str, float] = {}
+
+    def report(self, invariant: int, message: str) -> None:
+        """One finding."""
+        if len(self.findings) < _MAX_FINDINGS:
+            self.findings.append(f"invariant {invariant}: {message}")
+
+    # Seams of the queue
+
+    def restored(self, queue: MessageQueue) -> None:
+        """A later life begins: what earlier ones finished is buffered again, if it is within the bound."""
+        live, usable = queue.live_groups(), self._reusable()
+        extra, lost = sorted(live.keys() - usable), sorted(usable - live.keys())
+        if extra:
+            self.report(8, f"groups {extra} are back, which cannot be used at step {self.restored_step + 1}")
+        may_leave_some = self.scenario.queue.oversample_groups > 0
+        if lost and not may_leave_some:
+            self.report(8, f"groups {lost} were finished, are within the bound, and are lost")
+        for group_id, state in live.items():
+            if state is not GroupState.BUFFERED:
+                self.report(8, f"group {group_id} is {state.value} after a restart")
+            self.where[group_id] = Where.BUFFERED
+        self.finished = {i: found for i, found in self.finished.items() if i in live}
+
+    def _reusable(self) -> set[int]:
+        """Groups that earlier lives finished, that are not trained, and that the restored step can still use."""
+        done, step, bound = self.fates(), self.restored_step, self.scenario.queue.bound_versions
+        usable = set()
+        for group_id, (prompt, group) in self.finished.items():
+            versions = [v for s in group.samples for v, _ in s.version_runs] or [0]
+            if prompt not in done and max(versions) <= step and step - min(versions) <= bound:
+                usable.add(group_id)
+        return usable
+
+    def admitted(self, slots: Sequence[Slot], queue_now: MessageQueue, replicas: Iterable[SimReplica]) -> None:
+        """Slots were given out while the engines really held what they hold."""
+        self._follow_drops(queue_now)
+        queue = self.scenario.queue
+        for slot in slots:
+            if slot.group_id in self.where:
+                self.report(2, f"group {slot.group_id} is admitted twice")
+            self.slots[slot.group_id], self.where[slot.group_id] = slot, Where.IN_FLIGHT
+        live = sum(place is not Where.FINAL for place in self.where.values())
+        used = live + queue.groups_per_batch * self.steps_done
+        held = min((r.engine.version for r in replicas if r.alive and r.engine.version is not None), default=0)
+        every, size = queue.trigger_parameter_sync_step, queue.groups_per_batch
+        limit = ceil((1 + exact_ratio(queue.async_generation_ratio)) * every * size + held * size)
+        limit += queue.oversample_groups
+        if used > limit:
+            self.report(1, f"{used} groups admitted while the engines hold {held}, which allows {limit}")
+
+    def put(self, group: Group, *, accepted: bool) -> None:
+        """A finished group was taken in or refused."""
+        place = self.where.get(group.group_id)
+        if not accepted:
+            if place is Where.IN_FLIGHT:
+                self.where[group.group_id] = Where.FINAL
+            return
+        if place is not Where.IN_FLIGHT:
+            self.report(5, f"a late result of group {group.group_id} ({place}) was accepted")
+        self.where[group.group_id] = Where.BUFFERED
+        if group.group_id in self.slots:
+            self.finished[group.group_id] = (self.slots[group.group_id].prompt_index, group)
+        self._check_whole(group)
+
+    def released(self, group_id: int, outcome: Outcome) -> None:
+        """A slot came back without a group."""
+        if self.where.get(group_id) is not Where.IN_FLIGHT:
+            return
+        self.where[group_id] = Where.FINAL
+        if outcome in (Outcome.FILTERED, Outcome.FAILED):
+            self.decided.append((self.steps_done, self.slots[group_id].prompt_index, outcome.value))
+        if outcome is Outcome.UNUSED:
+            del self.where[group_id], self.slots[group_id]
+
+    def step_trained(self, step: int) -> None:
+        """The queue was told that a step is done."""
+        for group_id, place in list(self.where.items()):
+            if place is Where.TRAINING:
+                self.where[group_id] = Where.FINAL
+        if step != self.steps_done + 1:
+            self.report(3, f"step {step} was trained after step {self.steps_done}")
+        self.steps_done = step
+
+    # The trainer
+
+    def batch(self, groups: Sequence[Group], step: int) -> None:
+        """What a step is about to train."""
+        queue = self.scenario.queue
+        ids = [g.group_id for g in groups]
+        size = queue.groups_per_batch
+        if len(ids) != size or len(set(ids)) != size:
+            self.report(3, f"step {step} trains groups {ids}, a batch has {size}")
+        for group in groups:
+            place = self.where.get(group.group_id)
+            if place is not Where.BUFFERED:
+                self.report(3, f"step {step} trains group {group.group_id}, which is {place}")
+            self.where[group.group_id] = Where.TRAINING
+            self._check_whole(group)
+            self._check_ages(group, step)
+        rows = [int(g.prompt.row_id) for g in groups]
+        before = {row for trained in self.trained.values() for row in trained}
+        again = sorted(before.intersection(rows))
+        if again:
+            self.report(3, f"step {step} trains prompts {again} a second time")
+        self.trained[step] = rows
+
+    def _check_whole(self, group: Group) -> None:
+        number = self.scenario.scheduler.samples_per_group
+        whole = len(group.samples) == number
+        if not whole:
+            self.report(3, f"group {group.group_id} has {len(group.samples)} of {number} samples")
+        for sample in group.samples:
+            self._check_sample(group, sample)
+
+    def _check_sample(self, group: Group, sample: Sample) -> None:
+        """Its tokens are the ones the engines sampled, each once, under the versions it says."""
+        name, limit = sample.sample_id, self.scenario.scheduler.sampling.max_new_tokens
+        lengths = self.scenario.lengths.tokens(self.scenario.seed, name.partition(".")[0], name)
+        start, tokens = len(group.prompt.token_ids), list(sample.response_token_ids)
+        expected = list(range(start, start + min(lengths, limit)))
+        if tokens != expected:
+            self.report(5, f"sample {name} has tokens {tokens}, expected {expected}")
+        labels = [v for v, count in sample.version_runs for _ in range(count)]
+        real = [round(-1024 * x) - 1 for x in sample.behaviour_logprobs]
+        if labels != real:
+            self.report(7, f"sample {name} says versions {labels}, engines held {real}")
+        if labels != sorted(labels):
+            self.report(7, f"sample {name}: versions go back, {labels}")
+
+    def _check_ages(self, group: Group, step: int) -> None:
+        queue = self.scenario.queue
+        strict = queue.async_generation_ratio == 0 and queue.trigger_parameter_sync_step == 1
+        oldest = group.oldest_version
+        if oldest is None:
+            return
+        age = step - 1 - oldest
+        if strict and age:
+            self.report(4, f"r = 0, k = 1, and step {step} trains tokens {age} versions old")
+        if queue.policy is not StalenessPolicy.TOKEN_MASK:
+            bound = queue.bound_versions
+            if age > bound:
+                self.report(1, f"group {group.group_id} is {age} versions old at step {step}, bound {bound}")
+
+    # Every instant
+
+    def instant(self, queue: MessageQueue) -> None:
+        """Conservation: the queue's counts add up, and it knows the groups that are known outside."""
+        s = queue.stats()
+        total = s.trained + s.filtered + s.dropped + s.failed + s.training + s.buffered + s.in_flight
+        if s.admitted != total:
+            self.report(2, f"{s.admitted} groups admitted, {total} accounted for: {s}")
+        live = queue.live_groups()
+        inside = {i for i, state in live.items() if state is GroupState.IN_FLIGHT}
+        outside = {i for i, place in self.where.items() if place is Where.IN_FLIGHT}
+        differ = sorted(inside ^ outside)
+        if differ:
+            self.report(2, f"groups {differ} are in flight for the queue or for the rollout, not for both")
+        self._follow_drops(queue)
+        gone = s.dropped_stale
+        if self.dropped != gone:
+            self.report(2, f"{self.dropped} finished groups are gone, {gone} were over the bound")
+
+    def _follow_drops(self, queue: MessageQueue) -> None:
+        """Finished groups may leave the queue untrained, but only over the bound, which policy wait never lets be."""
+        live = queue.live_groups()
+        known = {i for i, place in self.where.items() if place in (Where.BUFFERED, Where.TRAINING)}
+        waiting = {i for i, state in live.items() if state in (GroupState.BUFFERED, GroupState.TRAINING)}
+        if waiting - known:
+            self.report(2, f"groups {sorted(waiting - known)} are buffered and never finished")
+        for group_id in known - waiting:
+            self.where[group_id] = Where.FINAL
+            self.finished.pop(group_id, None)
+            self.dropped += 1
+            strict = self.scenario.queue.policy is StalenessPolicy.WAIT
+            if strict:
+                self.report(1, f"group {group_id} was dropped under policy wait")
+
+    # Weight pushes
+
+    def paused(self, mode: str, replicas: Iterable[SimReplica], in_flight: int) -> None:
+        """`interrupt` has returned."""
+        for replica in replicas:
+            if not replica.alive:
+                continue
+            engine = replica.engine
+            running = engine.num_running if mode != "keep" else 0
+            if running or not engine.paused:
+                self.report(5, f"{engine.name} runs {running} requests after the pause")
+            self._busy_at_pause[engine.name] = engine.busy_s
+        if in_flight and mode != "keep":
+            self.report(5, f"{in_flight} requests are waited for after the pause")
+
+    def resuming(self, replicas: Iterable[SimReplica]) -> None:
+        """`release` begins: nothing was sampled since the pause."""
+        for replica in replicas:
+            engine = replica.engine
+            before = self._busy_at_pause.pop(engine.name, None)
+            still = before is None or engine.busy_s == before
+            if not still:
+                self.report(5, f"{engine.name} sampled tokens while it was paused")
+
+    # Across lives
+
+    def fates(self) -> dict[int, list[str]]:
+        """What this life decided about prompts, by position."""
+        found: dict[int, list[str]] = {}
+        for rows in self.trained.values():
+            for row in rows:
+                found.setdefault(row, []).append("trained")
+        for _, row, verdict in self.decided:
+            found.setdefault(row, []).append(verdict)
+        return found
+
+    def rewind(self, step: int) -> Watch:
+        """Books of the next life, restored to `step`: what later steps and verdicts decided is open again."""
+        next_life = Watch(self.scenario, step)
+        next_life.trained = {s: rows for s, rows in self.trained.items() if s <= step}
+        next_life.decided = [d for d in self.decided if d[0] <= step]
+        next_life.finished = dict(self.finished)
+        next_life.findings = self.findings
+        return next_life

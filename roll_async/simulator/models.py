@@ -1,0 +1,140 @@
+"""What the fakes are made of: how long answers are, how fast an engine decodes, what goes wrong and when.
+
+Everything is a function of a seed and a name, never of the order of calls, so a change of schedule does not change what
+the world is like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from math import exp, log, sqrt
+from statistics import NormalDist
+
+_NORMAL = NormalDist()
+
+
+def uniform(*name: object) -> float:
+    """A number in (0, 1) that belongs to this name."""
+    text = "/".join(map(str, name)).encode()
+    return (int.from_bytes(blake2b(text, digest_size=8).digest()) + 0.5) / 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthModel:
+    """Lognormal answer lengths, cut at a maximum.
+
+    mean_tokens is the mean before the cut. Worked example: mean 100, sigma 1.3 has its median at 43 tokens and one
+    answer in a hundred beyond 880.
+    """
+
+    mean_tokens: float = 100.0
+    sigma: float = 0.6
+    """Standard deviation of the logarithm; 0 = all equal. 0.6 is a light tail, 1.3 a heavy one."""
+    max_tokens: int = 600
+    min_tokens: int = 1
+    prompt_share: float = 0.0
+    """Part of the variance of the logarithm that all answers to one prompt share, 0..1."""
+
+    @cached_property
+    def _mu(self) -> float:
+        return log(self.mean_tokens) - self.sigma**2 / 2
+
+    def tokens(self, seed: int, prompt: str, sample: str) -> int:
+        """Length of one answer."""
+        z = _NORMAL.inv_cdf(uniform(seed, "length", sample))
+        if self.prompt_share:
+            shared = _NORMAL.inv_cdf(uniform(seed, "prompt", prompt))
+            z = sqrt(self.prompt_share) * shared + sqrt(1 - self.prompt_share) * z
+        return min(self.max_tokens, max(self.min_tokens, round(exp(self._mu + self.sigma * z))))
+
+    def mean_of_cut(self) -> float:
+        """Mean after the cut, in closed form."""
+        if not self.sigma:
+            return min(self.mean_tokens, float(self.max_tokens))
+        edge = (log(self.max_tokens) - self._mu) / self.sigma
+        return self.mean_tokens * _NORMAL.cdf(edge - self.sigma) + self.max_tokens * (1 - _NORMAL.cdf(edge))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedModel:
+    """Seconds per token of each running request: `token_s + token_s_per_request * (running - 1)`.
+
+    The first term is reading the weights once per decoding step, the second what one more request adds to it.
+    """
+
+    token_s: float = 0.01
+    token_s_per_request: float = 0.0
+    prefill_token_s: float = 0.0
+    """Of one prompt token, at the start and again when an interrupted request is continued elsewhere."""
+
+    def seconds_per_token(self, running: int) -> float:
+        """With this many requests running."""
+        return self.token_s + self.token_s_per_request * max(0, running - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFaults:
+    """What one replica does wrong. The default replica is healthy."""
+
+    slow_factor: float = 1.0
+    """Its tokens take this many times as long."""
+    silent_from_s: float | None = None
+    """From then on it takes requests and runs them, and its replies are lost."""
+    silent_for_s: float = float("inf")
+    crash_at_s: float | None = None
+    back_after_s: float | None = None
+    """A replacement comes this long after the crash; None = never."""
+    duplicate_share: float = 0.0
+    """Share of replies that come a second time, later."""
+    delay_s: float = 0.0
+    """Replies wait a random time up to this, each its own: they overtake one another."""
+    refuse_share: float = 0.0
+    """Share of requests that fail with an error of their own."""
+    lost_bucket_share: float = 0.0
+    """Share of weight buckets that do not arrive: the digest differs."""
+
+    @property
+    def lets_replies_through_in_order(self) -> bool:
+        """No reply is late, doubled or lost."""
+        return not (self.duplicate_share or self.delay_s) and self.silent_from_s is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModel:
+    """How samples are scored."""
+
+    seconds: float = 0.1
+    """Of one sample; each takes between half and one and a half times as long."""
+    flat_share: float = 0.0
+    """Share of prompts whose samples all score the same: a filter drops their groups."""
+    outage_from_s: float | None = None
+    outage_for_s: float = 0.0
+    """During an outage every score is a ConnectionError."""
+    hang_share: float = 0.0
+    """Share of samples whose first scoring never answers."""
+    broken_share: float = 0.0
+    """Share of prompts whose scoring is an outage for ever: their groups are quarantined."""
+    slow_share: float = 0.0
+    slow_factor: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainModel:
+    """How long a step and a weight push take, and what fails."""
+
+    step_s: float = 1.0
+    """Of every step, whatever is in it."""
+    token_s: float = 0.0
+    """More, per trained token."""
+    jitter: float = 0.0
+    """Each step takes between 1 and 1 + jitter times as long."""
+    transfer_s: float = 0.0
+    """Of a weight push, while engines generate."""
+    swap_s: float = 0.0
+    """Of its commit, while they stand still."""
+    num_buckets: int = 2
+    save_s: float = 0.0
+    fails_at_step: int | None = None
+    """The trainer dies in this step."""

@@ -1,0 +1,138 @@
+"""One replica as the rollout and the synchronizer see it: the real `EngineHost` over a fake engine, and a line between
+them that may delay, double, lose or reorder replies, or break.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from roll_async.inference.engine_host import EngineHost
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
+from roll_async.schema import Completion, GenerateRequest, WeightVersion
+from roll_async.simulator.engine import SimEngine
+from roll_async.simulator.models import EngineFaults, uniform
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+_DOUBLE_WITHIN_S = 5.0
+
+
+class SimReplica:
+    """Implements `rollout/protocol.py: EngineClient` and `weight_sync/synchronizer.py: Replica`."""
+
+    def __init__(self, engine: SimEngine, seed: int, faults: EngineFaults, *, swap_s: float = 0.0) -> None:
+        self.name, self.engine = engine.name, engine
+        self.capabilities: EngineCapabilities = engine.capabilities
+        self._seed, self._faults, self._swap_s = seed, faults, swap_s
+        self._host = EngineHost(engine)
+        self._reader: asyncio.Task[None] | None = None
+        self._completions: list[Completion] = []
+        self._failures: list[tuple[str, str]] = []
+        self._broken: str | None = None
+        self._news = asyncio.Event()
+        self.lost_replies = self.doubled_replies = 0
+
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._check()
+        await self._host.submit(requests)
+
+    async def collect(self) -> EngineReport:
+        """Through the faulty line if there is one, else straight from the host."""
+        self._check()
+        if self._faults.lets_replies_through_in_order and self._faults.crash_at_s is None:
+            return await self._host.collect()
+        if self._reader is None:
+            self._reader = asyncio.get_running_loop().create_task(self._read(), name=f"line of {self.name}")
+        await self._news.wait()
+        self._check()
+        self._news.clear()
+        completions, self._completions = self._completions, []
+        failures, self._failures = self._failures, []
+        return EngineReport(completions=tuple(completions), failures=tuple(failures), load=self.engine.load())
+
+    async def _read(self) -> None:
+        """Take replies from the host and let them go their ways."""
+        try:
+            while True:
+                report = await self._host.collect()
+                for completion in report.completions:
+                    self._send(completion)
+                self._failures += report.failures
+                self._news.set()
+        except ConnectionError as error:
+            self.crash(str(error))
+
+    def _send(self, completion: Completion) -> None:
+        loop, faults = asyncio.get_running_loop(), self._faults
+        start = faults.silent_from_s
+        if start is not None and start <= loop.time() < start + faults.silent_for_s:
+            self.lost_replies += 1
+            return
+        name = (self._seed, self.name, completion.request_id)
+        delay = faults.delay_s * uniform("delay", *name)
+        if uniform("double", *name) < faults.duplicate_share:
+            self.doubled_replies += 1
+            loop.call_later(delay + _DOUBLE_WITHIN_S * uniform("again", *name), self._arrive, completion)
+        if delay:
+            loop.call_later(delay, self._arrive, completion)
+        else:
+            self._arrive(completion)
+
+    def _arrive(self, completion: Completion) -> None:
+        self._completions.append(completion)
+        self._news.set()
+
+    def crash(self, reason: str = "crashed") -> None:
+        """The process is gone, and what was on the line with it."""
+        if self._broken is None:
+            self._broken = reason
+            self.engine.die(reason)
+            self._news.set()
+
+    @property
+    def alive(self) -> bool:
+        """Its process runs."""
+        return self._broken is None
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise ConnectionError(f"{self.name}: {self._broken}")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._check()
+        await self._host.abort(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._check()
+        await self._host.pause(mode)
+
+    async def resume(self) -> None:
+        self._check()
+        await self._host.resume()
+
+    async def load(self) -> EngineLoad:
+        self._check()
+        return await self._host.load()
+
+    async def begin_update(self, plan: UpdatePlan) -> None:
+        self._check()
+        await self.engine.begin_update(plan)
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        self._check()
+        await self.engine.load_bucket(bucket)
+
+    async def finish_update(self) -> str:
+        self._check()
+        return await self.engine.finish_update()
+
+    async def commit(self, version: WeightVersion) -> None:
+        self._check()
+        if self._swap_s:
+            await asyncio.sleep(self._swap_s)
+        await self.engine.commit(version)
+
+    async def close(self) -> None:
+        """End its line."""
+        if self._reader is not None:
+            self._reader.cancel()

@@ -1,0 +1,152 @@
+"""The other fakes under the real loops: prompts, scorer, trainer, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.schema import Group, Prompt, Reward, Sample, WeightVersion
+from roll_async.simulator.engine import bucket_names, digest_of
+from roll_async.simulator.models import RewardModel, TrainModel, uniform
+from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+_NEVER_S = 1e9
+
+
+class TrainerDied(RuntimeError):
+    """The scenario wanted it."""
+
+
+class SimPrompts:
+    """`rollout/protocol.py: PromptSource`: prompt i has row_id i; its first token id is its length."""
+
+    def __init__(self, size: int | None, num_tokens: int = 4) -> None:
+        self._size, self._num_tokens = size, num_tokens
+
+    def at(self, index: int) -> Prompt | None:
+        """None from the end of the data on."""
+        if self._size is not None and index >= self._size:
+            return None
+        size = self._num_tokens + index % 3
+        ids = array("i", [size, *range(1, size)])
+        return Prompt(row_id=str(index), token_ids=ids, domain="sim", ground_truth="")
+
+
+class SimScorer:
+    """`rollout/protocol.py: Scorer`: scores from the seed, in the time and with the faults of the model."""
+
+    def __init__(self, seed: int, model: RewardModel) -> None:
+        self._seed, self._model = seed, model
+        self._hung: set[str] = set()
+        self.calls = 0
+
+    async def score(self, prompt: Prompt, sample: Sample) -> Reward:
+        """0 or 1, one value for the whole group of a flat prompt. ConnectionError during an outage."""
+        self.calls += 1
+        model, name = self._model, (self._seed, sample.sample_id)
+        if uniform("hang", *name) < model.hang_share and sample.sample_id not in self._hung:
+            self._hung.add(sample.sample_id)
+            await asyncio.sleep(_NEVER_S)
+        slow = model.slow_factor if uniform("slow", *name) < model.slow_share else 1.0
+        await asyncio.sleep(slow * model.seconds * (0.5 + uniform("score time", *name)))
+        now, start = asyncio.get_running_loop().time(), model.outage_from_s
+        out = start is not None and start <= now < start + model.outage_for_s
+        if out or uniform("broken", self._seed, prompt.row_id) < model.broken_share:
+            raise ConnectionError(f"the scorer is down at {now:.1f} s")
+        flat = uniform("flat", self._seed, prompt.row_id) < model.flat_share
+        if flat:
+            return Reward(score=1.0)
+        if sample.sample_id.endswith("/0"):  # two samples that differ: groups of two and more have a spread
+            return Reward(score=0.0)
+        return Reward(score=1.0 if sample.sample_id.endswith("/1") else float(uniform("score", *name) < 0.5))
+
+
+class SimTrainer:
+    """`pipelines/protocol.py: Learns` and the synchronizer's `WeightSource`: takes time and keeps count.
+
+    `watch` sees every batch before it is trained.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        model: TrainModel,
+        *,
+        mask_older_than: int | None,
+        watch: Callable[[Sequence[Group], int], None],
+    ) -> None:
+        self._seed, self._model, self._watch, self._mask_older_than = seed, model, watch, mask_older_than
+        self.busy_s = 0.0
+        self.trained_tokens = self.masked_tokens = 0
+
+    async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
+        """One step. Raises TrainerDied where the scenario says so."""
+        model, loop = self._model, asyncio.get_running_loop()
+        started = loop.time()
+        self._watch(groups, step)
+        tokens, masked = self._count(groups, step)
+        seconds = model.step_s + model.token_s * (tokens - masked)
+        await asyncio.sleep(seconds * (1 + model.jitter * uniform("step", self._seed, step)))
+        if model.fails_at_step == step:
+            raise TrainerDied(f"the trainer died in step {step}")
+        spent = loop.time() - started
+        self.busy_s += spent
+        self.trained_tokens += tokens
+        self.masked_tokens += masked
+        return StepReport(
+            metrics={"staleness/masked_fraction": masked / max(1, tokens)},
+            logprobs_s=0.0,
+            train_s=spent,
+            num_samples=sum(len(g.samples) for g in groups),
+            num_tokens=tokens,
+        )
+
+    def _count(self, groups: Sequence[Group], step: int) -> tuple[int, int]:
+        """(response tokens, those that policy token_mask takes out of the loss)."""
+        tokens = masked = 0
+        for sample in (s for g in groups for s in g.samples):
+            tokens += len(sample.response_token_ids)
+            if self._mask_older_than is not None:
+                masked += sum(n for v, n in sample.version_runs if step - 1 - v > self._mask_older_than)
+        return tokens, masked
+
+    async def export_weights(
+        self, version: WeightVersion, transport: str, verify: str
+    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """Plan, buckets, digest; the buckets take `transfer_s` together."""
+        names = bucket_names(version, self._model.num_buckets)
+        yield UpdatePlan(version=version, transport=transport, verify=verify)
+        for index, name in enumerate(names):
+            await asyncio.sleep(self._model.transfer_s / len(names))
+            yield Bucket(index=index, slots=(), num_bytes=1, location=name)
+        yield digest_of(version, names)
+
+
+@dataclass
+class CheckpointStore:
+    """What is on the disk, and outlives a kill: step to the queue's position."""
+
+    states: dict[int, Mapping[str, object]] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> int:
+        """Newest complete checkpoint; 0 = none."""
+        return max(self.states, default=0)
+
+
+class SimCheckpoint:
+    """`pipelines/protocol.py: Saves`."""
+
+    def __init__(self, queue: MessageQueue, store: CheckpointStore, model: TrainModel) -> None:
+        self._queue, self._store, self._model = queue, store, model
+
+    async def save(self, step: int) -> None:
+        """Complete only at its end, as a folder that is renamed into place."""
+        state = self._queue.checkpoint_state()
+        await asyncio.sleep(self._model.save_s)
+        self._store.states[step] = state
+        self._queue.checkpointed(step)

@@ -1,0 +1,184 @@
+"""Everything a simulated run depends on, and random ones by number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
+from roll_async.buffer.states import QueueOptions
+from roll_async.pipelines.rlvr import RunPlan
+from roll_async.rollout.chat_scheduler import SchedulerOptions
+from roll_async.rollout.server_manager import ManagerOptions
+from roll_async.schema import SamplingParams
+from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
+from roll_async.weight_sync.synchronizer import SyncOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """One world. The options are those of the real parts; the models are those of the fakes."""
+
+    seed: int
+    queue: QueueOptions
+    scheduler: SchedulerOptions
+    manager: ManagerOptions
+    sync: SyncOptions
+    plan: RunPlan
+    engines: tuple[EngineFaults, ...] = (EngineFaults(),)
+    """One entry per replica."""
+    num_prompts: int | None = None
+    """None = endless."""
+    lengths: LengthModel = field(default_factory=LengthModel)
+    speed: SpeedModel = field(default_factory=SpeedModel)
+    rewards: RewardModel = field(default_factory=RewardModel)
+    train: TrainModel = field(default_factory=TrainModel)
+    stop_at_s: float | None = None
+    """Somebody presses Ctrl-C then."""
+    kills: tuple[int, ...] = ()
+    """The process is killed in this round of the loop's first, second ... life, and started again."""
+
+    @property
+    def samples_per_batch(self) -> int:
+        """N * G."""
+        return self.queue.groups_per_batch * self.scheduler.samples_per_group
+
+    @property
+    def slots(self) -> int:
+        """Requests all replicas run at once."""
+        return self.manager.max_concurrent_per_server * len(self.engines)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds within which a run has ended after it was told to: the step under way, a push with all its attempts,
+        an abort that nobody acknowledges, rewards that never answer, a save. Each of these waits has a deadline.
+        """
+        sync, scheduler, train = self.sync, self.scheduler, self.train
+        tokens = self.samples_per_batch * self.lengths.max_tokens
+        step_s = (train.step_s + train.token_s * tokens) * (1 + train.jitter)
+        attempts = sync.max_retries + 1
+        push_s = attempts * (2 * sync.timeout_s + sync.retry_delay_s + train.transfer_s) + train.swap_s
+        abort_s = 2 * (sync.interrupt_timeout_s + self.manager.interrupt_timeout_s)
+        scoring_s = (scheduler.sample_retries + 1) * scheduler.reward_timeout_s + 2.0**scheduler.sample_retries
+        return step_s + push_s + abort_s + scoring_s + 2 * train.save_s + 1.0
+
+
+def random_scenario(seed: int) -> Scenario:
+    """A small world with random options and faults in which every batch must come: replica 0 is healthy, and what fails
+    fails for good reasons only.
+    """
+    rng = Random(f"scenario/{seed}")
+    queue, samples = _queue(rng), rng.randint(1, 3)
+    steps = rng.randint(2, 5)
+    filtering = samples > 1 and rng.random() < 0.3
+    return Scenario(
+        seed=seed,
+        queue=queue,
+        scheduler=SchedulerOptions(
+            samples_per_group=samples,
+            sampling=SamplingParams(max_new_tokens=rng.choice((12, 25, 60))),
+            filter_enabled=filtering,
+            sample_retries=rng.randint(0, 2),
+            reward_timeout_s=20.0,
+            spread_samples=rng.random() < 0.7,
+        ),
+        manager=ManagerOptions(
+            max_concurrent_per_server=rng.randint(1, 4),
+            generation_timeout_s=rng.choice((40.0, 200.0)),
+            request_retries=6,
+            interrupt_timeout_s=rng.choice((2.0, 30.0)),
+        ),
+        sync=SyncOptions(
+            transport=rng.choice(("shm", "nccl")),
+            interrupt_mode=rng.choice(("wait", "abort", "resume", "keep")),
+            interrupt_timeout_s=rng.choice((2.0, 30.0)),
+            max_retries=3,
+            timeout_s=60.0,
+            retry_delay_s=1.0,
+        ),
+        plan=RunPlan(
+            first_step=1,
+            max_steps=steps,
+            sync_every=queue.trigger_parameter_sync_step,
+            save_every=rng.choice((0, 1, 2)),
+            eval_every=0,
+        ),
+        engines=(EngineFaults(), *(_faulty_engine(rng) for _ in range(rng.randint(0, 3)))),
+        num_prompts=None if rng.random() < 0.7 else rng.randint(0, (steps + 2) * queue.groups_per_batch),
+        lengths=LengthModel(mean_tokens=rng.choice((5.0, 15.0)), sigma=rng.choice((0.0, 0.6, 1.3)), max_tokens=60),
+        speed=SpeedModel(token_s=rng.choice((0.02, 0.1, 0.5)), token_s_per_request=rng.choice((0.0, 0.02))),
+        rewards=_rewards(rng, filtering),
+        train=TrainModel(
+            step_s=rng.choice((0.05, 0.5, 5.0)),
+            jitter=rng.choice((0.0, 1.0)),
+            transfer_s=rng.choice((0.0, 1.0)),
+            swap_s=rng.choice((0.0, 0.3)),
+            save_s=rng.choice((0.0, 0.4)),
+            fails_at_step=rng.randint(1, steps) if rng.random() < 0.05 else None,
+        ),
+        stop_at_s=rng.uniform(0.0, 30.0) if rng.random() < 0.1 else None,
+    )
+
+
+def random_killed_scenario(seed: int) -> Scenario:
+    """As `random_scenario`, and the process is killed one to three times."""
+    rng, calm = Random(f"kills/{seed}"), random_scenario(seed)
+    from dataclasses import replace
+
+    kills = tuple(rng.randint(1, 400) for _ in range(rng.randint(1, 3)))
+    train = replace(calm.train, fails_at_step=None)
+    return replace(calm, kills=kills, train=train, stop_at_s=None)
+
+
+def _queue(rng: Random) -> QueueOptions:
+    ratio, every = rng.choice((0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)), rng.choice((1, 1, 1, 2, 3))
+    policy = rng.choice((*StalenessPolicy, StalenessPolicy.WAIT, StalenessPolicy.WAIT))
+    bound, groups = staleness_bound(ratio=ratio, sync_every=every), rng.randint(1, 4)
+    lowest = bound if policy is StalenessPolicy.WAIT else every - 1
+    limit = None if rng.random() < 0.7 else rng.randint(groups, 4 * groups)
+    return QueueOptions(
+        groups_per_batch=groups,
+        async_generation_ratio=ratio,
+        trigger_parameter_sync_step=every,
+        max_versions=None if rng.random() < 0.4 else rng.randint(lowest, bound + 3),
+        policy=policy,
+        soft_versions=None if rng.random() < 0.8 else rng.randint(0, bound),
+        max_queue_size=limit,
+        oversample_groups=rng.randint(1, groups) if ratio > 0 and rng.random() < 0.25 else 0,
+        max_failed_groups=10**6,
+        stall_timeout_s=3000.0,
+        batch_timeout_s=1000.0,
+    )
+
+
+def _faulty_engine(rng: Random) -> EngineFaults:
+    kind = rng.choice(("healthy", "slow", "silent", "crash", "double", "reorder", "refuse", "loses buckets", "all"))
+    at = rng.uniform(0.0, 20.0)
+    faults: dict[str, dict[str, float]] = {
+        "healthy": {},
+        "slow": {"slow_factor": rng.choice((3.0, 20.0))},
+        "silent": {"silent_from_s": at, "silent_for_s": rng.choice((5.0, 1e9))},
+        "crash": {"crash_at_s": at} | ({"back_after_s": rng.uniform(0.0, 10.0)} if rng.random() < 0.5 else {}),
+        "double": {"duplicate_share": 0.5},
+        "reorder": {"delay_s": 3.0},
+        "refuse": {"refuse_share": 0.3},
+        "loses buckets": {"lost_bucket_share": rng.choice((0.2, 1.0))},
+    }
+    if kind == "all":
+        chosen = faults["double"] | faults["reorder"] | faults["refuse"]
+        return EngineFaults(**chosen)  # type: ignore[arg-type]
+    return EngineFaults(**faults[kind])  # type: ignore[arg-type]
+
+
+def _rewards(rng: Random, filtering: bool) -> RewardModel:
+    outage = rng.random() < 0.1
+    return RewardModel(
+        seconds=rng.choice((0.0, 0.2, 2.0)),
+        flat_share=0.3 if filtering else 0.0,
+        outage_from_s=rng.uniform(0.0, 20.0) if outage else None,
+        outage_for_s=rng.uniform(0.0, 20.0),
+        hang_share=rng.choice((0.0, 0.0, 0.1)),
+        broken_share=rng.choice((0.0, 0.0, 0.05)),
+        slow_share=rng.choice((0.0, 0.1)),
+        slow_factor=5.0,
+    )

@@ -1,0 +1,362 @@
+"""A simulated run: the real pipeline, rollout, queue and synchronizer over fakes, on one virtual clock.
+
+outcome = simulate(random_scenario(17))
+assert outcome.findings == ()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.states import Outcome, QueueStats, Slot
+from roll_async.pipelines.protocol import RunEnd
+from roll_async.pipelines.rlvr import PipelineParts, RLVRPipeline
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.server_manager import AsyncLLMServerManager, ServerStats
+from roll_async.schema import Group
+from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
+from roll_async.simulator.engine import SimEngine
+from roll_async.simulator.invariants import Watch
+from roll_async.simulator.models import EngineFaults
+from roll_async.simulator.replica import SimReplica
+from roll_async.simulator.roles import CheckpointStore, SimCheckpoint, SimPrompts, SimScorer, SimTrainer, TrainerDied
+from roll_async.simulator.scenario import Scenario
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+
+_MAX_ROUNDS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Classes:
+    """The real parts, or sub-classes of them: a mutation test puts a broken one here and expects findings."""
+
+    queue: type[MessageQueue] = MessageQueue
+    manager: type[AsyncLLMServerManager] = AsyncLLMServerManager
+    synchronizer: type[ParameterSynchronizer] = ParameterSynchronizer
+
+
+@dataclass(kw_only=True, slots=True)
+class SimOutcome:
+    """What came of a run."""
+
+    scenario: Scenario
+    end: str = ""
+    """A RunEnd, or type and message of the error that ended it."""
+    ended_s: float = 0.0
+    rounds: int = 0
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    """Published metrics of each step of the last life."""
+    spans: list[tuple[str, str, float, float, dict[str, float | str]]] = field(default_factory=list)
+    """(track, name, start, end, arguments)."""
+    queue: QueueStats | None = None
+    servers: ServerStats | None = None
+    engine_busy: dict[str, float] = field(default_factory=dict)
+    """Share of each replica's slots that generated, over the whole run."""
+    trainer_busy_s: float = 0.0
+    masked_share: float = 0.0
+    findings: tuple[str, ...] = ()
+    """Broken invariants."""
+
+
+class _Seen(MessageQueue):
+    """A queue whose seams are watched."""
+
+    watch: Watch
+    world: World
+
+    async def reserve(self, max_groups: int) -> list[Slot]:
+        slots = await super().reserve(max_groups)
+        self.watch.admitted(slots, self, self.world.serving())
+        return slots
+
+    async def put(self, group: Group) -> bool:
+        accepted = await super().put(group)
+        self.watch.put(group, accepted=accepted)
+        return accepted
+
+    async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
+        self.watch.released(group_id, outcome)
+        await super().release(group_id, outcome, reason, group=group)
+
+    async def step_trained(self, step: int) -> None:
+        await super().step_trained(step)
+        self.watch.step_trained(step)
+
+
+class _SeenRollouter(Rollouter):
+    """A rollouter whose pauses are watched."""
+
+    watch: Watch
+    world: World
+
+    async def interrupt(self, mode: str, timeout_s: float) -> None:
+        await super().interrupt(mode, timeout_s)
+        self.watch.paused(mode, self.world.serving(), self.world.manager.stats().in_flight)
+
+    async def release(self) -> None:
+        self.watch.resuming(self.world.serving())
+        await super().release()
+
+
+class _Observer:
+    """`pipelines/protocol.py: Observes`."""
+
+    def __init__(self, outcome: SimOutcome) -> None:
+        self._outcome = outcome
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._outcome.steps.append({"step": float(step), "time_s": now, **metrics})
+
+    def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
+        self._outcome.spans.append((track, name, start_s, end_s, args))
+
+    def event(self, name: str, **fields: float | str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._outcome.spans.append(("events", name, now, now, fields))
+
+
+class World:
+    """One life of a run: from a checkpoint to its end or a kill."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        watch: Watch,
+        outcome: SimOutcome,
+        ledger: Ledger,
+        store: CheckpointStore,
+        classes: Classes,
+    ) -> None:
+        self._scenario, self._watch, self._outcome, self._store = scenario, watch, outcome, store
+        self._ledger, self._classes = ledger, classes
+        self._all_replicas: list[SimReplica] = []
+        self._stopped_s: float | None = None
+        self.manager: AsyncLLMServerManager
+        self.queue: MessageQueue | None = None
+
+    def serving(self) -> list[SimReplica]:
+        """Replicas that requests go to."""
+        return self.manager.clients  # type: ignore[return-value]
+
+    def instant(self) -> None:
+        """All work of an instant is done; the clock is about to move."""
+        if self.queue is not None:
+            self._watch.instant(self.queue)
+
+    async def run(self) -> None:
+        """The whole life. Errors of roles are written into the outcome, not raised."""
+        outcome, loop = self._outcome, asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            pipeline, trainer = await self._build(stack)
+            try:
+                outcome.end = (await pipeline.run()).value
+            except* (TrainerDied, ConnectionError, RuntimeError, TimeoutError, AssertionError) as errors:
+                first = _first(errors)
+                outcome.end = f"{type(first).__name__}: {first}"
+            outcome.ended_s = loop.time()
+            self._collect(trainer)
+
+    async def _build(self, stack: AsyncExitStack) -> tuple[RLVRPipeline, SimTrainer]:
+        scenario, classes = self._scenario, self._classes
+        queue_class = type("_SeenQueue", (_Seen, classes.queue), {"watch": self._watch, "world": self})
+        queue = queue_class(scenario.queue, self._ledger)
+        replicas = [self._replica(f"engine-{i}", faults) for i, faults in enumerate(scenario.engines)]
+        self.manager = manager = classes.manager(replicas, scenario.manager)
+        await manager.start()
+        stack.push_async_callback(self._close)
+        scheduler = ChatCompletionScheduler(manager, SimScorer(scenario.seed, scenario.rewards), scenario.scheduler)
+        rollouter = _SeenRollouter(queue, scheduler, manager, SimPrompts(scenario.num_prompts))
+        rollouter.watch, rollouter.world = self._watch, self
+        masks = scenario.queue.bound_versions if scenario.queue.policy.value == "token_mask" else None
+        trainer = SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self._watch.batch)
+        synchronizer = classes.synchronizer(
+            trainer,
+            rollouter,
+            lambda: manager.clients,  # type: ignore[arg-type, return-value]
+            scenario.sync,
+            weights_held=queue.weights_held,
+            take_out=manager.remove,
+            put_back=self._put_back,  # type: ignore[arg-type]
+        )
+        step = self._watch.restored_step
+        queue.restore(step, self._store.states.get(step))
+        self._watch.restored(queue)
+        parts = PipelineParts(
+            queue=queue,
+            rollouter=rollouter,
+            learner=trainer,
+            synchronizer=synchronizer,
+            checkpoint=SimCheckpoint(queue, self._store, scenario.train),
+            observer=_Observer(self._outcome),
+        )
+        pipeline = RLVRPipeline(parts, replace(scenario.plan, first_step=step + 1))
+        self._spoil(synchronizer, pipeline)
+        self.queue = queue
+        return pipeline, trainer
+
+    def _replica(self, name: str, faults: EngineFaults) -> SimReplica:
+        scenario = self._scenario
+        slots = scenario.manager.max_concurrent_per_server
+        engine = SimEngine(name, scenario.seed, scenario.lengths, scenario.speed, slots=slots, faults=faults)
+        replica = SimReplica(engine, scenario.seed, faults, swap_s=scenario.train.swap_s)
+        self._all_replicas.append(replica)
+        return replica
+
+    def _spoil(self, synchronizer: ParameterSynchronizer, pipeline: RLVRPipeline) -> None:
+        """Set the timers of everything that goes wrong at a time."""
+        loop = asyncio.get_running_loop()
+        for replica, faults in zip(list(self._all_replicas), self._scenario.engines, strict=True):
+            if faults.crash_at_s is not None:
+                loop.call_later(faults.crash_at_s, self._crash, replica, faults, synchronizer)
+        if self._scenario.stop_at_s is not None:
+            loop.call_later(self._scenario.stop_at_s, self._stop, pipeline)
+
+    def _crash(self, replica: SimReplica, faults: EngineFaults, synchronizer: ParameterSynchronizer) -> None:
+        self._outcome.spans.append(("faults", f"{replica.name} crashed", *[asyncio.get_running_loop().time()] * 2, {}))
+        replica.crash()
+        if faults.back_after_s is not None:
+            again = self._replica(f"{replica.name} again", EngineFaults())
+            asyncio.get_running_loop().call_later(faults.back_after_s, synchronizer.rejoin, again)
+
+    def _stop(self, pipeline: RLVRPipeline) -> None:
+        self._stopped_s = asyncio.get_running_loop().time()
+        pipeline.request_stop()
+
+    async def _put_back(self, replica: SimReplica) -> None:
+        await replica.resume()
+        await self.manager.add(replica)
+
+    async def _close(self) -> None:
+        await self.manager.close()
+        for replica in self._all_replicas:
+            await replica.close()
+
+    def _collect(self, trainer: SimTrainer) -> None:
+        """Figures and the last checks."""
+        outcome, scenario, queue = self._outcome, self._scenario, self.queue
+        assert queue is not None
+        self._watch.instant(queue)
+        outcome.queue, outcome.servers = queue.stats(), self.manager.stats()
+        slots = scenario.manager.max_concurrent_per_server
+        total = slots * max(outcome.ended_s, 1e-9)
+        outcome.engine_busy = {r.name: r.engine.busy_s / total for r in self._all_replicas}
+        outcome.trainer_busy_s = trainer.busy_s
+        outcome.masked_share = trainer.masked_tokens / max(1, trainer.trained_tokens)
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Invariants 6 and 9: the run ended as it should, and in time."""
+        outcome, scenario, watch = self._outcome, self._scenario, self._watch
+        allowed = {RunEnd.FINISHED.value}
+        if scenario.num_prompts is not None:
+            allowed.add(RunEnd.END_OF_DATA.value)
+        if scenario.stop_at_s is not None:
+            allowed.add(RunEnd.INTERRUPTED.value)
+        if scenario.train.fails_at_step is not None:
+            allowed.add(f"TrainerDied: the trainer died in step {scenario.train.fails_at_step}")
+        if outcome.end not in allowed:
+            watch.report(6, f"the run ended with {outcome.end!r} and not with one of {sorted(allowed)}")
+        if outcome.end == RunEnd.FINISHED.value and watch.steps_done != scenario.plan.max_steps:
+            watch.report(9, f"finished after step {watch.steps_done} of {scenario.plan.max_steps}")
+        late_s = outcome.ended_s - (self._stopped_s if self._stopped_s is not None else outcome.ended_s)
+        if late_s > scenario.patience_s:
+            watch.report(9, f"ended {late_s:.1f} s after the stop, more than {scenario.patience_s:.1f} s")
+
+
+def simulate(scenario: Scenario, classes: Classes | None = None, *, check: bool = True) -> SimOutcome:
+    """Run a scenario to its end, through all its kills. `check`: look at every instant (small worlds), else only at the
+    seams.
+    """
+    classes = classes or Classes()
+    if not scenario.kills:
+        watch, outcome = Watch(scenario), SimOutcome(scenario=scenario)
+        _live(World(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes), outcome, check=check)
+        outcome.findings = tuple(watch.findings)
+        return outcome
+    with TemporaryDirectory(prefix="roll_async_sim_") as folder:
+        return _lives(scenario, classes, Path(folder))
+
+
+def _live(world: World, outcome: SimOutcome, *, check: bool = True, kill: int | None = None, on_kill=None) -> bool:  # noqa: ANN001
+    """One life; True if it was killed."""
+    loop = VirtualLoop(
+        max_rounds=_MAX_ROUNDS if check else None,
+        kill_in_round=kill,
+        on_kill=on_kill,
+        on_advance=world.instant if check else None,
+    )
+    killed = False
+
+    async def main() -> None:
+        await world.run()
+        loop.disarm()
+
+    try:
+        run_virtual(main(), loop)
+    except Killed:
+        killed = True
+    except RuntimeError as error:  # Deadlock, OutOfEvents
+        outcome.end = f"{type(error).__name__}: {error}"
+        world._watch.report(6, outcome.end)
+    outcome.rounds += loop.rounds
+    return killed
+
+
+def _lives(scenario: Scenario, classes: Classes, folder: Path) -> SimOutcome:
+    """Lives until one is not killed. The ledger of the next one is what the kill left on the disk."""
+    store, watch = CheckpointStore(), Watch(scenario)
+    for number in range(len(scenario.kills) + 1):
+        outcome = SimOutcome(scenario=scenario)
+        here, after = folder / f"life{number}", folder / f"life{number + 1}"
+        here.mkdir(exist_ok=True)
+        ledger = SqliteLedger(here / "ledger.sqlite", fsync="never")
+        world = World(scenario, watch, outcome, ledger, store, classes)
+        kill = scenario.kills[number] if number < len(scenario.kills) else None
+        left_behind: list[tuple[CheckpointStore, Watch]] = []
+
+        def die(here: Path = here, after: Path = after, store=store, watch=watch, found=left_behind) -> None:  # noqa: ANN001
+            shutil.copytree(here, after)
+            found.append((CheckpointStore(dict(store.states)), watch.rewind(store.latest)))
+
+        if not _live(world, outcome, kill=kill, on_kill=die):
+            _check_ledger(watch, here, outcome)
+            break
+        ((store, watch),) = left_behind
+    outcome.findings = tuple(watch.findings)
+    return outcome
+
+
+def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:
+    """Invariant 8 at the end of the last life: every prompt has one fate, and the ledger says the same."""
+    fates = watch.fates()
+    several = {row: fate for row, fate in fates.items() if len(fate) != 1}
+    if several:
+        watch.report(8, f"prompts with more than one fate: {several}")
+    if outcome.queue is None:
+        return
+    ledger = SqliteLedger(folder / "ledger.sqlite", fsync="never")
+    recovered = ledger.restore(watch.steps_done)
+    ledger.close()
+    if recovered.done != fates.keys():
+        watch.report(8, f"the ledger is done with {sorted(recovered.done)}, the run with {sorted(fates)}")
+    open_below = set(range(recovered.next_index)) - recovered.done - {s.prompt_index for s in recovered.buffered}
+    lost = {prompt for prompt, _ in watch.finished.values()} - recovered.done
+    if lost & open_below:
+        watch.report(8, f"finished prompts {sorted(lost & open_below)} are not in the ledger")
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
