@@ -32,7 +32,7 @@ from roll_async.simulator.roles import CheckpointStore, SimCheckpoint, SimPrompt
 from roll_async.simulator.scenario import Scenario
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
-_MAX_ROUNDS = 100_000
+_MAX_ROUNDS = 40_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +65,10 @@ class SimOutcome:
     masked_share: float = 0.0
     findings: tuple[str, ...] = ()
     """Broken invariants."""
+
+
+class _Found(BaseException):
+    """An invariant is broken: what comes after it says nothing."""
 
 
 class _Seen(MessageQueue):
@@ -149,9 +153,11 @@ class World:
         return self.manager.clients  # type: ignore[return-value]
 
     def instant(self) -> None:
-        """All work of an instant is done; the clock is about to move."""
+        """All work of an instant is done; the clock is about to move. The first finding ends the run."""
         if self.queue is not None:
             self._watch.instant(self.queue)
+        if self._watch.findings:
+            raise _Found
 
     async def run(self) -> None:
         """The whole life. Errors of roles are written into the outcome, not raised."""
@@ -305,6 +311,8 @@ def _live(world: World, outcome: SimOutcome, *, check: bool = True, kill: int | 
         run_virtual(main(), loop)
     except Killed:
         killed = True
+    except _Found:
+        outcome.end = "an invariant was broken"
     except RuntimeError as error:  # Deadlock, OutOfEvents
         outcome.end = f"{type(error).__name__}: {error}"
         world._watch.report(6, outcome.end)
@@ -328,8 +336,10 @@ def _lives(scenario: Scenario, classes: Classes, folder: Path) -> SimOutcome:
             shutil.copytree(here, after)
             found.append((CheckpointStore(dict(store.states)), watch.rewind(store.latest)))
 
-        if not _live(world, outcome, kill=kill, on_kill=die):
-            _check_ledger(watch, here, outcome)
+        killed = _live(world, outcome, kill=kill, on_kill=die)
+        if not killed or watch.findings:
+            if not watch.findings:
+                _check_ledger(watch, here, outcome)
             break
         ((store, watch),) = left_behind
     outcome.findings = tuple(watch.findings)

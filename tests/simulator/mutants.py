@@ -1,0 +1,186 @@
+"""Real parts with one deliberate fault each: the invariants must notice every one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roll_async.buffer.batch_choice import BatchChoice
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.staleness import due_step
+from roll_async.buffer.states import GroupState, Outcome
+from roll_async.rollout.requests import PendingRequest
+from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.simulator.world import Classes
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+
+
+class SlotFreeWhenTrained(MessageQueue):
+    """Counts a weight push the moment the step is trained, before any engine holds the weights."""
+
+    @property
+    def admission_limit(self):
+        return self._options.admission_limit(max(self._held or 0, self._last_taken))
+
+
+class SlotFreeWhenFinished(MessageQueue):
+    """Forgets that finished groups hold their slots."""
+
+    def _free_slots(self):
+        return super()._free_slots() + len(self._book.buffered_ids)
+
+
+class OverdueFirst(BatchChoice):
+    """Overdue groups first, else whatever is finished, youngest first; nobody looks ahead."""
+
+    def batch(self, step):
+        ready = [self._book.entries[i] for i in self._book.buffered_ids]
+        bound = self._options.bound_versions
+        ready.sort(key=lambda e: (due_step(admitted_version=e.slot.admitted_version, max_versions=bound) > step,
+                                  -e.slot.group_id))  # fmt: skip
+        size = self._options.groups_per_batch
+        return ready[:size] if len(ready) >= size else None
+
+
+class NoLookAhead(MessageQueue):
+    def __init__(self, options, ledger):
+        super().__init__(options, ledger)
+        self._choice = OverdueFirst(options, self._book)
+
+
+class BoundNotEnforced(MessageQueue):
+    """Policy drop drops nothing."""
+
+    def _drop_stale(self, step):
+        pass
+
+
+class RequeuedPromptIsLost(MessageQueue):
+    async def release(self, group_id, outcome, reason="", *, group=None):
+        lost = Outcome.FILTERED if outcome is Outcome.REQUEUED else outcome
+        await super().release(group_id, lost, reason, group=group)
+
+
+class HalfBatch(MessageQueue):
+    """Hands the trainer one group less than a batch."""
+
+    async def take_batch(self, step):
+        groups = await super().take_batch(step)
+        return groups[:-1]
+
+
+class TakesGroupsTwice(MessageQueue):
+    """Hands the first group of the batch before out once more."""
+
+    before = ()
+
+    async def take_batch(self, step):
+        groups = await super().take_batch(step)
+        again, self.before = [*self.before[:1], *groups[len(self.before[:1]) :]], groups
+        return again
+
+
+class LosesCount(MessageQueue):
+    """An aborted group leaves the book without a trace."""
+
+    async def release(self, group_id, outcome, reason="", *, group=None):
+        entry = self._book.in_flight_entry(group_id)
+        if entry is not None and outcome is Outcome.REQUEUED:
+            self._book.forget(entry)
+            self._notify()
+            return
+        await super().release(group_id, outcome, reason, group=group)
+
+
+class ForgetsTheLedger(MessageQueue):
+    """Trained groups are not recorded with their step."""
+
+    async def step_trained(self, step):
+        record, self._ledger.trained = self._ledger.trained, lambda step, indexes: None
+        try:
+            await super().step_trained(step)
+        finally:
+            self._ledger.trained = record
+
+
+class NothingIsReused(MessageQueue):
+    """After a restart every finished group is generated again."""
+
+    def _still_usable(self, group, step):
+        return False
+
+
+class AcceptsLateReplies(AsyncLLMServerManager):
+    """Takes the reply of any attempt for the present one."""
+
+    def _reply(self, server, completion):
+        if completion.request_id not in server.in_flight:
+            base = completion.request_id.partition("#")[0]
+            for pending in self._all_in_flight():
+                if pending.request.request_id == base:
+                    server = self._servers[pending.server]
+                    completion = replace(completion, request_id=pending.wire_id)
+                    break
+        super()._reply(server, completion)
+
+
+class ResumesFromTheStart(AsyncLLMServerManager):
+    """Keeps the tokens of an interrupted request and sends its prompt without them."""
+
+    def _dispatch(self, pending, server):
+        super()._dispatch(pending, server)
+        if server.outbox and pending.pieces:
+            server.outbox[-1] = replace(server.outbox[-1], prompt_token_ids=pending.request.prompt_token_ids)
+
+
+class PausesTooEarly(AsyncLLMServerManager):
+    """Says that the engines stand still before they do."""
+
+    async def interrupt(self, mode, timeout_s):
+        self._dispatching = False
+        self._interrupt_mode = "abort" if mode == "abort" else "resume"
+
+
+class DropsDeadRequests(AsyncLLMServerManager):
+    """Requests of a lost replica are forgotten."""
+
+    def _retry(self, pending: PendingRequest, name, reason):
+        pass
+
+
+class BelievesEveryDigest(ParameterSynchronizer):
+    async def _transfer(self, push):
+        await super()._transfer(push)
+        return {}
+
+
+class HeldBeforeCommitted(ParameterSynchronizer):
+    """Tells the queue of new weights when the push begins."""
+
+    async def push(self, version):
+        self._weights_held(version)
+        return await super().push(version)
+
+
+MUTANTS = {
+    "slot free when trained": (Classes(queue=SlotFreeWhenTrained), 1),
+    "slot free when finished": (Classes(queue=SlotFreeWhenFinished), 1),
+    "overdue first without look-ahead": (Classes(queue=NoLookAhead), 1),
+    "bound not enforced": (Classes(queue=BoundNotEnforced), 1),
+    "requeued prompt is lost": (Classes(queue=RequeuedPromptIsLost), 2),
+    "half a batch": (Classes(queue=HalfBatch), 3),
+    "a group twice": (Classes(queue=TakesGroupsTwice), 3),
+    "loses count": (Classes(queue=LosesCount), 2),
+    "accepts late replies": (Classes(manager=AcceptsLateReplies), 5),
+    "resumes from the start": (Classes(manager=ResumesFromTheStart), 5),
+    "pauses too early": (Classes(manager=PausesTooEarly), 5),
+    "drops requests of dead engines": (Classes(manager=DropsDeadRequests), 6),
+    "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
+    "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),
+}
+"""Name to (parts, number of the invariant that notices)."""
+
+KILLED_MUTANTS = {
+    "forgets the ledger": (Classes(queue=ForgetsTheLedger), 8),
+    "reuses nothing": (Classes(queue=NothingIsReused), 8),
+}
+assert GroupState  # the states of the book, for readers of this file
