@@ -84,8 +84,7 @@ class EngineFaults:
     """From then on it takes requests and runs them, and its replies are lost."""
     silent_for_s: float = float("inf")
     crash_at_s: float | None = None
-    back_after_s: float | None = None
-    """A replacement comes this long after the crash; None = never."""
+    """Its process dies then. Whoever restarts it gets a healthy one."""
     duplicate_share: float = 0.0
     """Share of replies that come a second time, later."""
     delay_s: float = 0.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
 from roll_async.buffer.states import QueueOptions
-from roll_async.pipelines.rlvr import RunPlan
+from roll_async.pipelines.train_loop import RunPlan
 from roll_async.rollout.chat_scheduler import SchedulerOptions
+from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.server_manager import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
@@ -35,6 +36,8 @@ class Scenario:
     train: TrainModel = field(default_factory=TrainModel)
     stop_at_s: float | None = None
     """Somebody presses Ctrl-C then."""
+    max_restarts: int = 0
+    """Per replica that crashes."""
     kills: tuple[int, ...] = ()
     """The process is killed in this round of the loop's first, second ... life, and started again."""
 
@@ -59,7 +62,7 @@ class Scenario:
         attempts = sync.max_retries + 1
         push_s = attempts * (2 * sync.timeout_s + sync.retry_delay_s + train.transfer_s) + train.swap_s
         abort_s = 2 * (sync.interrupt_timeout_s + self.manager.interrupt_timeout_s)
-        scoring_s = (scheduler.sample_retries + 1) * scheduler.reward_timeout_s + 2.0**scheduler.sample_retries
+        scoring_s = scheduler.scoring.outage_patience_s + 2 * scheduler.scoring.reward_timeout_s + 30.0
         return step_s + push_s + abort_s + scoring_s + 2 * train.save_s + 1.0
 
 
@@ -69,7 +72,7 @@ def random_scenario(seed: int) -> Scenario:
     """
     rng = Random(f"scenario/{seed}")
     queue, samples = _queue(rng), rng.randint(1, 3)
-    steps = rng.randint(2, 5)
+    steps = rng.randint(2, 6)
     filtering = samples > 1 and rng.random() < 0.3
     return Scenario(
         seed=seed,
@@ -78,12 +81,13 @@ def random_scenario(seed: int) -> Scenario:
             samples_per_group=samples,
             sampling=SamplingParams(max_new_tokens=rng.choice((12, 25, 60))),
             filter_enabled=filtering,
-            sample_retries=rng.randint(0, 2),
-            reward_timeout_s=20.0,
+            scoring=ScoringOptions(
+                reward_retries=rng.randint(0, 2), reward_timeout_s=20.0, outage_patience_s=rng.choice((10.0, 60.0))
+            ),
             spread_samples=rng.random() < 0.7,
         ),
         manager=ManagerOptions(
-            max_concurrent_per_server=rng.randint(1, 4),
+            max_concurrent_per_server=rng.choice((1, 3, 30)),
             generation_timeout_s=rng.choice((40.0, 200.0)),
             request_retries=6,
             interrupt_timeout_s=rng.choice((2.0, 30.0)),
@@ -102,6 +106,9 @@ def random_scenario(seed: int) -> Scenario:
             sync_every=queue.trigger_parameter_sync_step,
             save_every=rng.choice((0, 1, 2)),
             eval_every=0,
+            groups_per_batch=queue.groups_per_batch,
+            samples_per_group=samples,
+            groups_per_part=rng.choice([n for n in range(1, 5) if queue.groups_per_batch % n == 0]),
         ),
         engines=(EngineFaults(), *(_faulty_engine(rng) for _ in range(rng.randint(0, 3)))),
         num_prompts=None if rng.random() < 0.7 else rng.randint(0, (steps + 2) * queue.groups_per_batch),
@@ -116,6 +123,7 @@ def random_scenario(seed: int) -> Scenario:
             save_s=rng.choice((0.0, 0.4)),
             fails_at_step=rng.randint(1, steps) if rng.random() < 0.05 else None,
         ),
+        max_restarts=rng.randint(0, 2),
         stop_at_s=rng.uniform(0.0, 30.0) if rng.random() < 0.1 else None,
     )
 
@@ -123,8 +131,6 @@ def random_scenario(seed: int) -> Scenario:
 def random_killed_scenario(seed: int) -> Scenario:
     """As `random_scenario`, and the process is killed one to three times."""
     rng, calm = Random(f"kills/{seed}"), random_scenario(seed)
-    from dataclasses import replace
-
     kills = tuple(rng.randint(1, 400) for _ in range(rng.randint(1, 3)))
     train = replace(calm.train, fails_at_step=None)
     return replace(calm, kills=kills, train=train, stop_at_s=None)
@@ -158,7 +164,7 @@ def _faulty_engine(rng: Random) -> EngineFaults:
         "healthy": {},
         "slow": {"slow_factor": rng.choice((3.0, 20.0))},
         "silent": {"silent_from_s": at, "silent_for_s": rng.choice((5.0, 1e9))},
-        "crash": {"crash_at_s": at} | ({"back_after_s": rng.uniform(0.0, 10.0)} if rng.random() < 0.5 else {}),
+        "crash": {"crash_at_s": at},
         "double": {"duplicate_share": 0.5},
         "reorder": {"delay_s": 3.0},
         "refuse": {"refuse_share": 0.3},

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from roll_async.buffer.errors import LedgerError
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, QueueStats, Slot
 from roll_async.pipelines.protocol import RunEnd
-from roll_async.pipelines.rlvr import PipelineParts, RLVRPipeline
+from roll_async.pipelines.rlvr import RLVRPipeline
+from roll_async.pipelines.train_loop import PipelineParts
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager, ServerStats
 from roll_async.schema import Group
@@ -33,6 +37,7 @@ from roll_async.simulator.scenario import Scenario
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
 _MAX_ROUNDS = 40_000
+_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +146,7 @@ class World:
         store: CheckpointStore,
         classes: Classes,
     ) -> None:
-        self._scenario, self._watch, self._outcome, self._store = scenario, watch, outcome, store
+        self._scenario, self.watch, self._outcome, self.store = scenario, watch, outcome, store
         self._ledger, self._classes = ledger, classes
         self._all_replicas: list[SimReplica] = []
         self._stopped_s: float | None = None
@@ -155,8 +160,8 @@ class World:
     def instant(self) -> None:
         """All work of an instant is done; the clock is about to move. The first finding ends the run."""
         if self.queue is not None:
-            self._watch.instant(self.queue)
-        if self._watch.findings:
+            self.watch.instant(self.queue)
+        if self.watch.findings:
             raise _Found
 
     async def run(self) -> None:
@@ -174,7 +179,7 @@ class World:
 
     async def _build(self, stack: AsyncExitStack) -> tuple[RLVRPipeline, SimTrainer]:
         scenario, classes = self._scenario, self._classes
-        queue_class = type("_SeenQueue", (_Seen, classes.queue), {"watch": self._watch, "world": self})
+        queue_class = type("_SeenQueue", (_Seen, classes.queue), {"watch": self.watch, "world": self})
         queue = queue_class(scenario.queue, self._ledger)
         replicas = [self._replica(f"engine-{i}", faults) for i, faults in enumerate(scenario.engines)]
         self.manager = manager = classes.manager(replicas, scenario.manager)
@@ -182,31 +187,37 @@ class World:
         stack.push_async_callback(self._close)
         scheduler = ChatCompletionScheduler(manager, SimScorer(scenario.seed, scenario.rewards), scenario.scheduler)
         rollouter = _SeenRollouter(queue, scheduler, manager, SimPrompts(scenario.num_prompts))
-        rollouter.watch, rollouter.world = self._watch, self
+        rollouter.watch, rollouter.world = self.watch, self
         masks = scenario.queue.bound_versions if scenario.queue.policy.value == "token_mask" else None
-        trainer = SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self._watch.batch)
+        trainer = SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self.watch.batch)
+        supervisor = EngineSupervisor(
+            manager, self._restart, max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
+        )
+        stack.push_async_callback(supervisor.close)
         synchronizer = classes.synchronizer(
             trainer,
             rollouter,
             lambda: manager.clients,  # type: ignore[arg-type, return-value]
             scenario.sync,
             weights_held=queue.weights_held,
-            take_out=manager.remove,
-            put_back=self._put_back,  # type: ignore[arg-type]
+            take_out=supervisor.take_out,
+            put_back=supervisor.put_back,  # type: ignore[arg-type]
+            comes_back=lambda: manager.expects_return,
         )
-        step = self._watch.restored_step
-        queue.restore(step, self._store.states.get(step))
-        self._watch.restored(queue)
+        supervisor.attach(synchronizer.rejoin)  # type: ignore[arg-type]
+        step = self.watch.restored_step
+        queue.restore(step, self.store.states.get(step))
+        self.watch.restored(queue)
         parts = PipelineParts(
             queue=queue,
             rollouter=rollouter,
             learner=trainer,
             synchronizer=synchronizer,
-            checkpoint=SimCheckpoint(queue, self._store, scenario.train),
+            checkpoint=SimCheckpoint(queue, self.store, scenario.train),
             observer=_Observer(self._outcome),
         )
         pipeline = RLVRPipeline(parts, replace(scenario.plan, first_step=step + 1))
-        self._spoil(synchronizer, pipeline)
+        self._spoil(pipeline)
         self.queue = queue
         return pipeline, trainer
 
@@ -218,29 +229,27 @@ class World:
         self._all_replicas.append(replica)
         return replica
 
-    def _spoil(self, synchronizer: ParameterSynchronizer, pipeline: RLVRPipeline) -> None:
+    async def _restart(self, name: str, number: int) -> SimReplica:
+        """What `EngineSupervisor` calls for a new process of a lost replica."""
+        return self._replica(name, EngineFaults())
+
+    def _spoil(self, pipeline: RLVRPipeline) -> None:
         """Set the timers of everything that goes wrong at a time."""
         loop = asyncio.get_running_loop()
         for replica, faults in zip(list(self._all_replicas), self._scenario.engines, strict=True):
             if faults.crash_at_s is not None:
-                loop.call_later(faults.crash_at_s, self._crash, replica, faults, synchronizer)
+                loop.call_later(faults.crash_at_s, self._crash, replica)
         if self._scenario.stop_at_s is not None:
             loop.call_later(self._scenario.stop_at_s, self._stop, pipeline)
 
-    def _crash(self, replica: SimReplica, faults: EngineFaults, synchronizer: ParameterSynchronizer) -> None:
-        self._outcome.spans.append(("faults", f"{replica.name} crashed", *[asyncio.get_running_loop().time()] * 2, {}))
+    def _crash(self, replica: SimReplica) -> None:
+        now = asyncio.get_running_loop().time()
+        self._outcome.spans.append(("faults", f"{replica.name} crashed", now, now, {}))
         replica.crash()
-        if faults.back_after_s is not None:
-            again = self._replica(f"{replica.name} again", EngineFaults())
-            asyncio.get_running_loop().call_later(faults.back_after_s, synchronizer.rejoin, again)
 
     def _stop(self, pipeline: RLVRPipeline) -> None:
         self._stopped_s = asyncio.get_running_loop().time()
         pipeline.request_stop()
-
-    async def _put_back(self, replica: SimReplica) -> None:
-        await replica.resume()
-        await self.manager.add(replica)
 
     async def _close(self) -> None:
         await self.manager.close()
@@ -251,7 +260,7 @@ class World:
         """Figures and the last checks."""
         outcome, scenario, queue = self._outcome, self._scenario, self.queue
         assert queue is not None
-        self._watch.instant(queue)
+        self.watch.instant(queue)
         outcome.queue, outcome.servers = queue.stats(), self.manager.stats()
         slots = scenario.manager.max_concurrent_per_server
         total = slots * max(outcome.ended_s, 1e-9)
@@ -262,7 +271,7 @@ class World:
 
     def _check_end(self) -> None:
         """Invariants 6 and 9: the run ended as it should, and in time."""
-        outcome, scenario, watch = self._outcome, self._scenario, self._watch
+        outcome, scenario, watch = self._outcome, self._scenario, self.watch
         allowed = {RunEnd.FINISHED.value}
         if scenario.num_prompts is not None:
             allowed.add(RunEnd.END_OF_DATA.value)
@@ -274,6 +283,12 @@ class World:
             watch.report(6, f"the run ended with {outcome.end!r} and not with one of {sorted(allowed)}")
         if outcome.end == RunEnd.FINISHED.value and watch.steps_done != scenario.plan.max_steps:
             watch.report(9, f"finished after step {watch.steps_done} of {scenario.plan.max_steps}")
+        if outcome.end == RunEnd.END_OF_DATA.value:
+            assert scenario.num_prompts is not None
+            waiting = {prompt for prompt, _ in watch.finished.values()}
+            lost = set(range(scenario.num_prompts)) - watch.fates().keys() - waiting
+            if lost:
+                watch.report(6, f"the data ended, and prompts {sorted(lost)} were never decided")
         late_s = outcome.ended_s - (self._stopped_s if self._stopped_s is not None else outcome.ended_s)
         if late_s > scenario.patience_s:
             watch.report(9, f"ended {late_s:.1f} s after the stop, more than {scenario.patience_s:.1f} s")
@@ -293,7 +308,14 @@ def simulate(scenario: Scenario, classes: Classes | None = None, *, check: bool 
         return _lives(scenario, classes, Path(folder))
 
 
-def _live(world: World, outcome: SimOutcome, *, check: bool = True, kill: int | None = None, on_kill=None) -> bool:  # noqa: ANN001
+def _live(
+    world: World,
+    outcome: SimOutcome,
+    *,
+    check: bool = True,
+    kill: int | None = None,
+    on_kill: Callable[[], None] | None = None,
+) -> bool:
     """One life; True if it was killed."""
     loop = VirtualLoop(
         max_rounds=_MAX_ROUNDS if check else None,
@@ -315,7 +337,7 @@ def _live(world: World, outcome: SimOutcome, *, check: bool = True, kill: int | 
         outcome.end = "an invariant was broken"
     except RuntimeError as error:  # Deadlock, OutOfEvents
         outcome.end = f"{type(error).__name__}: {error}"
-        world._watch.report(6, outcome.end)
+        world.watch.report(6, outcome.end)
     outcome.rounds += loop.rounds
     return killed
 
@@ -324,26 +346,30 @@ def _lives(scenario: Scenario, classes: Classes, folder: Path) -> SimOutcome:
     """Lives until one is not killed. The ledger of the next one is what the kill left on the disk."""
     store, watch = CheckpointStore(), Watch(scenario)
     for number in range(len(scenario.kills) + 1):
-        outcome = SimOutcome(scenario=scenario)
         here, after = folder / f"life{number}", folder / f"life{number + 1}"
         here.mkdir(exist_ok=True)
+        outcome = SimOutcome(scenario=scenario)
         ledger = SqliteLedger(here / "ledger.sqlite", fsync="never")
         world = World(scenario, watch, outcome, ledger, store, classes)
         kill = scenario.kills[number] if number < len(scenario.kills) else None
-        left_behind: list[tuple[CheckpointStore, Watch]] = []
-
-        def die(here: Path = here, after: Path = after, store=store, watch=watch, found=left_behind) -> None:  # noqa: ANN001
-            shutil.copytree(here, after)
-            found.append((CheckpointStore(dict(store.states)), watch.rewind(store.latest)))
-
-        killed = _live(world, outcome, kill=kill, on_kill=die)
+        left: list[tuple[CheckpointStore, Watch]] = []
+        killed = _live(world, outcome, kill=kill, on_kill=partial(_leave_behind, world, here, after, left))
         if not killed or watch.findings:
             if not watch.findings:
                 _check_ledger(watch, here, outcome)
             break
-        ((store, watch),) = left_behind
+        ((store, watch),) = left
     outcome.findings = tuple(watch.findings)
     return outcome
+
+
+def _leave_behind(world: World, here: Path, after: Path, left: list[tuple[CheckpointStore, Watch]]) -> None:
+    """What a kill leaves: the files of the ledger as they are, the complete checkpoints, and our own books."""
+    shutil.copytree(here, after)
+    if world.queue is not None:
+        world.watch.follow_drops(world.queue)
+    states = dict(world.store.states)
+    left.append((CheckpointStore(states), world.watch.rewind(max(states, default=0))))
 
 
 def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:
@@ -354,9 +380,13 @@ def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:
         watch.report(8, f"prompts with more than one fate: {several}")
     if outcome.queue is None:
         return
-    ledger = SqliteLedger(folder / "ledger.sqlite", fsync="never")
-    recovered = ledger.restore(watch.steps_done)
-    ledger.close()
+    try:
+        ledger = SqliteLedger(folder / "ledger.sqlite", fsync="never")
+        recovered = ledger.restore(watch.steps_done)
+        ledger.close()
+    except LedgerError as error:
+        watch.report(8, str(error))
+        return
     if recovered.done != fates.keys():
         watch.report(8, f"the ledger is done with {sorted(recovered.done)}, the run with {sorted(fates)}")
     open_below = set(range(recovered.next_index)) - recovered.done - {s.prompt_index for s in recovered.buffered}

@@ -290,8 +290,9 @@ class ParameterSynchronizer:
             failed = (push.version, push.attempt, push.failures)
             logger.warning("Parameter sync: version %d attempt %d failed: %s; trying again", *failed)
             await asyncio.sleep(options.retry_delay_s)
-            alive = {r.name for r in self._replicas()} | self._returning.keys()
-            push.waiting = [r for r in push.waiting if r.name in alive]
+            # By identity: one that died meanwhile may already be back under its name, without these weights.
+            alive = [*self._replicas(), *self._returning.values()]
+            push.waiting = [r for r in push.waiting if any(r is other for other in alive)]
             if not push.waiting:
                 return
         push.attempt += 1
@@ -365,12 +366,14 @@ class ParameterSynchronizer:
     async def _give_up_on(self, replica: Replica, reason: str) -> None:
         logger.error("Parameter sync: %s is taken out: %s", replica.name, reason)
         self._taken_out[replica.name] = None
+        if self._returning.get(replica.name, replica) is not replica:
+            return  # its successor waits for weights already
         self._returning.pop(replica.name, None)
         await self._take_out(replica.name, reason)
 
     async def _welcome(self, push: _Push) -> None:
         """Hand over returning replicas that now serve the version."""
-        for replica in [r for r in push.serving if r.name in self._returning]:
+        for replica in [r for r in push.serving if self._returning.get(r.name) is r]:
             assert self._put_back is not None
             await self._put_back(self._returning.pop(replica.name))
             self._taken_out.pop(replica.name, None)

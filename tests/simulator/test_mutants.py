@@ -1,16 +1,18 @@
 """Real parts with one deliberate fault each: the invariants must notice every one of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+
+import pytest
 
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import due_step
-from roll_async.buffer.states import GroupState, Outcome
+from roll_async.buffer.states import Outcome
 from roll_async.rollout.requests import PendingRequest
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.simulator.world import Classes
+from roll_async.simulator.models import EngineFaults
+from roll_async.simulator.scenario import random_killed_scenario, random_scenario
+from roll_async.simulator.world import Classes, simulate
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
 
@@ -26,19 +28,19 @@ class SlotFreeWhenFinished(MessageQueue):
     """Forgets that finished groups hold their slots."""
 
     def _free_slots(self):
-        return super()._free_slots() + len(self._book.buffered_ids)
+        held = self._book.occupying - len(self._book.buffered_ids)
+        return max(0, self.admission_limit - held)
 
 
 class OverdueFirst(BatchChoice):
     """Overdue groups first, else whatever is finished, youngest first; nobody looks ahead."""
 
-    def batch(self, step):
+    def batch(self, step, num_groups):
         ready = [self._book.entries[i] for i in self._book.buffered_ids]
         bound = self._options.bound_versions
         ready.sort(key=lambda e: (due_step(admitted_version=e.slot.admitted_version, max_versions=bound) > step,
                                   -e.slot.group_id))  # fmt: skip
-        size = self._options.groups_per_batch
-        return ready[:size] if len(ready) >= size else None
+        return ready[:num_groups] if len(ready) >= num_groups else None
 
 
 class NoLookAhead(MessageQueue):
@@ -60,12 +62,11 @@ class RequeuedPromptIsLost(MessageQueue):
         await super().release(group_id, lost, reason, group=group)
 
 
-class HalfBatch(MessageQueue):
-    """Hands the trainer one group less than a batch."""
+class HalfGroup(MessageQueue):
+    """Lets a group in before its last sample is there."""
 
-    async def take_batch(self, step):
-        groups = await super().take_batch(step)
-        return groups[:-1]
+    async def put(self, group):
+        return await super().put(replace(group, samples=group.samples[:-1]))
 
 
 class TakesGroupsTwice(MessageQueue):
@@ -73,8 +74,8 @@ class TakesGroupsTwice(MessageQueue):
 
     before = ()
 
-    async def take_batch(self, step):
-        groups = await super().take_batch(step)
+    async def take_batch(self, step, num_groups=None):
+        groups = await super().take_batch(step, num_groups)
         again, self.before = [*self.before[:1], *groups[len(self.before[:1]) :]], groups
         return again
 
@@ -112,24 +113,23 @@ class NothingIsReused(MessageQueue):
 class AcceptsLateReplies(AsyncLLMServerManager):
     """Takes the reply of any attempt for the present one."""
 
-    def _reply(self, server, completion):
-        if completion.request_id not in server.in_flight:
+    def _reply(self, link, completion):
+        if completion.request_id not in link.in_flight:
             base = completion.request_id.partition("#")[0]
             for pending in self._all_in_flight():
                 if pending.request.request_id == base:
-                    server = self._servers[pending.server]
-                    completion = replace(completion, request_id=pending.wire_id)
+                    link, completion = self._links[pending.server], replace(completion, request_id=pending.wire_id)
                     break
-        super()._reply(server, completion)
+        super()._reply(link, completion)
 
 
-class ResumesFromTheStart(AsyncLLMServerManager):
-    """Keeps the tokens of an interrupted request and sends its prompt without them."""
+class ContinuesFromTheStart(AsyncLLMServerManager):
+    """Keeps the tokens of an interrupted request, and sends its prompt again without them."""
 
-    def _dispatch(self, pending, server):
-        super()._dispatch(pending, server)
-        if server.outbox and pending.pieces:
-            server.outbox[-1] = replace(server.outbox[-1], prompt_token_ids=pending.request.prompt_token_ids)
+    def _dispatch(self, pending, link):
+        super()._dispatch(pending, link)
+        if link._outbox and pending.pieces:
+            link._outbox[-1] = replace(link._outbox[-1], prompt_token_ids=pending.request.prompt_token_ids)
 
 
 class PausesTooEarly(AsyncLLMServerManager):
@@ -167,11 +167,11 @@ MUTANTS = {
     "overdue first without look-ahead": (Classes(queue=NoLookAhead), 1),
     "bound not enforced": (Classes(queue=BoundNotEnforced), 1),
     "requeued prompt is lost": (Classes(queue=RequeuedPromptIsLost), 2),
-    "half a batch": (Classes(queue=HalfBatch), 3),
+    "half a group": (Classes(queue=HalfGroup), 3),
     "a group twice": (Classes(queue=TakesGroupsTwice), 3),
     "loses count": (Classes(queue=LosesCount), 2),
     "accepts late replies": (Classes(manager=AcceptsLateReplies), 5),
-    "resumes from the start": (Classes(manager=ResumesFromTheStart), 5),
+    "continues from the start": (Classes(manager=ContinuesFromTheStart), 5),
     "pauses too early": (Classes(manager=PausesTooEarly), 5),
     "drops requests of dead engines": (Classes(manager=DropsDeadRequests), 6),
     "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
@@ -183,4 +183,46 @@ KILLED_MUTANTS = {
     "forgets the ledger": (Classes(queue=ForgetsTheLedger), 8),
     "reuses nothing": (Classes(queue=NothingIsReused), 8),
 }
-assert GroupState  # the states of the book, for readers of this file
+
+
+def every_reply_twice(seed):
+    """Two replicas that double and delay every reply, interrupted often."""
+    base = random_scenario(seed)
+    return replace(
+        base,
+        engines=(EngineFaults(duplicate_share=1.0, delay_s=2.0),) * 2,
+        sync=replace(base.sync, interrupt_mode="resume", interrupt_timeout_s=2.0),
+        speed=replace(base.speed, token_s=0.5),
+        train=replace(base.train, step_s=0.5, fails_at_step=None),
+        queue=replace(base.queue, async_generation_ratio=2.0, trigger_parameter_sync_step=1, max_versions=None),
+        plan=replace(base.plan, sync_every=1, max_steps=6),
+    )
+
+
+WORLDS = {"accepts late replies": every_reply_twice}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_part_is_noticed_by_the_invariant_it_breaks(name):
+    classes, number = MUTANTS[name]
+    make = WORLDS.get(name, random_scenario)
+    for seed in range(300):
+        findings = simulate(make(seed), classes).findings
+        if any(f.startswith(f"invariant {number}:") for f in findings):
+            return
+    pytest.fail(f"300 schedules with a part that {name} passed every check")
+
+
+@pytest.mark.parametrize("name", KILLED_MUTANTS)
+def test_a_broken_restart_is_noticed(name):
+    classes, number = KILLED_MUTANTS[name]
+    for seed in range(40):
+        findings = simulate(random_killed_scenario(seed), classes).findings
+        if any(f.startswith(f"invariant {number}:") for f in findings):
+            return
+    pytest.fail(f"40 killed runs with a queue that {name} passed every check")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_worlds_of_the_mutation_checks_are_sound_without_mutants(seed):
+    assert simulate(every_reply_twice(seed)).findings == ()

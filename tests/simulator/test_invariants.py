@@ -1,0 +1,35 @@
+"""Invariants 1 to 9 of the design over random schedules of the real loops.
+
+A failing seed is replayed by number: roll-async simulate --seed N --trace out.json
+"""
+
+import pytest
+
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from roll_async.simulator.scenario import random_killed_scenario, random_scenario  # noqa: E402
+from roll_async.simulator.world import simulate  # noqa: E402
+
+SEEDS = st.integers(0, 2**32 - 1)
+EVERY_SEED_COUNTS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+
+def many(count):
+    return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=EVERY_SEED_COUNTS)
+
+
+@many(2000)
+@given(seed=SEEDS)
+def test_invariants_hold_whatever_the_schedule_and_the_faults(seed):
+    outcome = simulate(random_scenario(seed))
+    assert not outcome.findings, (f"roll-async simulate --seed {seed}", outcome.end, outcome.findings)
+
+
+@many(200)
+@given(seed=SEEDS)
+def test_invariants_hold_over_kills_at_random_instants(seed):
+    outcome = simulate(random_killed_scenario(seed))
+    assert not outcome.findings, (f"roll-async simulate --seed {seed} --kills", outcome.end, outcome.findings)
