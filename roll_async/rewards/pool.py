@@ -16,6 +16,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,13 +100,15 @@ class _Worker:
             await self.stop()
             raise RuntimeError(answer.get("error") or f"it ended with status {self.process.returncode}")
 
-    async def stop(self) -> None:
+    def kill(self) -> None:
         """End the process and everything it started."""
         if self.process.returncode is None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+
+    async def stop(self) -> None:
+        """`kill`, and wait until it is gone."""
+        self.kill()
         await self.process.wait()
 
 
@@ -118,6 +121,7 @@ class RewardPool:
         self._work = asyncio.Event()
         self._runners: list[asyncio.Task[None]] = []
         self._spare: asyncio.Task[_Worker] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self.timeouts = self.crashes = 0
 
     async def start(self) -> None:
@@ -146,6 +150,8 @@ class RewardPool:
             for worker in await asyncio.gather(spare, return_exceptions=True):
                 if isinstance(worker, _Worker):
                     await worker.stop()
+        if self._ending:
+            await asyncio.wait(self._ending)
         for task in self._waiting:
             task.result.cancel()
 
@@ -220,7 +226,10 @@ class RewardPool:
         """
         self._waiting.extendleft(reversed(worker.tasks))
         worker.tasks.clear()
-        await worker.stop()
+        worker.kill()
+        ending = asyncio.create_task(worker.stop())  # it may hold gigabytes; nobody waits for their release
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
         attempt = 0
         while True:
             assert self._spare is not None
