@@ -121,6 +121,7 @@ class RewardPool:
         self._work = asyncio.Event()
         self._runners: list[asyncio.Task[None]] = []
         self._spare: asyncio.Task[_Worker] | None = None
+        self._taking_spare = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
         self.timeouts = self.crashes = 0
 
@@ -184,11 +185,12 @@ class RewardPool:
                     _resolve(head, _no_score(RewardStatus.TIMEOUT, f"no verdict within {self._options.timeout_s:g} s"))
                     worker = await self._replace(worker)
                     continue
-                worker.tasks.popleft()
                 if line:
+                    worker.tasks.popleft()
                     _resolve(head, _reward(json.loads(line)))
                     continue
                 await worker.stop()
+                worker.tasks.popleft()
                 self.crashes += 1
                 head.crashes += 1
                 if head.crashes < _MAX_CRASHES:
@@ -210,11 +212,9 @@ class RewardPool:
                 if task.result.done():  # nobody waits for it any more
                     continue
                 worker.tasks.append(task)
-                try:
-                    worker.process.stdin.write(task.line)  # type: ignore[union-attr]
-                    await worker.process.stdin.drain()  # type: ignore[union-attr]
-                except (BrokenPipeError, ConnectionResetError):
-                    return  # the reader sees the end of the output and replaces the worker
+                # Not drained: a long task behind a hanging one would be waited for without a time-out. A broken pipe
+                # shows as the end of the output.
+                worker.process.stdin.write(task.line)  # type: ignore[union-attr]
             if worker.tasks:
                 return
             self._work.clear()
@@ -226,23 +226,29 @@ class RewardPool:
         """
         self._waiting.extendleft(reversed(worker.tasks))
         worker.tasks.clear()
+        self._work.set()  # an idle worker may take them before the spare is there
         worker.kill()
         ending = asyncio.create_task(worker.stop())  # it may hold gigabytes; nobody waits for their release
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+        async with self._taking_spare:
+            return await self._take_spare()
+
+    async def _take_spare(self) -> _Worker:
         attempt = 0
         while True:
             assert self._spare is not None
-            spare = self._spare
-            self._order_spare()  # before the wait: two workers that end together must not get the same spare
-            result = (await asyncio.gather(spare, return_exceptions=True))[0]
-            if isinstance(result, _Worker):
-                return result
-            logger.warning("reward %s: a worker does not start: %s", self._options.reward, result)
+            await asyncio.wait([self._spare])  # unlike awaiting it, this does not end it when the pool closes
+            spare, self._spare = self._spare, None
+            self._order_spare()
+            if not spare.cancelled() and spare.exception() is None:
+                return spare.result()
+            problem = "cancelled" if spare.cancelled() else spare.exception()
+            logger.warning("reward %s: a worker does not start: %s", self._options.reward, problem)
             attempt += 1
             if attempt >= _MAX_STARTS:
                 for task in self._waiting:
-                    _resolve(task, _no_score(RewardStatus.OUTAGE, f"no worker starts: {result}"))
+                    _resolve(task, _no_score(RewardStatus.OUTAGE, f"no worker starts: {problem}"))
                 self._waiting.clear()
             await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
 

@@ -84,6 +84,25 @@ def test_two_workers_that_hang_at_once_get_a_spare_each(scoring):
     assert [r.score for r in rewards[2:]] == [1, 2, 3, 4]
 
 
+def test_long_texts_behind_a_hanging_one_do_not_suspend_its_time_out(scoring):
+    async def work(pool):
+        long = [pool.score("1", "x" * 400_000, {}) for _ in range(3)]
+        return await asyncio.gather(pool.score("hang", "42", {}), *long)
+
+    first, *rest = scoring(work, timeout_s=0.5)
+    assert first.status is RewardStatus.TIMEOUT and {r.metrics["length"] for r in rest} == {400_000}
+
+
+def test_workers_that_hang_at_the_same_moment_are_each_replaced_by_one_of_their_own(scoring):
+    async def work(pool):
+        rewards = await ask(pool, *["hang"] * 6, *map(str, range(12)))
+        return rewards, pool.timeouts
+
+    rewards, timeouts = scoring(work, num_workers=3, timeout_s=0.4)
+    assert timeouts == 6 and [r.score for r in rewards[6:]] == list(range(12))
+    assert all(r.status is RewardStatus.OK for r in rewards[6:]) and _children() == []
+
+
 def test_a_reward_that_kills_its_worker_twice_gets_no_score_and_the_next_one_does(scoring):
     async def work(pool):
         rewards = await ask(pool, "die", "7", "die", "8")
@@ -189,7 +208,7 @@ def test_closing_leaves_no_process_and_nobody_waiting(scoring):
 
     processes, cancelled = scoring(work)
     assert processes == ["reward worker 0"] and all(cancelled)
-    assert not _children()
+    assert _children() == []
 
 
 def _children():
@@ -201,7 +220,7 @@ def _children():
         except (OSError, NotADirectoryError):
             continue
         if int(fields[1]) == os.getpid() and "roll_async.rewards.worker" in command:
-            mine.append(entry.name)
+            mine.append((entry.name, (entry / "stat").read_text(), command))
     return mine
 
 
