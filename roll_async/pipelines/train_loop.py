@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from roll_async.buffer.errors import EndOfData
 from roll_async.buffer.freshness import BatchFreshness
@@ -24,6 +25,8 @@ from roll_async.rollout.rollouter import Rollouter
 from roll_async.schema import Group
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +150,8 @@ class TrainLoop:
         while len(groups) < plan.groups_per_batch:
             self.state = TrainerState.WAITING
             with clock.measure("wait_batch"):
-                part = await self._take(step, stoppable=not groups)
+                taking = parts.queue.take_batch(step, plan.groups_per_part)
+                part = await self._welcoming(taking, stoppable=not groups)
             if part is None:
                 return None
             self.state, self.mid_step = TrainerState.LEARNING, True
@@ -156,29 +160,29 @@ class TrainLoop:
             groups += part
         return groups, merged_reports(reports)
 
-    async def _take(self, step: int, *, stoppable: bool) -> list[Group] | None:
-        """The next part of a step. Meanwhile replicas that come back are given the present weights."""
-        parts = self._parts
-        size = self._plan.groups_per_part
-        taking = asyncio.ensure_future(parts.queue.take_batch(step, size))
-        stop = asyncio.ensure_future(self._stop.wait())
+    async def _welcoming(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
+        """The result of `work`, None when a stop came first. Meanwhile replicas that come back are given the present
+        weights: without them `work` might never end.
+        """
+        synchronizer = self._parts.synchronizer
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
-            while not taking.done():
-                back = asyncio.ensure_future(parts.synchronizer.wait_returning())
-                waits = {taking, back, stop} if stoppable else {taking, back}
+            while not task.done():
+                back = asyncio.ensure_future(synchronizer.wait_returning())
+                waits = {task, back, stop} if stoppable else {task, back}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 came_back = back.done()
                 back.cancel()
-                if taking.done():
+                if task.done():
                     break
                 if stoppable and stop.done():
                     return None
                 if came_back:
-                    await parts.synchronizer.welcome(self.trained)
-            return await taking
+                    await synchronizer.welcome(self.trained)
+            return await task
         finally:
-            for task in (taking, stop):
-                task.cancel()
+            for pending in (task, stop):
+                pending.cancel()
 
     def _metrics(
         self,
@@ -219,6 +223,6 @@ class TrainLoop:
             return {}
         await parts.rollouter.pause()
         try:
-            return await parts.validate(step)
+            return await self._welcoming(parts.validate(step), stoppable=False) or {}
         finally:
             await parts.rollouter.resume()

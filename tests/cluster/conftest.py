@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from rank_pool import SUMMARY, RankPool  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+RLVR = "start_rlvr_pipeline.py"
 SMALL = (
     "rollout_batch_size=8",
     "num_return_sequences_in_group=4",
@@ -36,12 +37,12 @@ def demo_assets(tmp_path_factory):
 
 
 class Launcher:
-    """Runs `examples/start_rlvr_pipeline.py` on the assets."""
+    """Runs a start script of `examples/` on the assets."""
 
     def __init__(self, assets, output):
         self.assets, self.output = assets, output
 
-    def command(self, *overrides, config="rlvr_config_async_cpu.yaml", name="run", small=True):
+    def command(self, *overrides, config="rlvr_config_async_cpu.yaml", name="run", small=True, script=RLVR):
         places = (
             f"pretrain={self.assets}/model",
             f"actor_train.data_args.file_name={self.assets}/train.jsonl",
@@ -49,10 +50,17 @@ class Launcher:
             f"output_dir={self.output}",
             f"exp_name={name}",
         )
-        script = str(ROOT / "examples" / "start_rlvr_pipeline.py")
         if config == "rlvr_gsm8k_cpu.yaml":
             places = places[3:]
-        return [sys.executable, script, "--config", config, *places, *(SMALL if small else ()), *overrides]
+        return [
+            sys.executable,
+            str(ROOT / "examples" / script),
+            "--config",
+            config,
+            *places,
+            *(SMALL if small else ()),
+            *overrides,
+        ]
 
     def start(self, *overrides, **kwargs):
         env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}

@@ -108,9 +108,9 @@ def test_killing_the_driver_leaves_no_process_behind(launcher):
     assert left == []
 
 
-def test_a_dying_engine_ends_the_run_with_its_error_and_not_a_hang(launcher):
+def test_an_engine_that_dies_without_restarts_left_ends_the_run_with_its_error_and_not_a_hang(launcher):
     psutil = pytest.importorskip("psutil")
-    process = launcher.start("max_steps=500", HF)
+    process = launcher.start("max_steps=500", "fault.max_engine_restarts=0", HF)
     for line in process.stdout:
         if line.startswith("step 1/"):
             break

@@ -15,7 +15,7 @@ from roll_async.pipelines.health import HealthMonitor
 from roll_async.pipelines.metrics import merged_reports
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainerState, TrainLoop
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.rollouter import Rollouter
@@ -59,8 +59,8 @@ class Run:
         options = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
         )
-        scheduler = ChatCompletionScheduler(self.manager, scorer_class(), options)
-        self.rollouter = Rollouter(self.queue, scheduler, self.manager, self)
+        self.scheduler = ChatCompletionScheduler(self.manager, scorer_class(), options)
+        self.rollouter = Rollouter(self.queue, self.scheduler, self.manager, self)
         self.sync = ParameterSynchronizer(
             self,
             self.rollouter,
@@ -123,8 +123,9 @@ class Run:
         self.saved.append(step)
 
     async def validate(self, step):
-        await asyncio.sleep(2)
-        return {"validation/reward": 0.5}
+        prompts = [self.build.prompt()] * 3
+        samples = await self.scheduler.validate(prompts, SamplingParams(max_new_tokens=5), name=f"validation.{step}")
+        return {"validation/reward": 0.5, "validation/samples": float(len(samples))}
 
     def step(self, step, metrics):
         self.published.append(metrics)
@@ -227,6 +228,21 @@ def test_whenever_an_engine_dies_the_run_goes_on(run, a_run, seconds, parts):
 
     assert run(go()) is RunEnd.FINISHED
     assert sorted(hit.rows) == list(range(20)) and max(m["staleness/max"] for m in hit.published) == 0
+
+
+def test_an_engine_that_dies_during_a_validation_comes_back_for_it(run, a_run):
+    hit = a_run(steps=3, speeds=(1.0,), eval_every=1)
+
+    async def go():
+        running = asyncio.create_task(hit.go())
+        while hit.trainer.state is not TrainerState.VALIDATING:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(2)
+        hit.replicas[0].die("SIGKILL")
+        return await running
+
+    assert run(go()) is RunEnd.FINISHED
+    assert [m["validation/samples"] for m in hit.published] == [3, 3, 3] and len(set(hit.rows)) == 12
 
 
 def test_an_error_of_the_learner_ends_everything_and_closes_the_queue(run, a_run):

@@ -1,0 +1,55 @@
+"""The fully asynchronous program as a user starts it, with classes of one's own; and runs that are killed."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).resolve().parents[2]
+HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
+
+
+def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(launcher):
+    samples = launcher.output / "samples"
+    code, output = launcher.run(
+        "max_steps=4",
+        "rollout_batch_size=8",
+        "num_return_sequences_in_group=4",
+        "actor_train.training_args.per_device_train_batch_size=8",
+        "actor_train.training_args.gradient_accumulation_steps=1",
+        "eval_steps=0",
+        f"tracking.rollout_dump_dir={samples}",
+        HF,
+        config="fully_async_cpu",
+        script="fully_async_custom.py",
+        small=False,
+    )
+    assert code == 0, output
+    metrics = launcher.metrics()
+    assert [m["fully_async/global_steps"] for m in metrics] == [1, 2, 3, 4]
+    assert all({"custom/unsolved_groups", "custom/solved_groups"} <= m.keys() for m in metrics)
+    assert all(m["trainer/optimizer_steps"] == 4 for m in metrics), "four mini-batches, taken one by one"
+    assert metrics[-1]["fully_async/total_consumed"] == 4 * 32 and max(m["staleness/max"] for m in metrics) <= 2
+    log = (launcher.output / "run" / "fully_async_training.log").read_text()
+    for component in ("Trainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
+        assert f"Component Statistics: {component} " in log
+    assert "Parameter sync: version 2 on 1 replicas" in log and "Custom metric: " in log and " ERROR " not in log
+    rows = [json.loads(line) for line in (samples / "step_00000004.jsonl").read_text().splitlines()]
+    assert len(rows) == 32 and all(row["prompt"] and row["response"] for row in rows)
+    correct = [row for row in rows if row["score"] > 0]
+    assert all(row["ground_truth"] in row["response"] for row in correct)
+
+
+@pytest.mark.slow
+def test_runs_killed_at_random_instants_train_every_prompt_exactly_once(demo_assets, tmp_path):
+    """Three kills; `python tools/kill_runs.py` does twenty."""
+    spec = importlib.util.spec_from_file_location("kill_runs", ROOT / "tools" / "kill_runs.py")
+    kill_runs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kill_runs)
+    data = f"actor_train.data_args.file_name={demo_assets}/train.jsonl"
+    overrides = [f"pretrain={demo_assets}/model", data, "validation=null"]
+    assert kill_runs.kill_and_check(tmp_path, 3, seed=20, overrides=overrides) == []
