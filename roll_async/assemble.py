@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
-from roll_async.schema import Group, Prompt
+from roll_async.schema import Prompt
 from roll_async.trainer.learner import Learner, LearnerParts, LearnerState
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 from roll_async.weight_sync.transports import choose_transport
@@ -73,12 +74,11 @@ async def build_run(
     RoleFailed for what a role reports.
     """
     roles = await RoleStarter(config, runtime, placements, stack).start()
-    dump = None
+    samples = None
     if config.tracking.rollout_dump_dir is not None:
         samples = SampleDump(config.tracking.rollout_dump_dir, load_tokenizer(config.pretrain).batch_decode)
         stack.callback(samples.close)
-        dump = lambda step, groups: samples.write(step, sample_rows(groups))  # noqa: E731
-    return await couple(config, roles, *observers, classes, dump)
+    return await couple(config, roles, *observers, classes, samples)
 
 
 async def couple(
@@ -87,7 +87,7 @@ async def couple(
     recorder: Recorder,
     folder: RunFolder,
     classes: RunClasses,
-    dump: Callable[[int, Sequence[Group]], None] | None = None,
+    samples: SampleDump | None = None,
 ) -> Assembled:
     """A pipeline on roles that run already; restores what `checkpoint.resume_from` names."""
     actor, manager, supervisor = roles.training["actor_train"], roles.manager, roles.supervisor
@@ -125,9 +125,9 @@ async def couple(
         rollouter=rollouter,
         learner=learner,
         synchronizer=synchronizer,
-        checkpoint=LoopCheckpoint(config, actor, learner, queue, checkpoints),
+        checkpoint=LoopCheckpoint(config, actor, learner, queue, checkpoints, samples),
         observer=recorder,
-        dump=dump,
+        dump=None if samples is None else lambda step, groups: samples.write(step, sample_rows(groups)),
         validate=_validator(config, scheduler, roles.validation) if roles.validation else None,
     )
     plan = settings.run_plan(config, first_step=restored + 1)
@@ -198,13 +198,16 @@ class LoopCheckpoint:
         learner: Learner,
         queue: MessageQueue,
         checkpoints: RunCheckpoints,
+        samples: SampleDump | None = None,
     ) -> None:
         self._config, self._actor, self._learner = config, actor, learner
-        self._queue, self._checkpoints = queue, checkpoints
+        self._queue, self._checkpoints, self._samples = queue, checkpoints, samples
 
     async def save(self, step: int) -> None:
         """Write the checkpoint of a step; older ones beyond max_to_keep go afterwards."""
         state = {"step": step, "learner": self._learner.state.to_json(), "queue": self._queue.checkpoint_state()}
+        if self._samples is not None:  # a restored run does not dump these steps again
+            await asyncio.to_thread(self._samples.flush)
         target = self._checkpoints.folder_of(step)
         await self._actor.save(str(target), step, json.dumps(state).encode())
         if self._config.checkpoint.save_hf_model:

@@ -43,8 +43,13 @@ class SampleDump:
         partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         partial.replace(target)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Wait until everything is on the disk."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.result()
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
         self._writer.shutdown(wait=True)
-        for pending in self._pending:
-            pending.result()
+        self.flush()

@@ -1,4 +1,4 @@
-"""The fully asynchronous mode: the loops of `rlvr.py` with `async_generation_ratio` > 0, plus the statistics of that mode.
+"""The fully asynchronous mode: the loops of `rlvr.py` with `async_generation_ratio` > 0, and the statistics of it.
 
     FullyAsyncMain (roll_async/fully_async.py)
         Rollouter --groups--> MessageQueue --batches--> FullyAsyncTrainer --weights--> ParameterSynchronizer --+

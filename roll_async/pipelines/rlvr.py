@@ -57,14 +57,7 @@ class RLVRPipeline:
                 await rollout
                 if watch is not None:
                     watch.cancel()
-            await self._save_the_rest()
+            await trainer.save()
         finally:
             parts.queue.close()
         return end
-
-    async def _save_the_rest(self) -> None:
-        """A checkpoint of the last step, unless it has one or the weights have gone past it."""
-        trained, plan = self._trainer.trained, self._plan
-        saved = plan.save_every and trained % plan.save_every == 0
-        if trained >= plan.first_step and not saved and not self._trainer.mid_step:
-            await self._parts.checkpoint.save(trained)

@@ -1,8 +1,11 @@
-"""The training side of a run: take a batch, learn, push weights, validate, save, publish.
+"""The training side of a run: take a batch, learn, push weights, validate, publish, save.
 
-    take_batch --groups--> learn --+ until the step is whole --> step_trained --> push --> validate --> save --> metrics
+    take_batch --groups--> learn --+ until the step is whole --> step_trained --> push --> validate --> metrics --> save
         ^                          |
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
+
+A step is published before it is saved: a run that is killed in between does it again, one that is killed afterwards
+has told all of it.
 
 While it waits for groups, a replica that was restarted is given the present weights: nobody else could bring the groups
 it waits for.
@@ -87,6 +90,8 @@ class TrainLoop:
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
+        self.saved = self.trained
+        """Last step with a checkpoint, or the one the run began after."""
         self.mid_step = False
         """Weights hold a part of the next step: no checkpoint can name them."""
         self.num_samples = 0
@@ -106,9 +111,19 @@ class TrainLoop:
         finally:
             self.state = TrainerState.STOPPED
 
+    async def save(self) -> None:
+        """A checkpoint of the last step, unless it has one, or the weights have gone past it."""
+        if self.saved < self.trained and not self.mid_step:
+            self.state = TrainerState.SAVING
+            await self._parts.checkpoint.save(self.trained)
+            self.saved = self.trained
+
     async def _step(self, step: int) -> RunEnd | None:
         """One training step; why the run ends, or None to go on."""
         parts, plan, clock = self._parts, self._plan, StepClock()
+        if plan.save_every and self.trained % plan.save_every == 0:
+            with clock.measure("save"):
+                await self.save()
         try:
             consumed = await self._consume(step, clock)
         except EndOfData as end:
@@ -129,10 +144,6 @@ class TrainLoop:
         self.state = TrainerState.VALIDATING
         with clock.measure("validation"):
             validation = await self._validate(step)
-        if plan.save_every and step % plan.save_every == 0:
-            self.state = TrainerState.SAVING
-            with clock.measure("save"):
-                await parts.checkpoint.save(step)
         metrics = self._metrics(step, groups, report, sync, clock, ages)
         parts.observer.step(step, {**metrics, **validation})
         self._trace(step, groups, clock)
