@@ -32,6 +32,7 @@ SMALL = (
     "actor_train.training_args.per_device_train_batch_size=8",
     "actor_train.training_args.gradient_accumulation_steps=1",
     "async_training.max_concurrent_per_server=8",
+    "rewards={length: {type: tests.cluster.length_reward.LengthReward}}",
     f"max_steps={STEPS}",
     "eval_steps=0",
     "save_steps=0",
