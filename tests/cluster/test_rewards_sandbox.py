@@ -118,6 +118,11 @@ def test_memory_has_a_limit(program):
     assert "MemoryError" in outcome.problem or sys.platform != "linux"
 
 
+def test_files_are_few_and_small(program):
+    assert "Too many open files" in program("files = [open(str(i), 'w') for i in range(200)]").problem
+    assert "File too large" in program("open('big', 'w').write('x' * (20 << 20))").problem
+
+
 @contained
 def test_limits_cannot_be_raised_again(program):
     code = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))"
