@@ -276,7 +276,7 @@ class Checker:
         for key, owner in (("judge", "llm_judge"), ("sandbox", "code_sandbox"), ("service", "math_service")):
             if values.get(key) is not None and kind != owner:
                 self._error("C020", f"{path}.{key}", node.value[key], f"has no effect on role {kind}; remove it")
-        if kind in ("llm_judge", "math_service") and "num_workers" in values:
+        if kind in ("llm_judge", "math_service") and values.get("num_workers", 1) != 1:
             message = f"has no effect on role {kind}; remove it, or set max_concurrent"
             self._error("C020", f"{path}.num_workers", node.value["num_workers"], message)
         if kind == "llm_judge" and values.get("judge") is None:
