@@ -25,7 +25,7 @@ class ChatToolCodec:
         self._role = "tool"
         end_id = tokenizer.eos_token_id
         self._end_ids = {i for i in (end_id, tokenizer.convert_tokens_to_ids("<|im_end|>")) if isinstance(i, int)}
-        self._reserved = [str(t) for t in tokenizer.all_special_tokens]
+        self._reserved = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         try:
             self._between("x")
         except ValueError:
@@ -44,8 +44,9 @@ class ChatToolCodec:
 
     def _plain(self, result: str) -> str:
         """A result cannot speak in the name of the template: its marks are taken out."""
-        for mark in self._reserved:
-            result = result.replace(mark, "")
+        while marks := [mark for mark in self._reserved if mark in result]:  # taking one out may make another
+            for mark in marks:
+                result = result.replace(mark, "")
         return result
 
     def _between(self, *results: str) -> str:
