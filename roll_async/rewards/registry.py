@@ -19,20 +19,19 @@ REWARDS = {
 }
 """Judged in worker processes. `llm_judge` is a client of a server and lives in the router."""
 
-RULES = frozenset({"math_rule", "exact_match", "multiple_choice", "qa", "ifeval"})
-"""They read text and compute; their workers need neither files nor network nor processes, and have none."""
-
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def is_rule(name: str) -> bool:
-    """Whether the reward needs nothing but the processor, by its name or by the path of its class."""
-    return name in RULES or any(REWARDS[rule] == name for rule in RULES)
+    """Whether the reward reads text and computes, by its name or by the path of its class: its workers need neither
+    files nor network nor processes, and have none.
+    """
+    return not needs_environment(name) and REWARDS.get(name, name) != REWARDS["code_sandbox"]
 
 
 def needs_environment(name: str) -> bool:
     """Whether the reward is a user's code, which may need variables of the run's environment."""
-    return name not in REWARDS and name not in REWARDS.values()
+    return not REWARDS.get(name, name).startswith("roll_async.rewards.")
 
 
 def create_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.sandbox.confine import missing
 from roll_async.schema import RewardStatus
 
 HERE = str(Path(__file__).parent)
@@ -209,6 +210,25 @@ def test_closing_leaves_no_process_and_nobody_waiting(scoring):
     processes, cancelled = scoring(work)
     assert processes == ["reward worker 0"] and all(cancelled)
     assert _children() == []
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "confined here")
+@pytest.mark.parametrize(("reward", "filtered"), [("exact_match", "2"), (MISBEHAVING, "0")])
+def test_the_kernel_says_that_our_rules_are_confined_and_a_users_code_is_not(scoring, monkeypatch, reward, filtered):
+    monkeypatch.setenv("SECRET_KEY", "sk-1")
+
+    async def work(pool):
+        await pool.score("1", "=1", {})
+        pid = _children()[0][0]
+        status = dict(
+            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+        )
+        return status, "SECRET_KEY" in Path(f"/proc/{pid}/environ").read_text()
+
+    status, secret_known = scoring(work, reward=reward)
+    assert status["Seccomp"] == filtered and status["NoNewPrivs"] == ("1" if filtered == "2" else "0")
+    assert filtered == "0" or int(status["CapEff"], 16) == 0
+    assert secret_known == (filtered == "0")
 
 
 def _children():

@@ -8,7 +8,7 @@ from roll_async.config.schema import RewardConfig
 from roll_async.rewards.answers import final_answer
 from roll_async.rewards.exact_match import ExactMatch
 from roll_async.rewards.math_rule import MathRule
-from roll_async.rewards.registry import REWARDS, create_reward
+from roll_async.rewards.registry import REWARDS, create_reward, is_rule, needs_environment
 from roll_async.rewards.router import RewardRouter
 from roll_async.schema import RewardStatus
 
@@ -105,7 +105,14 @@ def test_the_math_rule_names_what_is_missing_and_refuses_an_endless_answer():
 
 
 def test_every_name_in_the_table_can_be_built():
-    assert all(callable(create_reward(name)) for name in REWARDS)
+    options = {"code_sandbox": {"isolation": "best_effort"}}
+    assert all(callable(create_reward(name, options.get(name))) for name in REWARDS)
+
+
+def test_our_rules_work_without_rights_and_a_users_code_keeps_its_own():
+    rules = {name for name in (*REWARDS, "roll_async.rewards.qa.ExactAnswer", "mine.score") if is_rule(name)}
+    assert rules == {*REWARDS, "roll_async.rewards.qa.ExactAnswer"} - {"code_sandbox"}
+    assert needs_environment("mine.score") and not needs_environment("code_sandbox")
 
 
 def test_the_router_sends_a_prompt_to_the_reward_of_its_domain(build):
