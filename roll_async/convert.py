@@ -8,6 +8,7 @@ holds the model twice in float32. Exit codes: 0 converted, 1 the disk failed or 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ class VerificationError(RuntimeError):
 def run_convert(args: Sequence[str]) -> int:
     """The command; returns the exit code."""
     arguments = _parser().parse_args(list(args))
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch, imported below: large pages for large tensors
     try:
         _convert(arguments)
     except ValueError as error:

@@ -7,7 +7,8 @@ torch_dist checkpoint has no layout, so what is written loads under any, and wha
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,17 +140,23 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
 
     total = sum(piece.num_bytes for piece in pieces)
 
+    scratch = _Scratch()
+
     def load(piece: Piece) -> Tensor:
         match = matches[piece.key, piece.index]
-        parts = [folder.tensor(name) for name in match.hf_names]
+        whole, parts = scratch.read(folder, match.hf_names)
+        options.progress(piece.num_bytes, total)
         if adapter is not None:
             parts = [adapter.merge(name, part) for name, part in zip(match.hf_names, parts, strict=True)]
-        options.progress(piece.num_bytes, total)
+        elif match.row.transform is not Transform.QKV:
+            return whole.to(piece.dtype)  # the parts one after another are the Megatron tensor
         return to_megatron(match.row, parts, model.heads).to(piece.dtype)
 
-    with _complete(target, total) as temporary:
+    with _complete(target, total) as (temporary, on_file):
         names = list(dict.fromkeys(objects))
-        write_megatron_folder(temporary, pieces, load, empty_objects=names, file_bytes=options.file_bytes)
+        write_megatron_folder(
+            temporary, pieces, load, empty_objects=names, file_bytes=options.file_bytes, on_file=on_file
+        )
         if adapter is not None:
             adapter.check_all_used()
         (temporary / HF_FILES).mkdir()
@@ -174,8 +181,8 @@ def megatron_to_hf(source: Path, target: Path, options: ConversionOptions, *, li
             yield name, merged.to(wanted[name].dtype)
             options.progress(wanted[name].num_bytes, total)
 
-    with _complete(target, total) as temporary:
-        write_known_tensors(temporary, specs, converted(), shard_bytes=options.file_bytes)
+    with _complete(target, total) as (temporary, on_file):
+        write_known_tensors(temporary, specs, converted(), shard_bytes=options.file_bytes, on_file=on_file)
         if adapter is not None:
             adapter.check_all_used()
         copy_side_files(files, temporary, dtype=options.dtype)
@@ -246,9 +253,31 @@ def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | N
     )
 
 
+class _Scratch:
+    """Memory that is read into again and again: fresh pages cost more than the reading."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, folder: HfFolder, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+        """Tensors that differ in their first dimension at most: one over the other, and each. Valid until the next
+        call.
+        """
+        specs = [folder.spec(name) for name in names]
+        size = sum(spec.num_bytes for spec in specs)
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        buffers = self._bytes[:size].split([spec.num_bytes for spec in specs])
+        parts = [folder.tensor(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
+        whole = self._bytes[:size].view(specs[0].dtype).reshape(-1, *specs[0].shape[1:])
+        return whole, parts
+
+
 @contextmanager
-def _complete(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder that gets its final name when all is written and on disk; on any error it is removed."""
+def _complete(target: Path, num_bytes: int) -> Iterator[tuple[Path, Callable[[Path], object]]]:
+    """A folder that gets its final name when all is written and on disk; on any error it is removed. The second value
+    takes files that are complete, and syncs them to disk beside what is written next.
+    """
     if target.exists():
         raise ValueError(f"{target} exists already; choose another target or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -259,8 +288,12 @@ def _complete(target: Path, num_bytes: int) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary
-        for path in temporary.rglob("*"):
+        with ThreadPoolExecutor(1) as disk:
+            syncing = []
+            yield temporary, lambda path: syncing.append(disk.submit(sync, path))
+            for done in syncing:
+                done.result()
+        for path in (*temporary.rglob("*"), temporary):
             sync(path)
         temporary.rename(target)
         sync(target.parent)

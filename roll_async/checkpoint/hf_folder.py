@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -80,14 +80,16 @@ class HfFolder:
         """Size of all tensors."""
         return sum(spec.num_bytes for spec, _ in self._specs.values())
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, read on demand. One file stays open: neighbours mostly share it."""
+    def tensor(self, name: str, buffer: Tensor | None = None) -> Tensor:
+        """One tensor, read on demand, into `buffer` (uint8, of its size) if given. One file stays open: neighbours
+        mostly share it.
+        """
         self.spec(name)
         path = self._specs[name][1]
         if self._open is None or self._open.path != path:
             self.close()
             self._open = SafetensorsFile(path)
-        return self._open.tensor(name)
+        return self._open.tensor(name, buffer)
 
     def close(self) -> None:
         """Release the open file."""
@@ -109,9 +111,16 @@ def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = N
 
 
 def write_known_tensors(
-    folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]], *, shard_bytes: int
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterator[tuple[str, Tensor]],
+    *,
+    shard_bytes: int,
+    on_file: Callable[[Path], object] = lambda path: None,
 ) -> None:
-    """Shards and index of tensors that come in the order of `specs`. Peak memory: one tensor."""
+    """Shards and index of tensors that come in the order of `specs`. Peak memory: one tensor. `on_file` is told each
+    shard when it is complete, but not yet synced to disk.
+    """
     shards = list(split_shards(specs, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -119,6 +128,7 @@ def write_known_tensors(
         with SafetensorsWriter(folder / name, shard) as writer:
             for _ in shard:
                 writer.add(*next(tensors))
+        on_file(folder / name)
         weight_map |= {spec.name: name for spec in shard}
     if len(shards) > 1:
         _write_index(folder, weight_map, sum(spec.num_bytes for spec in specs))

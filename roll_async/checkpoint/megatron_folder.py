@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import IO, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -58,15 +56,14 @@ class MegatronFolder:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self._check_format()
-        self._reader = FileSystemReader(str(folder))
         try:
-            metadata = self._reader.read_metadata()
+            metadata = FileSystemReader(str(folder)).read_metadata()
         except FileNotFoundError as error:
             raise ValueError(f"{folder / INDEX} is missing: the checkpoint was never completed") from error
         except (EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
             raise ValueError(f"{folder / INDEX} is truncated or damaged: {error}") from error
         self._check_files(metadata)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._storage = metadata.storage_data or {}
         self._tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -111,35 +108,61 @@ class MegatronFolder:
         """`stored[index]`, put together from the chunks that hold it."""
         entry = self._tensors[key]
         rest = tuple(entry.size[len(index) :])
-        target = torch.empty((*(1 for _ in index), *rest), dtype=entry.properties.dtype)
         wanted = ChunkStorageMetadata(
             offsets=torch.Size((*index, *(0 for _ in rest))), sizes=torch.Size((*(1 for _ in index), *rest))
         )
         items = create_read_items_for_chunk_list(key, entry, [wanted])
-        if sum(item.lengths.numel() for item in items) != target.numel():
+        if sum(item.lengths.numel() for item in items) != wanted.sizes.numel():
             raise ValueError(f"{self.path}: the chunks of {key} do not cover it")
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self.path}: a data file of {key} is damaged: {error}") from error
+        if len(items) == 1:
+            return _part(self._chunk(items[0]), items[0].storage_offsets, items[0].lengths).reshape(rest)
+        target = torch.empty(wanted.sizes, dtype=entry.properties.dtype)
+        for item in items:
+            part = _part(self._chunk(item), item.storage_offsets, item.lengths)
+            _part(target, item.dest_offsets, item.lengths).copy_(part)
         return target.reshape(rest)
 
+    def _chunk(self, item: ReadItem) -> Tensor:
+        """One chunk as it was saved."""
+        info = self._storage[item.storage_index]
+        path = self.path / info.relative_path
+        if info.transform_descriptors:
+            raise ValueError(f"{path} is compressed ({info.transform_descriptors}), which is not supported")
+        try:
+            with open(path, "rb") as file:
+                return torch.load(cast(IO[bytes], _View(file, info.offset, info.length)), weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error
 
-class _Into(DefaultLoadPlanner):
-    """Hands out the parts of one tensor."""
 
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
+def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+class _View(io.RawIOBase):
+    """A stretch of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        self._at += count
+        return count
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,27 +194,33 @@ def write_megatron_folder(
     *,
     empty_objects: Sequence[str] = (),
     file_bytes: int = 4 << 30,
+    on_file: Callable[[Path], object] = lambda path: None,
 ) -> None:
-    """Write the pieces, each loaded when its turn comes: memory of one tensor. `folder` exists and is empty.
-    `empty_objects` are names that hold None.
+    """Write the pieces, each loaded when its turn comes, so that `load` may hand out the same memory every time.
+    `folder` exists and is empty. `empty_objects` are names that hold None. `on_file` is told each data file when it is
+    complete, but not yet synced to disk.
 
     Raises ValueError when pieces of one key differ in dtype or shape, which one stored tensor cannot hold.
     """
     outline: dict[str, STORAGE_TYPES] = {**_outline(pieces), **{name: BytesStorageMetadata() for name in empty_objects}}
     metadata = Metadata(state_dict_metadata=outline)
     planner = cast(SavePlanner, _Lazily(pieces, load))
-    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer = FileSystemWriter(
+        str(folder), single_file_per_rank=True, sync_files=False, thread_count=1, per_thread_copy_ahead=0
+    )
     writer.set_up_storage_writer(is_coordinator=True)
     plans = [SavePlan([_item(piece) for piece in group]) for group in _groups(pieces, file_bytes)]
     plans.append(SavePlan([WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in empty_objects]))
     plans = writer.prepare_global_plan(plans)
     with _no_checksums():
-        results = [writer.write_data(plan, planner).wait() for plan in plans]
+        results = []
+        for plan in plans:
+            results.append(writer.write_data(plan, planner).wait())
+            for name in {result.storage_data.relative_path for result in results[-1]}:
+                on_file(folder / name)
     writer.finish(metadata, results)
     torch.save({}, folder / COMMON)
     (folder / CONFIG).write_text(json.dumps(_FORMAT))
-    for name in (COMMON, CONFIG, "."):
-        sync(folder / name)
 
 
 def sync(path: Path) -> None:

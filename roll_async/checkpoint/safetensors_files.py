@@ -89,10 +89,11 @@ class SafetensorsFile:
         """All tensors, in the order of the header."""
         return [spec for spec, _ in self._specs.values()]
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor in memory of its own."""
+    def tensor(self, name: str, buffer: Tensor | None = None) -> Tensor:
+        """One tensor, in memory of its own or in `buffer` (uint8, of its size)."""
         spec, offset = self._specs[name]
-        data = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        data = torch.empty(spec.num_bytes, dtype=torch.uint8) if buffer is None else buffer
+        assert data.numel() == spec.num_bytes
         if spec.num_bytes:
             self._file.seek(offset)
             if self._file.readinto(bytes_of(data)) != spec.num_bytes:
@@ -105,7 +106,7 @@ class SafetensorsFile:
 
 
 class SafetensorsWriter:
-    """Writes one file of known tensors, given in order."""
+    """Writes one file of known tensors, given in order. The caller syncs it to disk."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._expected: Iterator[TensorSpec] = iter(specs)
@@ -137,6 +138,5 @@ class SafetensorsWriter:
             if kind is None:
                 assert next(self._expected, None) is None, "fewer tensors than announced"
                 self._file.flush()
-                os.fsync(self._file.fileno())
         finally:
             self._file.close()

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ |= {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # the second as roll-async convert sets it
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
