@@ -1,5 +1,7 @@
 """A tiny random model of every family, as transformers saves it, and what the ranks do with it."""
 
+from contextlib import contextmanager
+
 TINY = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.1, "pad_token_id": None,
@@ -53,37 +55,58 @@ def save_tiny(name, folder):
     return model.eval()
 
 
-def settings(layout, folder, **more):
-    from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
+@contextmanager
+def joined(rank, world_size, port, layout):
+    """Settings of a role on this rank, inside the layout's process groups."""
+    from roll_async.trainer.megatron import ranks
+    from roll_async.trainer.megatron.settings import ParallelSizes
 
-    return MegatronSettings(model_folder=str(folder), dtype="fp32", parallel=ParallelSizes(**layout), **more)
+    parallel = ParallelSizes(**layout)
+    spec = ranks.RankSpec(rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu")
+    ranks.join(spec, parallel, 1)
+    try:
+        yield parallel
+    finally:
+        ranks.leave()
 
 
-def logits(layout, folder, tokens):
-    """[B,T,V] of the whole vocabulary on the last pipeline stage, None on the others. Runs on a rank."""
+def build(folder, parallel):
+    import torch
+
+    from roll_async.trainer.megatron.model import HfBackedModel
+    from roll_async.trainer.megatron.settings import MegatronSettings
+
+    return HfBackedModel(
+        MegatronSettings(model_folder=str(folder), dtype="fp32", parallel=parallel), torch.device("cpu")
+    )
+
+
+def logits_and_export(rank, world_size, port, layout, folder, tokens):
+    """([B,T,V] of the whole vocabulary on the last pipeline stage, None on the others; the exported tensors)."""
+    import numpy as np
     import torch
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from roll_async.trainer.megatron.model import HfBackedModel
-
-    model = HfBackedModel(settings(layout, folder), torch.device("cpu"))
+    tokens = torch.from_numpy(tokens)
     outputs = []
 
     def forward(iterator, chunk):
         out = chunk(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
         return out, lambda x: (outputs.append(gather_from_tensor_model_parallel_region(x)), (x.sum(), {}))[1]
 
-    for chunk in model.chunks:
-        chunk.eval()
-    with torch.no_grad():
+    with joined(rank, world_size, port, layout) as parallel, torch.no_grad():
+        model = build(folder, parallel)
+        model.train(False)
         get_forward_backward_func()(
             forward_step_func=forward, data_iterator=[iter([0])] * len(model.chunks), model=model.chunks,
             num_microbatches=1, seq_length=tokens.shape[1], micro_batch_size=len(tokens), forward_only=True,
         )  # fmt: skip
-    exported = dict(model.export())
-    return (outputs[0] if parallel_state.is_pipeline_last_stage() else None), exported
+        exported = {name: tensor.numpy() for name, tensor in model.export()}
+        last = parallel_state.is_pipeline_last_stage()
+    # numpy: tensors would travel by file descriptor
+    return (np.asarray(outputs[0]) if last else None), exported
 
 
 def reshard(layout, hf, source, target):
@@ -95,9 +118,9 @@ def reshard(layout, hf, source, target):
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from roll_async.trainer.megatron.model import HfBackedModel
+    from roll_async.trainer.megatron.settings import ParallelSizes
 
-    module = HfBackedModel(settings(layout, hf), torch.device("cpu")).module
+    module = build(hf, ParallelSizes(**layout)).module
     wanted = {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

@@ -1,0 +1,227 @@
+"""One side of the trainer comparison of tools/gpu_suite.py, in a process of its own: tokens/s, FLOPs, peak memory.
+
+    python tools/gpu_trainer.py --side megatron|transformers --folder DIR --longest 2048 --tokens 65536 --device cuda
+
+Rows have random lengths between half of --longest and --longest, --tokens in all, the same for both sides; one step is
+forward, backward, clip and Adam over all of them. megatron: packed micro-batches, bf16 with float32 main parameters.
+transformers: FlashAttention 2 on packed rows where the package is installed, else SDPA on padded rows; bf16 AdamW.
+Tokens are counted without padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+# name -> layers, hidden, heads, key-value heads, ffn, vocabulary, tied, recompute
+SHAPES = {
+    "tiny": (2, 64, 4, 2, 128, 512, True, False),
+    "0.5B": (24, 896, 14, 2, 4864, 151936, True, False),
+    "1.5B": (28, 1536, 12, 2, 8960, 151936, True, False),
+    "7B": (28, 3584, 28, 4, 18944, 152064, False, True),
+}
+
+
+def write_model(shape: str, folder: Path) -> None:
+    """A random-weight Qwen2.5 checkpoint of that shape, bf16."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    layers, hidden, heads, kv, ffn, vocabulary, tied, _ = SHAPES[shape]
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv, tie_word_embeddings=tied, pad_token_id=None,
+        max_position_embeddings=32768, dtype="bfloat16",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(before)
+    model.save_pretrained(folder)
+
+
+def make_rows(longest: int, total: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """(tokens [B,T] right-padded with 0, lengths [B]) with `total` tokens."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = []
+    while sum(lengths) < total:
+        length = int(torch.randint(longest // 2, longest + 1, (1,), generator=generator))
+        lengths.append(min(length, total - sum(lengths)))
+    tokens = torch.zeros(len(lengths), longest, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = torch.randint(1, vocabulary, (length,), generator=generator)
+    return tokens, torch.tensor(lengths)
+
+
+def flops_of_step(shape: str, lengths: Tensor) -> float:
+    """Forward and backward without recomputation: 6 per weight of a matrix and token, and causal attention."""
+    layers, hidden, heads, kv, ffn, vocabulary, _, _ = SHAPES[shape]
+    size = hidden // heads
+    matrices = (
+        layers * (hidden * (heads + 2 * kv) * size + heads * size * hidden + 3 * hidden * ffn) + hidden * vocabulary
+    )
+    pairs = float((lengths.double() ** 2).sum()) / 2  # (query, key) pairs a causal mask leaves
+    return 6.0 * matrices * float(lengths.sum()) + 3 * 4 * layers * heads * size * pairs
+
+
+def packs(lengths: Tensor, budget: int) -> list[list[int]]:
+    """Rows that fill `budget` tokens, longest first into the first pack with room."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda i: -int(lengths[i])):
+        for group in groups:
+            if sum(int(lengths[i]) for i in group) + int(lengths[row]) <= budget:
+                group.append(row)
+                break
+        else:
+            groups.append([row])
+    return groups
+
+
+def megatron_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> Callable[[], float]:
+    from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
+    from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    worker = MegatronWorker(
+        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device=args.device),
+        MegatronSettings(
+            model_folder=args.folder,
+            dtype="bf16",
+            optimizer=OptimizerSettings(learning_rate=1e-5),
+            micro_batching="packed",
+            max_tokens_per_microbatch=args.budget,
+            mini_batch_rows=len(lengths),
+            recompute=recompute if SHAPES[args.shape][-1] else {},
+        ),
+    )
+    worker.start()
+    mask = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).clone()
+    mask[:, 0] = False
+    return lambda: worker.supervised_update(tokens, lengths, mask)
+
+
+def transformers_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> tuple[Callable[[], float], str]:
+    """The step, and how it attends."""
+    from transformers import AutoModelForCausalLM
+
+    flash = args.device == "cuda" and find_spec("flash_attn") is not None
+    model = AutoModelForCausalLM.from_pretrained(
+        args.folder, dtype=torch.bfloat16, attn_implementation="flash_attention_2" if flash else "sdpa"
+    ).to(args.device)
+    if SHAPES[args.shape][-1]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    if flash:
+        batches = [packed_batch(tokens, lengths, group) for group in packs(lengths, args.budget)]
+    else:
+        size = max(1, args.budget // tokens.shape[1])
+        order = sorted(range(len(lengths)), key=lambda i: -int(lengths[i]))
+        batches = [padded_batch(tokens, lengths, order[i : i + size]) for i in range(0, len(order), size)]
+    batches = [{name: tensor.to(args.device) for name, tensor in batch.items()} for batch in batches]
+    predicted = int((lengths - 1).sum())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            targets = batch["targets"]
+            inputs = {name: value for name, value in batch.items() if name != "targets"}
+            logits = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+            (loss / predicted).backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return total / predicted
+
+    return step, "flash_attention_2, packed" if flash else "sdpa, padded"
+
+
+def packed_batch(tokens: Tensor, lengths: Tensor, rows: list[int]) -> dict[str, Tensor]:
+    """Rows one after another; positions that start anew tell FlashAttention where."""
+    parts = [tokens[i, : lengths[i]] for i in rows]
+    targets = [torch.cat([part[1:], part.new_full((1,), -100)]) for part in parts]
+    positions = [torch.arange(len(part)) for part in parts]
+    return {
+        "input_ids": torch.cat(parts)[None],
+        "position_ids": torch.cat(positions)[None],
+        "targets": torch.cat(targets)[None],
+    }
+
+
+def padded_batch(tokens: Tensor, lengths: Tensor, rows: list[int]) -> dict[str, Tensor]:
+    """Rows side by side, cut to the longest. Padding is on the right, so causal attention needs no mask."""
+    width = int(lengths[rows].max())
+    ids = tokens[rows, :width]
+    targets = torch.full_like(ids, -100)
+    targets[:, :-1] = ids[:, 1:]
+    targets[torch.arange(width)[None] >= (lengths[rows] - 1)[:, None]] = -100
+    return {"input_ids": ids, "targets": targets}
+
+
+def measure(args: argparse.Namespace) -> dict:
+    tokens, lengths = make_rows(args.longest, args.tokens, SHAPES[args.shape][5])
+    if args.side == "megatron":
+        step, attention = megatron_step(args, tokens, lengths), "packed"
+    else:
+        step, attention = transformers_step(args, tokens, lengths)
+    on_gpu = args.device == "cuda"
+    losses, seconds = [step(), step()], []
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(args.steps):
+        started = time.perf_counter()
+        losses.append(step())
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    took = statistics.median(seconds)
+    return {
+        "tokens_per_s": int(lengths.sum()) / took,
+        "tflops": flops_of_step(args.shape, lengths) / took / 1e12,
+        "peak_gb": peak / 1e9,
+        "attention": attention,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", choices=["megatron", "transformers"], required=True)
+    parser.add_argument("--shape", choices=list(SHAPES), required=True)
+    parser.add_argument("--folder", required=True, help="written by write_model")
+    parser.add_argument("--longest", type=int, required=True, help="tokens of the longest row")
+    parser.add_argument("--tokens", type=int, required=True, help="tokens of a step")
+    parser.add_argument("--budget", type=int, required=True, help="tokens of a micro-batch")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        print(json.dumps(measure(args)))
+    except torch.cuda.OutOfMemoryError:
+        print(json.dumps({"out_of_memory": True}))
+
+
+if __name__ == "__main__":
+    main()
