@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
@@ -64,6 +65,7 @@ class MegatronFolder:
             raise ValueError(f"{folder / INDEX} is truncated or damaged: {error}") from error
         self._check_files(metadata)
         self._storage = metadata.storage_data or {}
+        self._places: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
         self._tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -111,7 +113,8 @@ class MegatronFolder:
         wanted = ChunkStorageMetadata(
             offsets=torch.Size((*index, *(0 for _ in rest))), sizes=torch.Size((*(1 for _ in index), *rest))
         )
-        items = create_read_items_for_chunk_list(key, entry, [wanted])
+        near = TensorStorageMetadata(entry.properties, entry.size, self._chunks_at(key, tuple(index)))
+        items = create_read_items_for_chunk_list(key, near, [wanted])
         if sum(item.lengths.numel() for item in items) != wanted.sizes.numel():
             raise ValueError(f"{self.path}: the chunks of {key} do not cover it")
         if len(items) == 1:
@@ -121,6 +124,18 @@ class MegatronFolder:
             part = _part(self._chunk(item), item.storage_offsets, item.lengths)
             _part(target, item.dest_offsets, item.lengths).copy_(part)
         return target.reshape(rest)
+
+    def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
+        """The chunks that may hold a part of `stored[index]`. A stack of experts has thousands, each in one place."""
+        depth = len(index)
+        if (key, depth) not in self._places:
+            places: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+            for chunk in self._tensors[key].chunks:
+                spans = (range(o, o + n) for o, n in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
+                for place in product(*spans):
+                    places.setdefault(place, []).append(chunk)
+            self._places[key, depth] = places
+        return self._places[key, depth].get(index, [])
 
     def _chunk(self, item: ReadItem) -> Tensor:
         """One chunk as it was saved."""
