@@ -76,7 +76,6 @@ def routing_fields(config: HfConfig, *, num_experts: int, expert_size: int, norm
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
     }
 

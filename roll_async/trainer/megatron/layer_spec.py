@@ -199,7 +199,7 @@ def block_spec(
     Engine where it is installed and a CUDA device is there; the choice is logged once. `stage` counts the chunks of an
     interleaved pipeline. Raises ValueError where Transformer Engine is asked for and missing.
     """
-    use_te = _use_transformer_engine(implementation)
+    use_te = uses_transformer_engine(implementation)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=stage)
     if not use_te:
         block.layer_norm = TorchRMSNorm  # Megatron's choice for the final norm refuses sequence parallelism
@@ -237,7 +237,8 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
 
 
 @cache
-def _use_transformer_engine(implementation: str) -> bool:
+def uses_transformer_engine(implementation: str) -> bool:
+    """What `transformer_impl` comes to on this machine."""
     available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if implementation == "local":
         logger.info("layers: local (transformer_impl: local)")

@@ -13,6 +13,7 @@ from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout
+from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -58,6 +59,8 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.
         "calculate_per_token_loss": True,
         **family.fields(config),
+        # Local layers run one expert after another; Megatron's own grouped experts have other parameters.
+        "moe_grouped_gemm": uses_transformer_engine(settings.transformer_impl),
         **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
         **settings.recompute,
         **settings.extra,
