@@ -72,7 +72,7 @@ class Options:
     token: str | None = None
     """What clients must present; None = nobody asks."""
     reward: str = "math_rule"
-    """What judges; another name is for tests."""
+    """What judges: math_rule, or the dotted path of another reward."""
 
     def __post_init__(self) -> None:
         if self.max_in_flight < MAX_BATCH:
@@ -404,6 +404,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
     parser.add_argument("--host", default="127.0.0.1", help="any other than loopback needs a token")
     parser.add_argument("--port", type=int, default=8300, help="0 = a free one, named in the first line of output")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that judge")
+    parser.add_argument("--reward", default=defaults.reward, help="what judges; a dotted path for code of your own")
     parser.add_argument("--timeout", type=float, default=defaults.timeout_s, help="seconds of one sample in a worker")
     parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="address space of a worker, MiB")
     parser.add_argument("--max-request-bytes", type=int, default=defaults.max_request_bytes)
@@ -427,6 +428,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
             max_request_bytes=args.max_request_bytes,
             max_in_flight=args.max_in_flight,
             token=token,
+            reward=args.reward,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -1,0 +1,103 @@
+"""The start scripts of the recipes: what they hand to the program is a valid run, by default and with overrides."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {
+    "dapo/run_dapo_qwen2.5_32b.sh": "dapo_qwen2.5_32b",
+    "dapo/run_dapo_wo_ds_qwen2.5_32b.sh": "dapo_wo_dynamic_sampling_qwen2.5_32b",
+    "dapo/run_dapo_early_qwen2.5_32b.sh": "dapo_early_qwen2.5_32b",
+    "async_dapo/test_7b.sh": "test_7b",
+}
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Run a script with a `python` that resolves the config it is given instead of training it."""
+    program = tmp_path / "python"
+    show = f'cd {ROOT}/configs && exec {sys.executable} -m roll_async.cli show "$@"'
+    program.write_text(f'#!/usr/bin/env bash\necho "started $1"\nshift 2\n{show}\n')
+    program.chmod(0o755)
+
+    def run(script, *arguments, **env):
+        inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY", "MODEL_PATH")}
+        env = {"RAY_ADDRESS": "local", "PYTHON": str(program), "MATH_VERIFY_URL": "", "PYTHONPATH": str(ROOT), **env}
+        command = ["bash", str(ROOT / "examples" / script), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env={**inherited, **env}, cwd=ROOT, timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_start_script_hands_over_a_valid_config_and_the_users_overrides(start, script):
+    done = start(script, "max_steps=7", MODEL_PATH="/models/mine", HOME_DIR="/home/me", WANDB_API_KEY="k")
+    assert done.returncode == 0, done.stderr
+    assert f"started {ROOT}/examples/start_rlvr_pipeline.py" in done.stdout
+    assert "max_steps: 7" in done.stdout and "pretrain: /models/mine" in done.stdout
+    assert "track_with: wandb" in done.stdout
+
+
+def test_the_asynchronous_recipe_has_the_documents_numbers_and_the_service(start):
+    done = start("async_dapo/test_7b.sh", HOME_DIR="/home/me")
+    for line in ("num_return_sequences_in_group: 16", "batch_creation_interval: 10", "max_concurrent_per_server: 512",
+                 "/home/me/data/skywork_or1_1_5b_diff_sys/train.parquet", "/home/me/data/aime24_sys/test.parquet",
+                 "type: math_service", 'api_url: "http://127.0.0.1:8300"', "metric: score"):  # fmt: skip
+        assert line in done.stdout, line
+    changed = start("async_dapo/test_7b.sh", n_resp_per_prompt="8", CONFIG="rlvr_config_async_cpu.yaml")
+    assert changed.returncode == 0 and "num_return_sequences_in_group: 8" in changed.stdout
+
+
+def test_the_asynchronous_recipe_does_not_start_without_the_service(start, free_port):
+    done = start("async_dapo/test_7b.sh", MATH_VERIFY_URL=f"http://127.0.0.1:{free_port()}")
+    assert done.returncode == 2 and "no math verify service" in done.stderr and "started" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "dynamic", "aggregation"),
+    [
+        ("dapo/run_dapo_qwen2.5_32b.sh", True, "token-mean"),
+        ("dapo/run_dapo_wo_ds_qwen2.5_32b.sh", False, "token-mean"),
+        ("dapo/run_dapo_early_qwen2.5_32b.sh", False, "seq-mean-token-mean"),
+    ],
+)
+def test_the_three_variants_of_dapo_differ_where_the_documents_say(start, script, dynamic, aggregation, tmp_path):
+    done = start(script, HOME=str(tmp_path))
+    section = done.stdout.partition("filter_groups:")[2]
+    assert f"enable: {str(dynamic).lower()}" in section.split("metric")[0]
+    assert f"loss_agg_mode: {aggregation}" in done.stdout
+    for line in ("clip_low: 0.2", "clip_high: 0.28", "len: 4096", "penalty_factor: 1", "response_length: 20480",
+                 f"{tmp_path}/verl/data/dapo-math-17k.parquet", f"{tmp_path}/verl/data/aime-2024.parquet"):  # fmt: skip
+        assert line in done.stdout, line
+
+
+def test_a_run_is_submitted_to_the_cluster_with_folder_and_environment(start, tmp_path):
+    (tmp_path / "ray").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "ray").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = start(
+        "dapo/run_dapo_qwen2.5_32b.sh", "max_steps=7", RAY_ADDRESS="", RAY_IP="10.0.0.1", PATH=path, TRAIN_FILE=""
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("\n")
+    assert words[:4] == ["job", "submit", "--no-wait", "--address"] and words[4] == "http://10.0.0.1:8265"
+    assert words[words.index("--runtime-env") + 1] == f"{ROOT}/examples/dapo/runtime_env.yaml"
+    assert words[words.index("--working-dir") + 1] == str(ROOT)
+    after = words[words.index("--") + 1 :]
+    assert after[:4] == ["python3", "examples/start_rlvr_pipeline.py", "--config", "dapo_qwen2.5_32b.yaml"]
+    assert "max_steps=7" in after
+
+
+def test_the_scripts_pass_shellcheck():
+    found = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if found is None:
+        pytest.skip("no shellcheck")
+    scripts = sorted((ROOT / "examples").glob("*/*.sh"))
+    done = subprocess.run([found, "-x", "-s", "bash", *map(str, scripts)], capture_output=True, text=True, cwd=ROOT)
+    assert len(scripts) >= 6 and done.returncode == 0, done.stdout
