@@ -13,7 +13,11 @@ from roll_async.config.commands import run_show, run_validate
 from roll_async.config.lookup import resolve_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-SHIPPED = sorted([*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/**/*.yaml")])
+SHIPPED = sorted(
+    p
+    for p in [*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/**/*.yaml")]
+    if p.name != "runtime_env.yaml"  # read by Ray, not by us
+)
 SEED_PATHS = (
     "configs/rlvr_config_async.yaml",
     "examples/qwen2.5-7B-rlvr_megatron/rlvr_config_async.yaml",
