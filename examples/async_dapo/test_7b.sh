@@ -4,14 +4,14 @@
 #   nohup python3 examples/async_dapo/math_verify_service.py > /dev/null 2>&1 &
 #   MODEL_PATH=... HOME_DIR=... bash examples/async_dapo/test_7b.sh [KEY=VALUE ...]
 #
-# Without WANDB_API_KEY metrics go to TensorBoard. CONFIG, N_RESP, ... take other values without editing this file; on a
+# Without WANDB_API_KEY metrics go to TensorBoard. CONFIG, PYTHON and the variables below take other values without editing this file; on a
 # machine without GPUs: CONFIG=rlvr_config_async_cpu.yaml MATH_VERIFY_URL= n_resp_per_prompt=8 bash ...
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "${HERE}/../.." && pwd)
 PYTHON=${PYTHON:-python3}
-CONFIG=${CONFIG:-"${HERE}/test_7b.yaml"}
+CONFIG=${CONFIG:-async_dapo_7b.yaml}
 
 # Number of responses generated for each prompt
 n_resp_per_prompt=${n_resp_per_prompt:-16}

@@ -13,7 +13,7 @@ SCRIPTS = {
     "dapo/run_dapo_qwen2.5_32b.sh": "dapo_qwen2.5_32b",
     "dapo/run_dapo_wo_ds_qwen2.5_32b.sh": "dapo_wo_dynamic_sampling_qwen2.5_32b",
     "dapo/run_dapo_early_qwen2.5_32b.sh": "dapo_early_qwen2.5_32b",
-    "async_dapo/test_7b.sh": "test_7b",
+    "async_dapo/test_7b.sh": "async_dapo_7b",
 }
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 
