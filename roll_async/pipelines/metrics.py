@@ -143,6 +143,7 @@ def step_metrics(
         "staleness/age_mean_s": ages.mean_age_s,
         "length_bias": queue.length_bias,
         **{f"groups/{name}": float(getattr(queue, name)) for name in _GROUP_COUNTS},
+        **{f"groups/{name}": float(count) for name, count in rollout.judged.items()},
         "queue/memory_bytes": float(queue.memory_bytes),
         "rollout/engines": float(rollout.num_servers),
         "rollout/lost_engines": float(rollout.lost_servers),

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 _RESERVE_AT_ONCE = 64
 _ABORT_AGAIN_S = 1.0
 """A conversation may have begun its next turn while its last one was aborted."""
+
+
+JUDGED = ("seen", "kept", "dropped_equal", "dropped_invalid", "dropped_singleton", "singletons")
+"""Counters of the group filter (algorithms.group_filter); seen = kept + the three dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,8 @@ class RollouterStats:
     returned_servers: int
     busy_s: float
     """Seconds during which at least one request ran."""
+    judged: Mapping[str, int] = field(default_factory=dict)
+    """Groups by what the filter said of them; keys of JUDGED."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +94,7 @@ class Rollouter:
         self._running = asyncio.Event()
         self._running.set()
         self._samples = self._errors = self._filtered = self._syncs = 0
+        self._judged = dict.fromkeys(JUDGED, 0)
 
     async def run(self) -> None:
         """Consumes slots, produces groups; waits for admission, unblocked by weight pushes, releases and `stop`."""
@@ -146,6 +153,7 @@ class Rollouter:
     async def _deliver(self, slot: Slot, outcome: GroupOutcome) -> None:
         if outcome.group is not None:
             self._samples += len(outcome.group.samples)
+        self._count(outcome)
         match outcome.fate:
             case GroupFate.KEPT:
                 assert outcome.group is not None
@@ -161,6 +169,15 @@ class Rollouter:
                 await self._queue.release(slot.group_id, Outcome.REQUEUED, outcome.reason)
         if self._budget is not None and outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
             self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
+
+    def _count(self, outcome: GroupOutcome) -> None:
+        """What the filter said; a reason begins with its verdict."""
+        if outcome.fate not in (GroupFate.KEPT, GroupFate.FILTERED):
+            return
+        verdict = "kept" if outcome.fate is GroupFate.KEPT else outcome.reason.partition(":")[0]
+        self._judged["seen"] += 1
+        self._judged[verdict if verdict in JUDGED else "dropped_invalid"] += 1
+        self._judged["singletons"] += outcome.group is not None and len(outcome.group.samples) == 1
 
     async def _stop_early(self) -> None:
         """Aborts groups the queue has no use for any more; their tasks end as REQUEUED. Waits for surplus groups."""
@@ -221,4 +238,5 @@ class Rollouter:
             lost_servers=servers.lost_servers,
             returned_servers=servers.returned_servers,
             busy_s=servers.busy_s,
+            judged=dict(self._judged),
         )

@@ -15,7 +15,7 @@ from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
-from roll_async.schema import SamplingParams
+from roll_async.schema import Reward, RewardStatus, SamplingParams
 
 
 class Prompts:
@@ -169,6 +169,21 @@ def test_filtered_and_failed_groups_free_their_slots_and_do_not_come_again(run, 
     assert done.stalest <= 1
     expected = [i for i in range(max(rows) + 1) if i % 3 and i % 7 != 5]
     assert set(expected[: 40 - 8]) <= set(rows), "only the last few may be younger than one left behind"
+
+
+def test_what_the_filter_says_is_counted_by_reason(run, world):
+    def rule(prompt, sample):
+        number = int(prompt.row_id)
+        if number % 7 == 5:
+            return Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="too slow")
+        return float(sample.sample_id.endswith("0")) if number % 3 else 0.0
+
+    done = run(world(rule, async_generation_ratio=1.0, scheduler={"filter_enabled": True}).go(10))
+    judged, stats = done.end_rollout.judged, done.end
+    assert judged["seen"] == judged["kept"] + judged["dropped_equal"] + judged["dropped_invalid"]
+    assert judged["dropped_equal"] > 5 and judged["dropped_invalid"] > 3
+    assert judged["dropped_equal"] + judged["dropped_invalid"] == stats.filtered and stats.failed == 0
+    assert judged["singletons"] == judged["dropped_singleton"] == 0 and all(r % 7 != 5 for r in done.rows)
 
 
 def test_too_many_failed_groups_end_the_run_with_their_reasons(run, world):
