@@ -35,7 +35,10 @@ _START_TIMEOUT_S = 120.0
 _LINE_LIMIT_BYTES = 16 << 20
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 """A script in a checkout finds the package by its own path; its workers must find the same one."""
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "HOME", "TMPDIR", "VIRTUAL_ENV")
+_KEPT_ENVIRONMENT = (
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "HOME", "TMPDIR", "VIRTUAL_ENV", "ROLL_ASYNC_RUN",
+)  # fmt: skip
+"""What Python needs, and the mark by which the processes of a run are found when its driver was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

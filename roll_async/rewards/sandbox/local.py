@@ -18,6 +18,7 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 _GRACE_S = 10.0
 """Beyond the program's own time limit; the host needs a moment to kill and clean up."""
 _START_S = 60.0
+_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV", "ROLL_ASYNC_RUN")
 _CLOSE_S = 2.0
 
 
@@ -66,7 +67,7 @@ class LocalSandbox:
 
     def _start(self) -> None:
         """With an environment that says nothing about the run."""
-        kept = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")}
+        kept = {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
         self._host = subprocess.Popen(
             [sys.executable, "-B", "-m", "roll_async.rewards.sandbox.host", str(os.getpid())],
             stdin=subprocess.PIPE,
