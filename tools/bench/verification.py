@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import random
 import re
 import sys
@@ -20,9 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.prompts.rows import BadRows, Columns, read_rows
 from roll_async.rewards.math_rule import MathRule
 from roll_async.rewards.pool import PoolOptions, RewardPool
@@ -70,7 +67,9 @@ def direct_seconds(calm: Sequence[Sample]) -> float:
     parse(r"$\frac{1}{2}$", parsing_timeout=None)
     started = time.perf_counter()
     for text, gold, right in calm:
-        found = verify(parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None)
+        found = verify(
+            parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None
+        )
         assert found == right, (text, gold)
     return time.perf_counter() - started
 
