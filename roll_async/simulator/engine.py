@@ -89,6 +89,11 @@ class SimEngine:
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(keep_in_place=True, prefix_caching=False)
 
+    def busy_until_now_s(self) -> float:
+        """Integral of running requests over time, in request-seconds."""
+        self._advance()
+        return self.busy_s
+
     @property
     def num_running(self) -> int:
         """Requests that get tokens, or would if the engine were not paused."""
@@ -172,8 +177,9 @@ class SimEngine:
         self._advance()
         for running in self._running.values():
             self._count(running)
-        count = int(self._arrived[1][0].rpartition("/")[2]) if self._arrived[1] else -1
-        self.content = version if self._arrived[1] == bucket_names(version, count) else -1
+        arrived = self._arrived[1]
+        whole = bool(arrived) and arrived == bucket_names(version, int(arrived[0].rpartition("/")[2]))
+        self.content = version if whole else -1
         self.version, self._arrived = version, None
 
     def load(self) -> EngineLoad:

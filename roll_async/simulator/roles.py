@@ -48,17 +48,17 @@ class SimScorer:
         """0 or 1, one value for the whole group of a flat prompt. ConnectionError during an outage."""
         self.calls += 1
         model, name = self._model, (self._seed, sample.sample_id)
-        if uniform("hang", *name) < model.hang_share and sample.sample_id not in self._hung:
+        if model.hang_share and uniform("hang", *name) < model.hang_share and sample.sample_id not in self._hung:
             self._hung.add(sample.sample_id)
             await asyncio.sleep(_NEVER_S)
-        slow = model.slow_factor if uniform("slow", *name) < model.slow_share else 1.0
-        await asyncio.sleep(slow * model.seconds * (0.5 + uniform("score time", *name)))
+        slow = model.slow_factor if model.slow_share and uniform("slow", *name) < model.slow_share else 1.0
+        if model.seconds:
+            await asyncio.sleep(slow * model.seconds * (0.5 + uniform("score time", *name)))
         now, start = asyncio.get_running_loop().time(), model.outage_from_s
         out = start is not None and start <= now < start + model.outage_for_s
-        if out or uniform("broken", self._seed, prompt.row_id) < model.broken_share:
+        if out or (model.broken_share and uniform("broken", self._seed, prompt.row_id) < model.broken_share):
             raise ConnectionError(f"the scorer is down at {now:.1f} s")
-        flat = uniform("flat", self._seed, prompt.row_id) < model.flat_share
-        if flat:
+        if model.flat_share and uniform("flat", self._seed, prompt.row_id) < model.flat_share:
             return Reward(score=1.0)
         if sample.sample_id.endswith("/0"):  # two samples that differ: groups of two and more have a spread
             return Reward(score=0.0)
@@ -79,15 +79,19 @@ class SimTrainer:
         mask_older_than: int | None,
         watch: Callable[[Sequence[Group], int], None],
     ) -> None:
+        """`mask_older_than`: policy token_mask takes older tokens out of the loss; None = another policy."""
         self._seed, self._model, self._watch, self._mask_older_than = seed, model, watch, mask_older_than
         self.busy_s = 0.0
         self.trained_tokens = self.masked_tokens = 0
+        self.group_lags: list[tuple[int, int]] = []
+        """(step, versions between a group's admission and the step), one per trained group."""
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
         """One step. Raises TrainerDied where the scenario says so."""
         model, loop = self._model, asyncio.get_running_loop()
         started = loop.time()
         self._watch(groups, step)
+        self.group_lags += [(step, step - 1 - g.admitted_version) for g in groups]
         tokens, masked = self._count(groups, step)
         seconds = model.step_s + model.token_s * (tokens - masked)
         await asyncio.sleep(seconds * (1 + model.jitter * uniform("step", self._seed, step)))

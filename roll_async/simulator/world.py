@@ -68,6 +68,9 @@ class SimOutcome:
     """Share of each replica's slots that generated, over the whole run."""
     trainer_busy_s: float = 0.0
     masked_share: float = 0.0
+    """Of all tokens of trained groups, what policy token_mask took out of the loss."""
+    group_lags: list[tuple[int, int]] = field(default_factory=list)
+    """(step, versions since admission), one per trained group."""
     findings: tuple[str, ...] = ()
     """Broken invariants."""
 
@@ -117,14 +120,16 @@ class _SeenRollouter(Rollouter):
 
 
 class _Observer:
-    """`pipelines/protocol.py: Observes`."""
+    """`pipelines/protocol.py: Observes`; adds how busy both sides were so far."""
 
-    def __init__(self, outcome: SimOutcome) -> None:
-        self._outcome = outcome
+    def __init__(self, outcome: SimOutcome, trainer: SimTrainer, replicas: list[SimReplica]) -> None:
+        self._outcome, self._trainer, self._replicas = outcome, trainer, replicas
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        engines_s = sum(r.engine.busy_until_now_s() for r in self._replicas if r.alive)
         now = asyncio.get_running_loop().time()
-        self._outcome.steps.append({"step": float(step), "time_s": now, **metrics})
+        busy = {"busy/engines_s": engines_s, "busy/trainer_s": self._trainer.busy_s}
+        self._outcome.steps.append({"step": float(step), "time_s": now, **busy, **metrics})
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
         self._outcome.spans.append((track, name, start_s, end_s, args))
@@ -214,7 +219,7 @@ class World:
             learner=trainer,
             synchronizer=synchronizer,
             checkpoint=SimCheckpoint(queue, self.store, scenario.train),
-            observer=_Observer(self._outcome),
+            observer=_Observer(self._outcome, trainer, self._all_replicas),
         )
         pipeline = RLVRPipeline(parts, replace(scenario.plan, first_step=step + 1))
         self._spoil(pipeline)
@@ -266,6 +271,7 @@ class World:
         total = slots * max(outcome.ended_s, 1e-9)
         outcome.engine_busy = {r.name: r.engine.busy_s / total for r in self._all_replicas}
         outcome.trainer_busy_s = trainer.busy_s
+        outcome.group_lags = trainer.group_lags
         outcome.masked_share = trainer.masked_tokens / max(1, trainer.trained_tokens)
         self._check_end()
 
@@ -295,12 +301,12 @@ class World:
 
 
 def simulate(scenario: Scenario, classes: Classes | None = None, *, check: bool = True) -> SimOutcome:
-    """Run a scenario to its end, through all its kills. `check`: look at every instant (small worlds), else only at the
-    seams.
+    """Run a scenario to its end, through all its kills. `check`: look at every instant and token, else only at the
+    seams, which a large world can afford.
     """
     classes = classes or Classes()
     if not scenario.kills:
-        watch, outcome = Watch(scenario), SimOutcome(scenario=scenario)
+        watch, outcome = Watch(scenario, every_token=check), SimOutcome(scenario=scenario)
         _live(World(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes), outcome, check=check)
         outcome.findings = tuple(watch.findings)
         return outcome

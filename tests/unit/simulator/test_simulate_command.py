@@ -1,0 +1,72 @@
+"""`roll-async simulate`: figures of a config, worlds by number, the same bytes every time, one line for bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll_async.cli import main
+from roll_async.simulator.figures import Workload
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = str(ROOT / "configs" / "rlvr_config_async_cpu.yaml")
+
+SMALL = ["rollout_batch_size=8", "actor_train.training_args.gradient_accumulation_steps=1", "--steps", "8"]
+
+
+@pytest.mark.parametrize("kills", [[], ["--kills"]])
+def test_two_runs_of_one_seed_leave_byte_identical_traces(tmp_path, capsys, kills):
+    for name in ("1", "2"):
+        assert main(["simulate", "--seed", "11", *kills, "--trace", str(tmp_path / name)]) == 0
+    first, second = ((tmp_path / name).read_bytes() for name in ("1", "2"))
+    assert first == second and len(json.loads(first)["traceEvents"]) > 10
+
+
+def test_a_world_is_told_in_full_and_its_invariants_are_checked(capsys):
+    assert main(["simulate", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "interrupt_mode='abort'" in out and "invariants 1 to 9 hold" in out
+
+
+def test_a_config_gets_figures_beside_theory(capsys):
+    assert main(["simulate", CONFIG, *SMALL, "--json", "--mean-length", "40"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["staleness_max"] <= 1 and result["speedup"] > 1.2
+    assert result["theory_speedup_bound"] > result["theory_speedup_at_ratio"] > 1
+    assert main(["simulate", CONFIG, *SMALL, "--split", "1:2"]) == 0
+    out = capsys.readouterr().out
+    assert "1 train, 2 generate in 2 replicas" in out and "1 + K*L/(N*(mu + mu_train))" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "give a CONFIG, or --seed N"),
+        (["--seed", "x"], "invalid int value"),
+        (["--sneed", "1"], "unrecognized arguments"),
+        ([CONFIG, "nonsense"], "'nonsense' is not KEY=VALUE"),
+        ([CONFIG, "--split", "3"], "'3' is not TRAIN:INFER"),
+        ([CONFIG, "--sigma", "nan"], "'nan' is not a finite number"),
+        ([CONFIG, "--decode-speed", "0"], "0 is not above 0"),
+        ([CONFIG, "--steps", "2"], "2 simulated steps are too few"),
+        ([CONFIG, "rollout_batch_sise=4"], "rollout_batch_sise"),
+        (["no_such_file.yaml"], "no_such_file.yaml"),
+        ([str(ROOT / "configs" / "agent_val_frozen_lake_async.yaml")], "only rlvr configs are simulated"),
+    ],
+)
+def test_bad_input_is_one_readable_line(capsys, args, message):
+    assert main(["simulate", *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_theory_agrees_with_its_limits():
+    work = Workload(num_slots=100, num_samples=50, longest_s=30.0, generation_s=1.0, training_s=0.5)
+    assert work.speedup_bound == pytest.approx(1 + 100 * 30 / (50 * 1.5))
+    assert work.speedup_at(1e9) == pytest.approx(work.speedup_bound, rel=1e-3)
+    ratios = [work.speedup_at(r) for r in (0, 0.5, 1, 2, 8)]
+    assert ratios == sorted(ratios) and ratios[0] < 2
+    # by hand: the best of all splits, tried one by one
+    work_s, tail = 50 / 100, 30 / 3
+    best = min(max(work_s / (1 - b) + tail, work_s / 2 / b) for b in (i / 1e5 for i in range(1, 10**5)))
+    assert work.speedup_at(2) == pytest.approx(work.synchronous_s / best, rel=1e-3)
