@@ -3,7 +3,6 @@ replicas and scorers written by hand.
 """
 
 import asyncio
-import heapq
 from array import array
 
 import pytest
@@ -19,36 +18,13 @@ from roll_async.schema import (
     Sample,
     SamplingParams,
 )
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer when nothing is ready: sleeps cost nothing, a deadlock is an error."""
-
-    now_s = 0.0
-
-    def time(self):
-        return self.now_s
-
-    def _run_once(self):
-        if not self._ready:
-            while self._scheduled and self._scheduled[0]._cancelled:
-                heapq.heappop(self._scheduled)._scheduled = False
-            if self._scheduled:
-                self.now_s = max(self.now_s, self._scheduled[0]._when)
-            elif not self._stopping:
-                raise RuntimeError("every coroutine waits, and nothing will ever wake one")
-        super()._run_once()
+from roll_async.simulator.clock import run_virtual
 
 
 @pytest.fixture
 def run():
     """Run a coroutine on the virtual clock. Only for code without threads, processes and sockets."""
-
-    def go(work):
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            return runner.run(work)
-
-    return go
+    return run_virtual
 
 
 class Build:
