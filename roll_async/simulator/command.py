@@ -32,7 +32,9 @@ class _Parser(argparse.ArgumentParser):
 
 def run_simulate(args: Sequence[str]) -> int:
     """Exit 0: simulated; 1: a random world broke an invariant; 2: bad usage or config, one line on stderr."""
-    logging.getLogger("roll_async").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("roll_async")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # faults of a simulated world are no news
     try:
         options = _parse(args)
         if options.seed is not None and options.config is None:
@@ -44,6 +46,8 @@ def run_simulate(args: Sequence[str]) -> int:
         print(error, file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"roll-async simulate: {error}", file=sys.stderr)
+    finally:
+        logger.setLevel(level)
     return 2
 
 
