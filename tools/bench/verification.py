@@ -1,6 +1,6 @@
 """Verifications per second through the reward worker pool, against math-verify called directly in one process.
 
-    python tools/bench/verification.py [--data data/gsm8k/test.jsonl] [--samples 2000] [--timeout 2] [--workers 1 2]
+    python tools/bench/verification.py [--data data/gsm8k/test.jsonl] [--samples 800] [--timeout 5] [--workers 1 2]
 
 Texts are the solutions of GSM8K with their answer boxed, half of them corrupted (the answer plus one). With hanging
 expressions mixed in, the pool may lose, in worker seconds, what the hanging ones take: their number x the time-out.
@@ -150,8 +150,8 @@ def say(name: str, value: float, unit: str, ratio: float, budget: float, **more:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="data/gsm8k/test.jsonl")
-    parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--timeout", type=float, default=2.0, help="seconds a hanging expression may take")
+    parser.add_argument("--samples", type=int, default=800)
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds a hanging expression may take")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
