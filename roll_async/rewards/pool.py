@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll_async.rewards.registry import create_reward, needs_environment
+from roll_async.rewards.registry import create_reward, is_rule, needs_environment
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _PIPE_DEPTH = 2
 """Tasks given to a worker at once: the next one is there when it answers, so no round trip is waited for."""
 _MAX_CRASHES = 2
+_MAX_SPARES = 4
 _MAX_STARTS = 3
 """Attempts to replace a worker before what waits is told that nobody is left."""
 _START_TIMEOUT_S = 120.0
@@ -123,7 +124,9 @@ class RewardPool:
         self._waiting: deque[_Task] = deque()
         self._work = asyncio.Event()
         self._runners: list[asyncio.Task[None]] = []
-        self._spare: asyncio.Task[_Worker] | None = None
+        # Workers hang together when the same prompt hangs them. What a user's reward holds in memory is not known.
+        self._num_spares = min(options.num_workers, _MAX_SPARES) if is_rule(options.reward) else 1
+        self._spares: set[asyncio.Task[_Worker]] = set()
         self._taking_spare = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
         self.timeouts = self.crashes = 0
@@ -140,7 +143,7 @@ class RewardPool:
         if failed:
             await asyncio.gather(*(w.stop() for w in workers))
             raise ValueError(f"reward {options.reward!r} does not start in a worker process: {failed[0]}")
-        self._order_spare()
+        self._order_spares()
         self._runners = [asyncio.create_task(self._run(w), name=f"reward worker {i}") for i, w in enumerate(workers)]
 
     async def close(self) -> None:
@@ -148,12 +151,12 @@ class RewardPool:
         for runner in self._runners:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
-        if self._spare is not None:
-            spare, self._spare = self._spare, None
+        spares, self._spares = self._spares, set()
+        for spare in spares:
             spare.cancel()
-            for worker in await asyncio.gather(spare, return_exceptions=True):
-                if isinstance(worker, _Worker):
-                    await worker.stop()
+        for worker in await asyncio.gather(*spares, return_exceptions=True):
+            if isinstance(worker, _Worker):
+                await worker.stop()
         if self._ending:
             await asyncio.wait(self._ending)
         for task in self._waiting:
@@ -240,10 +243,11 @@ class RewardPool:
     async def _take_spare(self) -> _Worker:
         attempt = 0
         while True:
-            assert self._spare is not None
-            await asyncio.wait([self._spare])  # unlike awaiting it, this does not end it when the pool closes
-            spare, self._spare = self._spare, None
-            self._order_spare()
+            # Unlike awaiting one, this does not end it when the pool closes.
+            done, _ = await asyncio.wait(self._spares, return_when=asyncio.FIRST_COMPLETED)
+            spare = next(iter(done))
+            self._spares.discard(spare)
+            self._order_spares()
             if not spare.cancelled() and spare.exception() is None:
                 return spare.result()
             problem = "cancelled" if spare.cancelled() else spare.exception()
@@ -255,8 +259,9 @@ class RewardPool:
                 self._waiting.clear()
             await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
 
-    def _order_spare(self) -> None:
-        self._spare = asyncio.ensure_future(self._new_worker())
+    def _order_spares(self) -> None:
+        while len(self._spares) < self._num_spares:
+            self._spares.add(asyncio.ensure_future(self._new_worker()))
 
     async def _new_worker(self) -> _Worker:
         worker = _Worker(self._options)
