@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
+import megatron_cases as cases  # noqa: E402
 import tiny_families  # noqa: E402
 from tiny_families import FAMILIES, MOE  # noqa: E402
 
@@ -48,3 +49,35 @@ def test_logits_agree_with_transformers_and_the_export_is_the_file(rank_pool, re
     for _, exported in results:
         assert exported.keys() == file.keys()
         assert all(torch.equal(torch.from_numpy(exported[key]), file[key]) for key in file)
+
+
+# Families with parts of their own: latent attention, shared experts and their gate, norms behind attention and MLP.
+TRAINED = ("deepseek v3", "deepseek v3 yarn", "qwen2 moe", "glm 4")
+STEPS = [(name, layout) for name, layout in CASES if name in TRAINED and layout != "1 rank"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, reference):
+    """name -> what a single rank measures; each run once."""
+    made = {}
+
+    def measure(name):
+        if name not in made:
+            settings = cases.settings_of(str(reference(name)[0]))
+            made[name] = rank_pool.run(cases.measure, 1, settings=settings)[0]
+        return made[name]
+
+    return measure
+
+
+@pytest.mark.parametrize(("name", "layout"), STEPS, ids=[f"{name}-{layout}" for name, layout in STEPS])
+def test_a_training_step_is_that_of_one_rank(rank_pool, reference, one_rank, name, layout):
+    expected = one_rank(name)
+    parallel = dict(LAYOUTS[layout], sequence_parallel=layout == "TP=2")
+    settings = cases.settings_of(str(reference(name)[0]), parallel=parallel)
+    found = rank_pool.run(cases.measure, 2, settings=settings)[0]
+    (first, second), (wanted, wanted_next) = found["steps"], expected["steps"]
+    assert first["trainer/loss"] == pytest.approx(wanted["trainer/loss"], abs=1e-6)
+    assert first["trainer/grad_norm"] == pytest.approx(wanted["trainer/grad_norm"], rel=1e-5)
+    assert second["trainer/loss"] == pytest.approx(wanted_next["trainer/loss"], abs=5e-6)
+    assert wanted_next["trainer/loss"] < wanted["trainer/loss"] - 1e-3

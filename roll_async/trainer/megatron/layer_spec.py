@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -225,6 +226,9 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
             # 0.16.1 takes the names being importable for Transformer Engine being there, and then fails on None.
             multi_latent_attention.HAVE_TE = False
         attention.q_layernorm = attention.kv_layernorm = LatentRMSNorm
+        # Whole on every rank, as in Transformer Engine's layers. Split over ranks, as Megatron's own local layers have
+        # it, the part of the gradient that other ranks' heads send to the shared rotary key is lost.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         stored["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
         stored["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
     else:

@@ -33,7 +33,7 @@ class _Held:
     name: str
     """Megatron name, layer and expert counted over the whole model."""
     sharded: bool
-    """Whether tensor parallelism splits it: an MLA down-projection is split in local layers, whole in TE's."""
+    """Whether tensor parallelism splits it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

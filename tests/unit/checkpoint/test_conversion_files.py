@@ -16,7 +16,10 @@ import synthetic
 from roll_async.checkpoint.comparison import compare
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from roll_async.checkpoint.hf_folder import HfFolder
-from roll_async.checkpoint.megatron_folder import MegatronFolder
+from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.table import shape_of
+from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
+from roll_async.checkpoint.stored_keys import key_to_write, keys_to_read
 from roll_async.convert import run_convert
 
 PLAIN = ConversionOptions()
@@ -329,8 +332,6 @@ def test_the_comparison_finds_one_changed_byte(make, tmp_path):
 
 
 def test_a_layer_is_a_slice_of_its_stored_tensor(tmp_path):
-    from roll_async.checkpoint.megatron_folder import Piece, write_megatron_folder
-
     full = torch.arange(2 * 8 * 3.0).reshape(2, 8, 3)
     pieces = [Piece(key="fc1", index=(i,), stack=(2,), shape=(8, 3), dtype=torch.float32) for i in range(2)]
     (tmp_path / "m").mkdir()
@@ -339,3 +340,31 @@ def test_a_layer_is_a_slice_of_its_stored_tensor(tmp_path):
     assert read.shape("fc1") == (2, 8, 3)
     assert torch.equal(read.tensor("fc1"), full)
     assert torch.equal(read.tensor("fc1", (1,)), full[1])
+
+
+@pytest.mark.parametrize("form", range(4))
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_every_form_in_which_megatron_stores_a_model_is_read(make, tmp_path, architecture, form):
+    """Stacked layers or a key for each, Transformer Engine's names or the local ones."""
+    source, tensors = make(architecture)
+    hf_to_megatron(source, tmp_path / "one", PLAIN)
+    one, config = MegatronFolder(tmp_path / "one"), HfFolder(source).config
+    family = family_of(architecture)
+    shape = shape_of(3, family.fields(config))
+    pieces, values = [], {}
+    for match in family.parameters(shape):
+        written = key_to_write(match, shape)
+        if written.key in one.keys():
+            value = one.tensor(written.key, written.index)
+            forms = keys_to_read(match, shape)
+            to = forms[min(form, len(forms) - 1)]
+            if len(set(shape.moe_layers)) > 1 and to.index and "layers." in to.key:
+                to = forms[1]  # layers that differ cannot be stacked
+            pieces.append(
+                Piece(key=to.key, index=to.index, stack=to.stack, shape=tuple(value.shape), dtype=value.dtype)
+            )
+            values[to.key, to.index] = value
+    (tmp_path / "other").mkdir()
+    write_megatron_folder(tmp_path / "other", pieces, lambda piece: values[piece.key, piece.index])
+    megatron_to_hf(tmp_path / "other", tmp_path / "back", PLAIN, like=source)
+    assert_equal(tensors_in(tmp_path / "back"), tensors)

@@ -1,0 +1,38 @@
+"""tools/gpu_suite.py where there is no GPU: the trainer's comparison runs on a tiny shape, the suite itself is skipped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def suite(*arguments):
+    command = [sys.executable, str(ROOT / "tools" / "gpu_suite.py"), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_both_sides_of_the_trainer_comparison_run_and_start_at_the_same_loss():
+    done = suite("--only", "trainer", "--shape", "tiny", "--device", "cpu", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    about, line = (json.loads(x) for x in done.stdout.splitlines())
+    assert about["megatron-core"] and about["transformers"]
+    assert line["ratio"] > 0 and line["first_loss_difference"] < 1e-4
+    for side in ("megatron", "transformers"):
+        assert line[side]["peak_gb"] > 0 and line[side]["last_loss"] < line[side]["first_loss"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_the_suite_says_so_and_succeeds():
+    done = suite("--only", "trainer")
+    assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n")
