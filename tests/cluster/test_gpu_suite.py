@@ -1,4 +1,4 @@
-"""tools/gpu_suite.py where there is no GPU: the trainer's comparison runs on a tiny shape, the suite itself is skipped."""
+"""tools/gpu_suite.py without a GPU: the trainer's comparison runs on a tiny shape, the suite itself is skipped."""
 
 import json
 import os

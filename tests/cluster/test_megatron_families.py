@@ -2,6 +2,8 @@
 and what the ranks export is the file they read, bit for bit.
 """
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,6 +13,10 @@ pytest.importorskip("transformers")
 import megatron_cases as cases  # noqa: E402
 import tiny_families  # noqa: E402
 from tiny_families import FAMILIES, MOE  # noqa: E402
+
+from roll_async.checkpoint.hf_folder import HfFolder  # noqa: E402
+from roll_async.checkpoint.hf_names.families import family_of  # noqa: E402
+from roll_async.trainer.megatron.model_config import transformer_config  # noqa: E402
 
 LAYOUTS = {"1 rank": {}, "TP=2": {"tensor": 2}, "PP=2": {"pipeline": 2}, "EP=2": {"expert": 2}}
 CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if layout != "EP=2" or name in MOE]
@@ -81,3 +87,29 @@ def test_a_training_step_is_that_of_one_rank(rank_pool, reference, one_rank, nam
     assert first["trainer/grad_norm"] == pytest.approx(wanted["trainer/grad_norm"], rel=1e-5)
     assert second["trainer/loss"] == pytest.approx(wanted_next["trainer/loss"], abs=5e-6)
     assert wanted_next["trainer/loss"] < wanted["trainer/loss"] - 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "problem"),
+    [
+        ("qwen3", {"tensor": 4}, "num_key_value_heads=2 cannot be shared evenly by 4"),
+        ("qwen3", {"tensor": 5}, "vocab_size=96 cannot be shared evenly by 5"),
+        ("qwen3", {"pipeline": 3}, "num_hidden_layers=4 cannot be shared evenly by 3"),
+        ("qwen3", {"expert": 2}, "expert_model_parallel_size=2, but the model has no experts"),
+        ("qwen3 moe", {"expert": 3}, "num_experts=4 cannot be shared evenly by 3"),
+        ("qwen3 moe", {"tensor": 2}, "needs sequence_parallel: true"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused_by_name(reference, name, parallel, problem):
+    settings = cases.settings_of(str(reference(name)[0]), parallel=parallel)
+    config = HfFolder(settings.model_folder).config
+    with pytest.raises(ValueError, match=problem):
+        transformer_config(config, family_of(config.architecture()), settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_transformer_engine_is_refused_where_it_cannot_run(reference):
+    settings = replace(cases.settings_of(str(reference("qwen3")[0])), transformer_impl="transformer_engine")
+    config = HfFolder(settings.model_folder).config
+    with pytest.raises(ValueError, match="needs a CUDA device and the package transformer_engine; use auto"):
+        transformer_config(config, family_of(config.architecture()), settings)

@@ -98,7 +98,9 @@ def _demand_divisible(config: HfConfig, fields: dict[str, object], parallel: Par
     sizes: dict[str, tuple[object, int]] = {
         "vocab_size": (config.integer("vocab_size"), parallel.tensor),
         "num_attention_heads": (fields["num_attention_heads"], parallel.tensor),
+        "num_key_value_heads": (fields["num_query_groups"], parallel.tensor),
         "intermediate_size": (fields["ffn_hidden_size"], parallel.tensor),
+        "moe_intermediate_size": (fields.get("moe_ffn_hidden_size") or 0, parallel.expert_tensor),
         "num_hidden_layers": (fields["num_layers"], parallel.pipeline * (parallel.virtual_pipeline or 1)),
         "num_experts": (fields.get("num_moe_experts") or 0, parallel.expert),
     }
