@@ -161,10 +161,10 @@ def _row(record: object, columns: Columns, where: str) -> Row:
 def _messages(record: dict, columns: Columns) -> tuple[Mapping[str, str], ...]:
     if columns.prompt is not None:
         turns = record[columns.prompt]
-    elif columns.messages in record:
+    elif record.get(columns.messages) is not None:
         turns = record[columns.messages]
         turns = json.loads(turns) if isinstance(turns, str) else turns
-    elif "prompt" in record:  # verl's schema keeps the chat there
+    elif record.get("prompt") is not None:  # verl's schema keeps the chat there
         turns = record["prompt"]
     else:
         raise KeyError(columns.messages)

@@ -150,3 +150,27 @@ def test_a_missing_file_is_one_line_with_the_place_it_comes_from(name, remedy, t
         list(read_rows([name], Columns(), BadRows()))
     assert str(error.value) == missing_file(name)
     assert name in str(error.value) and remedy in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_without_an_id_are_named_by_their_place(tmp_path):
+    without = {key: value for key, value in ROLL_ROW.items() if key != "id"}
+    rows, _ = read(write(tmp_path / "a.jsonl", without, {**ROLL_ROW, "id": 1}))
+    assert rows[0].row_id.endswith("a.jsonl:1") and rows[1].row_id == "1"
+
+
+def test_several_files_are_read_in_order(tmp_path):
+    files = [write(tmp_path / f"{name}.jsonl", {**ROLL_ROW, "id": name}) for name in "ba"]
+    assert [r.row_id for r in read_rows(files, Columns(), BadRows())] == ["b", "a"]
+
+
+def test_a_column_that_another_schema_left_empty_is_as_if_it_were_not_there(tmp_path):
+    """Both schemas in one parquet file: every row has every column."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    both = [{**dict.fromkeys(ROLL_ROW), **VERL_ROW}, {**dict.fromkeys(VERL_ROW), **ROLL_ROW}]
+    parquet.write_table(pyarrow.Table.from_pylist(both), tmp_path / "a.parquet")
+    for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", *both)):
+        rows, problems = read(path)
+        assert problems == []
+        assert [(r.ground_truth, r.messages[-1]["content"]) for r in rows] == [("35", "28 + 7?"), ("2", "1+1?")]
