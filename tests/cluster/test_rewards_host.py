@@ -1,0 +1,67 @@
+"""A reward host that is killed is an outage, and another one takes over."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("psutil")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DRIVER = """
+import asyncio, sys
+from array import array
+import psutil
+from roll_async.cluster.reward_group import RayScorer
+from roll_async.cluster.runtime import ray_runtime
+from roll_async.config.schema import RewardConfig
+from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.schema import FinishReason, Prompt, Sample
+
+def sample(ids, name):
+    n = len(ids)
+    return Sample(
+        sample_id=name, prompt_token_ids=array("i", [1]), response_token_ids=array("i", ids), loss_mask=b"\\x01" * n,
+        behaviour_logprobs=array("f", [0.0] * n), version_runs=((0, n),), finish_reason=FinishReason.STOP,
+        generation_s=0.0,
+    )
+
+async def main(folder):
+    ids = load_tokenizer(folder).encode("=7", add_special_tokens=False)
+    prompt = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
+    scorer = await RayScorer.start({"a": RewardConfig(type="exact_match")}, folder, {})
+    assert (await scorer.score(prompt, sample(ids, "0"))).score == 1
+    # Only among the processes of this driver: other runs on the machine have reward hosts, too.
+    mine = psutil.Process().children(recursive=True)
+    host = next(p for p in mine if "ray::RewardHost" in " ".join(p.cmdline()))
+    workers = host.children(recursive=True)
+    host.kill()
+    outages, scores = 0, []
+    while len(scores) < 20:
+        try:
+            scores.append((await scorer.score(prompt, sample(ids, str(len(scores))))).score)
+        except ConnectionError:
+            outages += 1
+            await asyncio.sleep(0.2)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    print("outages", outages > 0, "scores", set(scores), "restarts", scorer.restarts, "orphans", len(alive), flush=True)
+    await scorer.close()
+
+with ray_runtime(num_processes=2, env={}):
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_a_killed_reward_host_is_an_outage_and_comes_back(demo_assets):
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(demo_assets / "model")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=ROOT,
+    )
+    assert "outages True scores {1.0} restarts 1 orphans 0" in done.stdout, done.stdout + done.stderr[-3000:]
