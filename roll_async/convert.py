@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "--adapter-path", type=Path, metavar="DIR", help="a PEFT LoRA adapter to merge into the weights"
     )
     parser.add_argument(
+        "--lora-alpha", type=float, metavar="A", help="merge the adapters a run's checkpoint holds, scaled by A / rank"
+    )
+    parser.add_argument(
         "--like", type=Path, metavar="DIR", help="config.json and tokenizer for a Megatron SOURCE that carries none"
     )
     parser.add_argument(
@@ -89,14 +92,15 @@ def _convert(arguments: argparse.Namespace) -> None:
     options = ConversionOptions(
         dtype=getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None,
         adapter=arguments.adapter_path,
+        lora_alpha=arguments.lora_alpha,
         file_bytes=int(arguments.max_file_gb * 1e9),
         progress=bar,
     )
     source_is_hf = _is_hf(source)
     try:
         if source_is_hf:
-            if arguments.like:
-                raise ValueError("--like is for a Megatron SOURCE; a Hugging Face folder has its own config.json")
+            if arguments.like or arguments.lora_alpha is not None:
+                raise ValueError("--like and --lora-alpha are for a Megatron SOURCE")
             left_out = hf_to_megatron(source, target, options)
             if left_out:
                 print(f"left out {len(left_out)} tensors the trainer has no use for, the first is {left_out[0]}")
@@ -151,7 +155,7 @@ def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, s
     if result.differing:
         raise VerificationError(f"{len(result.differing)} tensors differ, the first is {result.differing[0]}")
     print(f"digest {result.found} on both sides, {result.num_tensors} tensors")
-    if options.adapter is not None or options.dtype is not None:
+    if options.adapter is not None or options.lora_alpha is not None or options.dtype is not None:
         print("logits not compared: source and target differ by intent")
         return
     from roll_async.trainer.megatron.logits_probe import largest_difference

@@ -30,7 +30,7 @@ def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, 
 
     `config` is the folder with config.json. Raises ValueError for a checkpoint that cannot be read or lacks a tensor.
     """
-    one, other = MegatronAsHf(megatron, HfFolder(config).config), HfFolder(hf)
+    one, other = MegatronAsHf(megatron, HfFolder(config).config, options.lora_alpha), HfFolder(hf)
     adapter = LoraAdapter(options.adapter) if options.adapter else None
     sides = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     differing, count = [], 0

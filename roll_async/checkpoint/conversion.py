@@ -29,6 +29,8 @@ from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
 HF_FILES = "huggingface"
 """Folder inside a Megatron checkpoint with config.json and tokenizer: what the way back needs."""
 
+_UP, _DOWN = ".adapter.up", ".adapter.down"
+
 Progress = Callable[[int, int], None]
 """Told the bytes of each tensor as it is done, and of all."""
 
@@ -41,6 +43,8 @@ class ConversionOptions:
     """None keeps each tensor's own."""
     adapter: Path | None = None
     """A PEFT LoRA adapter to merge into the weights."""
+    lora_alpha: float | None = None
+    """Merge the adapters that a Megatron checkpoint of a run holds."""
     file_bytes: int = 4 << 30
     """Files are closed before they grow beyond this."""
     progress: Progress = lambda num_bytes, total: None
@@ -75,19 +79,39 @@ class _Model:
 
 
 class MegatronAsHf:
-    """A Megatron checkpoint seen as Hugging Face tensors, converted one at a time when asked for."""
+    """A Megatron checkpoint seen as Hugging Face tensors, converted one at a time when asked for.
 
-    def __init__(self, folder: Path, config: HfConfig) -> None:
+    A run with `model_args.lora_rank` stores each adapter beside its weight, as `adapter.up` [out, rank] and
+    `adapter.down` [rank, in]; they are merged, for which `lora_alpha` must be given: the checkpoint does not hold it.
+    """
+
+    def __init__(self, folder: Path, config: HfConfig, lora_alpha: float | None = None) -> None:
         self._source, self._model = MegatronFolder(folder), _Model.of(config)
         self._found: list[tuple[Match, StoredKey]] = []
         keys = {key for key in self._source.keys() if is_parameter(key)}
+        self._adapters = {key for key in keys if key.endswith((_UP, _DOWN))}
+        self._alpha = lora_alpha
+        if bool(self._adapters) != (lora_alpha is not None):
+            held = "holds LoRA adapters" if self._adapters else "holds no LoRA adapters"
+            remedy = (
+                "pass --lora-alpha, model_args.lora_alpha of the run" if self._adapters else "--lora-alpha is in vain"
+            )
+            raise ValueError(f"{folder} {held}: {remedy}")
+        keys -= self._adapters
         for match in self._model.parameters():
             stored = next((k for k in keys_to_read(match, self._model.shape) if self._fits(k, keys)), None)
             if stored is not None:
                 self._found.append((match, stored))
             elif not match.row.optional:
                 raise ValueError(f"{folder} has no {match.name}, which a {self._model.family.name} model needs")
-        unknown = sorted(keys - {stored.key for _, stored in self._found})
+        weights = {stored.key for _, stored in self._found}
+        beside = {
+            key.removesuffix(suffix) + ".weight"
+            for key in self._adapters
+            for suffix in (_UP, _DOWN)
+            if key.endswith(suffix)
+        }
+        unknown = sorted((keys - weights) | (beside - weights))
         if unknown:
             raise ValueError(f"{folder}: {unknown[0]} has no Hugging Face name ({len(unknown)} such tensors)")
 
@@ -117,8 +141,17 @@ class MegatronAsHf:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and tensor, each in the dtype it is stored in."""
         for match, stored in self._found:
-            full = self._source.tensor(stored.key, stored.index)
+            full = self._merged(self._source.tensor(stored.key, stored.index), stored)
             yield from zip(match.hf_names, to_hf(match.row, full, self._model.heads), strict=True)
+
+    def _merged(self, weight: Tensor, stored: StoredKey) -> Tensor:
+        """With the run's adapter, in the arithmetic of its forward pass."""
+        layer = stored.key.removesuffix(".weight")
+        if layer + _UP not in self._adapters:
+            return weight
+        up, down = (self._source.tensor(layer + part, stored.index) for part in (_UP, _DOWN))
+        assert self._alpha is not None
+        return weight + self._alpha / down.shape[0] * (up @ down)
 
 
 def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> list[str]:
@@ -169,7 +202,7 @@ def megatron_to_hf(source: Path, target: Path, options: ConversionOptions, *, li
     the checkpoint carries.
     """
     folder, files = find_megatron(source), hf_files_of(source, like)
-    reader = MegatronAsHf(folder, HfFolder(files).config)
+    reader = MegatronAsHf(folder, HfFolder(files).config, options.lora_alpha)
     adapter = LoraAdapter(options.adapter) if options.adapter else None
     specs = reader.specs(options.dtype)
     wanted = {spec.name: spec for spec in specs}

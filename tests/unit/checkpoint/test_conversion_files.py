@@ -17,7 +17,7 @@ from roll_async.checkpoint.comparison import compare
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
-from roll_async.checkpoint.hf_names.table import shape_of
+from roll_async.checkpoint.hf_names.table import ModelShape, shape_of
 from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.stored_keys import key_to_write, keys_to_read
 from roll_async.convert import run_convert
@@ -340,6 +340,43 @@ def test_a_layer_is_a_slice_of_its_stored_tensor(tmp_path):
     assert read.shape("fc1") == (2, 8, 3)
     assert torch.equal(read.tensor("fc1"), full)
     assert torch.equal(read.tensor("fc1", (1,)), full[1])
+
+
+def test_the_adapters_of_a_run_are_merged_with_their_alpha(make, tmp_path):
+    source, tensors = make()
+    hf_to_megatron(source, tmp_path / "one", PLAIN)
+    one, shape = MegatronFolder(tmp_path / "one"), ModelShape(moe_layers=(False,) * 3)
+    pieces, values = [], {}
+
+    def add(key, stored, value):
+        piece = Piece(key=key, index=stored.index, stack=stored.stack, shape=tuple(value.shape), dtype=value.dtype)
+        pieces.append(piece)
+        values[piece.key, piece.index] = value
+
+    for match in family_of("Qwen2ForCausalLM").parameters(shape):
+        stored = key_to_write(match, shape)
+        if stored.key in one.keys():
+            add(stored.key, stored, one.tensor(stored.key, stored.index))
+        if match.te_name.endswith("mlp.linear_fc1.weight"):
+            layer = stored.key.removesuffix(".weight")
+            add(f"{layer}.adapter.up", stored, torch.randn(40, 2).bfloat16())
+            add(f"{layer}.adapter.down", stored, torch.randn(2, 16).bfloat16())
+    (tmp_path / "run").mkdir()
+    write_megatron_folder(tmp_path / "run", pieces, lambda piece: values[piece.key, piece.index])
+    with pytest.raises(ValueError, match="holds LoRA adapters: pass --lora-alpha"):
+        megatron_to_hf(tmp_path / "run", tmp_path / "back", PLAIN, like=source)
+    with pytest.raises(ValueError, match="holds no LoRA adapters"):
+        megatron_to_hf(tmp_path / "one", tmp_path / "back", replace(PLAIN, lora_alpha=8.0))
+    megatron_to_hf(tmp_path / "run", tmp_path / "back", replace(PLAIN, lora_alpha=8.0), like=source)
+    expected = dict(tensors)
+    for layer in range(3):
+        key = "decoder.layers.mlp.linear_fc1.adapter"
+        delta = 4.0 * (values[f"{key}.up", (layer,)] @ values[f"{key}.down", (layer,)])
+        for name, part in zip(("gate_proj", "up_proj"), delta.chunk(2), strict=True):
+            expected[f"model.layers.{layer}.mlp.{name}.weight"] = (
+                tensors[f"model.layers.{layer}.mlp.{name}.weight"] + part
+            )
+    assert_equal(tensors_in(tmp_path / "back"), expected)
 
 
 @pytest.mark.parametrize("form", range(4))
