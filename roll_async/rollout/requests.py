@@ -45,12 +45,16 @@ class PendingRequest:
     @property
     def num_generated(self) -> int:
         """Tokens of all pieces."""
+        if not self.pieces:
+            return 0
         return sum(len(p.token_ids) for p in self.pieces)
 
     def next_attempt(self) -> GenerateRequest:
         """The request to send now: the prompt and the tokens so far, with what is left of the budget."""
         self.attempt += 1
         prompt, sampling = self.request.prompt_token_ids, self.request.sampling
+        if not self.pieces:
+            return GenerateRequest(request_id=self.wire_id, prompt_token_ids=prompt, sampling=sampling)
         for piece in self.pieces:
             prompt = prompt + piece.token_ids
         left = sampling.max_new_tokens - self.num_generated
@@ -66,7 +70,14 @@ class PendingRequest:
     def merged(self, last: Completion) -> Completion:
         """All pieces and the last one as one completion of the original request."""
         if not self.pieces:
-            return replace(last, request_id=self.request.request_id)
+            return Completion(
+                request_id=self.request.request_id,
+                token_ids=last.token_ids,
+                logprobs=last.logprobs,
+                version_runs=last.version_runs,
+                finish_reason=last.finish_reason,
+                generation_s=last.generation_s,
+            )
         parts = [*self.pieces, last]
         tokens, logprobs = array("i"), array("f")
         for part in parts:

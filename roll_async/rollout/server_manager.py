@@ -73,6 +73,7 @@ class AsyncLLMServerManager:
         self._index: LoadIndex[str] = LoadIndex()
         self._queues = {True: deque[PendingRequest](), False: deque[PendingRequest]()}  # by foreground
         self._affinity: dict[str, str] = {}
+        self._num_in_flight = 0
         self._dispatching, self._foreground_only = True, False
         self._interrupt_mode: str | None = None
         self._failure: asyncio.Future[None] | None = None
@@ -134,7 +135,7 @@ class AsyncLLMServerManager:
         now = asyncio.get_running_loop().time()
         running = 0.0 if self._busy_since is None else now - self._busy_since
         return ServerStats(
-            in_flight=sum(len(s.in_flight) for s in self._links.values()),
+            in_flight=self._num_in_flight,
             queued=len(self._queues[True]) + len(self._queues[False]),
             busy_s=self._busy_s + running,
             **self._counts,
@@ -309,6 +310,7 @@ class AsyncLLMServerManager:
         self._counts["resumed"] += bool(pending.pieces)
         if self._busy_since is None:
             self._busy_since = loop.time()
+        self._num_in_flight += 1
         self._index.set(link.name, len(link.in_flight))
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None:
@@ -367,7 +369,8 @@ class AsyncLLMServerManager:
         if link is None or not link.detach(pending):
             return
         self._index.set(link.name, len(link.in_flight))
-        if not link.in_flight and not any(s.in_flight for s in self._links.values()):
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
             self._go_idle()
 
     def _go_idle(self) -> None:
@@ -399,13 +402,14 @@ class AsyncLLMServerManager:
             return
         del self._links[name]
         orphans = link.cut()
+        self._num_in_flight -= len(orphans)
         logger.warning("engine %s is out: %s; its %d requests go elsewhere", name, reason, len(orphans))
         self._counts["lost_servers"] += 1
         self._index.remove(name)
         for pending in reversed(orphans):
             pending.server = None
             self._retry(pending, name, reason)
-        if not self._links:
+        if not self._num_in_flight:
             self._go_idle()
         if self._returns is not None and self._returns(name, reason):
             self._expected.add(name)
@@ -461,7 +465,7 @@ class AsyncLLMServerManager:
             logger.warning("abort was not acknowledged within %g s", self._options.interrupt_timeout_s)
 
     async def _wait_drained(self, timeout_s: float) -> None:
-        waits = [asyncio.ensure_future(s.drained.wait()) for s in self._links.values()]
+        waits = [asyncio.ensure_future(s.drained.wait()) for s in self._links.values() if not s.drained.is_set()]
         if waits:
             await asyncio.wait(waits, timeout=timeout_s)
         for wait in waits:
