@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import ipaddress
 import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -42,15 +40,11 @@ try:
     from fastapi.security import HTTPBearer
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from pydantic import BaseModel, ConfigDict, Field
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from service_gate import Gate, problem
 except ImportError as error:
     sys.exit(f"math_verify_service: {error}; pip install 'roll_async[service]'")
 
 MAX_BATCH = 1024
-_BODY_TIMEOUT_S = 30.0
-"""A body that does not arrive in this time gives its place to another."""
-_BUFFERED_REQUESTS = 16
-"""Bodies of the largest allowed size held at once, by all connections together."""
 _RETRY_AFTER = {"Retry-After": "1"}
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 Answer = TypeVar("Answer")
@@ -140,6 +134,7 @@ class Meters:
         self.verdicts = Counter("math_verify_verdicts", "Verdicts by state", ["status"], **place)
         self.scoring = Histogram("math_verify_scoring_seconds", "Of one sample in a worker", buckets=_SECONDS, **place)
         self.latency = Histogram("math_verify_request_seconds", "Of one request", buckets=_SECONDS, **place)
+        # Read when somebody asks.
         for name, text, read in (
             ("in_flight", "Samples accepted and not answered", lambda: service.in_flight),
             ("workers", "Worker processes", lambda: service.options.workers),
@@ -147,6 +142,12 @@ class Meters:
             ("worker_crashes", "Workers replaced because a sample ended them", lambda: service.pool.crashes),
         ):
             Gauge(f"math_verify_{name}", text, **place).set_function(read)
+
+    def observe_request(self, path: str, code: int, seconds: float) -> None:
+        """Count one reply; code 0 = the client went away before there was one."""
+        known = path if path in ("/score", "/score/batch", "/health", "/metrics") else "other"
+        self.requests.labels(known, code or "disconnected").inc()
+        self.latency.observe(seconds)
 
 
 class Service:
@@ -198,97 +199,6 @@ def _verdict(reward: Reward) -> Verdict:
     )
 
 
-class Gate:
-    """Before anything reads a request: the token, the size and the time of its body; after it: the counters."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service, self._buffered = app, service, 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request. Its body is read whole here, within the limits, and handed on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started, code = time.perf_counter(), 0
-
-        async def counted(message: Message) -> None:
-            nonlocal code
-            if message["type"] == "http.response.start":
-                code = message["status"]
-            await send(message)
-
-        try:
-            if not self._allowed(scope):
-                headers = {"WWW-Authenticate": "Bearer"}
-                await _problem(401, "a token is needed: Authorization: Bearer TOKEN", headers)(scope, receive, counted)
-                return
-            await self._with_body(scope, receive, counted)
-        finally:
-            meters, path = self._service.meters, scope["path"]
-            known = path if path in ("/score", "/score/batch", "/health", "/metrics") else "other"
-            meters.requests.labels(known, code or "disconnected").inc()
-            meters.latency.observe(time.perf_counter() - started)
-
-    def _allowed(self, scope: Scope) -> bool:
-        token = self._service.options.token
-        if token is None or scope["path"] == "/health":
-            return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, b"Bearer " + token.encode())
-
-    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit, body = self._service.options.max_request_bytes, bytearray()
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > limit:
-            await _problem(413, f"the body is larger than {limit} bytes", {"Connection": "close"})(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(_BODY_TIMEOUT_S):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return
-                    piece, more = message.get("body", b""), message.get("more_body", False)
-                    self._buffered += len(piece)
-                    body += piece
-                    problem = None
-                    if len(body) > limit:
-                        problem = _problem(413, f"the body is larger than {limit} bytes", {"Connection": "close"})
-                    elif self._buffered > _BUFFERED_REQUESTS * limit:
-                        problem = _problem(
-                            429, "too many large requests at once", {**_RETRY_AFTER, "Connection": "close"}
-                        )
-                    if problem is not None:
-                        await problem(scope, receive, send)
-                        return
-            await self._app(scope, _replay(bytes(body), receive), send)
-        except TimeoutError:
-            await _problem(408, f"no whole body within {_BODY_TIMEOUT_S:g} s", {"Connection": "close"})(
-                scope, receive, send
-            )
-        finally:
-            self._buffered -= len(body)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body at once, then whatever the connection says (that it is gone)."""
-    given = False
-
-    async def next_message() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return next_message
-
-
-def _problem(code: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": detail}, code, headers)
-
-
 async def while_connected(request: Request, work: Coroutine[None, None, Answer]) -> Answer:
     """The answer; when the client goes away first, the work is cancelled and its places are free again."""
 
@@ -319,7 +229,9 @@ def create_app(options: Options) -> FastAPI:
         await service.pool.close()
 
     app = FastAPI(title="math verify service", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(
+        Gate, token=options.token, max_bytes=options.max_request_bytes, observed=service.meters.observe_request
+    )
     app.add_exception_handler(RequestValidationError, _not_valid)
     secured = [] if options.token is None else [_bearer()]
     problems = {code: {"model": Problem} for code in (400, 408, 413, 422, 429, 503)}
@@ -386,7 +298,7 @@ async def _not_valid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"])).encode(errors="replace").decode()[:200]
-    return _problem(422, f"{place}: {first['msg']}")
+    return problem(422, f"{place}: {first['msg']}")
 
 
 def is_loopback(host: str) -> bool:
