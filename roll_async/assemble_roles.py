@@ -59,6 +59,23 @@ def place_roles(config: RLVRConfig) -> RolePlacements:
     )
 
 
+def prompts_of(config: RLVRConfig) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
+    """The training stream, and the prompts of validation (none without eval_steps). Raises ValueError for bad files."""
+    assert config.actor_train.data_args is not None
+    probabilities = config.actor_train.data_args.domain_interleave_probs
+    train = ShuffledPrompts(
+        load_prompts(settings.data_options(config, config.actor_train.data_args)),
+        seed=config.seed,
+        probabilities=probabilities,
+    )
+    if config.validation is None or not config.eval_steps:
+        return train, ()
+    held_out = load_prompts(settings.data_options(config, config.validation.data_args))
+    stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
+    prompts = (stream.at(i) for i in range(config.val_batch_size))
+    return train, [p for p in prompts if p is not None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roles:
     """Everything that runs, ready to be coupled."""
@@ -90,7 +107,7 @@ class RoleStarter:
         training = [self._start_training(name, w) for name, w in config.roles() if name != "actor_infer"]
         engines = [self._start_engine(p) for p in self._placements.engines]
         (train, valid), scorer, groups, clients = await asyncio.gather(
-            asyncio.to_thread(self._prompts), self._start_scorer(), asyncio.gather(*training), asyncio.gather(*engines)
+            asyncio.to_thread(prompts_of, config), self._start_scorer(), asyncio.gather(*training), asyncio.gather(*engines)
         )
         manager = AsyncLLMServerManager(clients, settings.manager_options(config))
         await manager.start()
@@ -110,22 +127,6 @@ class RoleStarter:
             prompts=train,
             validation=valid,
         )
-
-    def _prompts(self) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
-        config = self._config
-        assert config.actor_train.data_args is not None
-        probabilities = config.actor_train.data_args.domain_interleave_probs
-        train = ShuffledPrompts(
-            load_prompts(settings.data_options(config, config.actor_train.data_args)),
-            seed=config.seed,
-            probabilities=probabilities,
-        )
-        if config.validation is None or not config.eval_steps:
-            return train, ()
-        held_out = load_prompts(settings.data_options(config, config.validation.data_args))
-        stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
-        prompts = (stream.at(i) for i in range(config.val_batch_size))
-        return train, [p for p in prompts if p is not None]
 
     async def _start_training(self, name: str, worker: WorkerConfig) -> RayTrainerGroup:
         group = await RayTrainerGroup.start(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 from ray.actor import ActorHandle
@@ -63,6 +63,12 @@ class MegatronRank:
         )
         self._worker = MegatronWorker(spec, self._role.settings)
         self._worker.start()
+
+    def restart(self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int) -> None:
+        """Begin anew from a model folder, with settings of the same layout; blocks until every rank is there."""
+        self._worker.stop()
+        self._role = replace(self._role, settings=settings)
+        self.start(world_size, master_addr, master_port)
 
     def compute_logprobs(self, rows: TokenRows) -> Tensor | None:
         return self._worker.compute_logprobs(rows)
@@ -123,6 +129,7 @@ class RayTrainerGroup:
         self.name = name
         self._ranks = ranks
         self._bucket_bytes = bucket_bytes
+        self._host = LOOPBACK
 
     @classmethod
     async def start(
@@ -145,10 +152,15 @@ class RayTrainerGroup:
             for p in placements
         ]
         group = cls(role.name, ranks, bucket_bytes)
-        host = LOOPBACK if embedded else await call(role.name, ranks[0].node_ip.remote())
-        port = await call(role.name, ranks[0].free_port.remote(host))
-        await group._all(lambda r: r.start.remote(len(ranks), host, port))
+        group._host = LOOPBACK if embedded else await call(role.name, ranks[0].node_ip.remote())
+        port = await call(role.name, ranks[0].free_port.remote(group._host))
+        await group._all(lambda r: r.start.remote(len(ranks), group._host, port))
         return group
+
+    async def restart(self, settings: MegatronSettings) -> None:
+        """The role as if just started, without new processes: many short runs on the same ranks (`sweep.py`)."""
+        port = await call(self.name, self._ranks[0].free_port.remote(self._host))
+        await self._all(lambda r: r.restart.remote(settings, len(self._ranks), self._host, port))
 
     async def compute_logprobs(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see ScoringGroup."""

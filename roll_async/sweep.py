@@ -1,0 +1,69 @@
+"""Many short runs on roles that are started once: experiments, and tests of every variant.
+
+    with ray_runtime(...) as runtime, Sweep(first_config, runtime) as sweep:
+        for config in configs:
+            metrics = sweep.run(config)
+
+Each run starts from `pretrain` with an optimizer, prompt stream, queue and ledger of its own; processes, engines and
+reward workers stay. Configurations may differ in everything that does not shape a process: algorithm, asynchrony,
+optimizer, batch, seed, steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+
+from roll_async import assemble_settings as settings
+from roll_async.assemble import RunClasses, couple
+from roll_async.assemble_roles import RoleStarter, place_roles, prompts_of
+from roll_async.cluster.runtime import RuntimeInfo
+from roll_async.config.schema import RLVRConfig
+from roll_async.observe.progress import ProgressLine
+from roll_async.observe.recorder import Recorder
+from roll_async.observe.run_folder import RunFolder
+from roll_async.pipelines.protocol import RunEnd
+
+
+class Sweep:
+    """Roles of the first configuration: a role that any run needs must be in it (the critic, the reference)."""
+
+    def __init__(self, config: RLVRConfig, runtime: RuntimeInfo) -> None:
+        self._config, self._runtime = config, runtime
+        self._stack = AsyncExitStack()
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Sweep:
+        config = self._config
+        starter = RoleStarter(config, self._runtime, place_roles(config), self._stack)
+        self._roles = self._runner.run(starter.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.run(self._stack.aclose())
+        self._runner.close()
+
+    def run(
+        self, config: RLVRConfig, classes: RunClasses | None = None, *, timeout_s: float = 3600.0
+    ) -> list[dict[str, float]]:
+        """Metrics of the steps of one run. Raises TimeoutError after `timeout_s`, and whatever ends a run early."""
+        return self._runner.run(self._run(config, RunClasses() if classes is None else classes, timeout_s))
+
+    async def _run(self, config: RLVRConfig, classes: RunClasses, timeout_s: float) -> list[dict[str, float]]:
+        folder = RunFolder(config.output_dir, config.exp_name)
+        recorder = Recorder(folder, [], ProgressLine(config.max_steps), logging_steps=config.max_steps)
+        workers = dict(config.roles())
+        for name, group in self._roles.training.items():
+            if name in workers:
+                await group.restart(settings.megatron_settings(config, workers[name]))
+        train, held_out = await asyncio.to_thread(prompts_of, config)
+        roles = replace(self._roles, prompts=train, validation=held_out)
+        run = await couple(config, roles, recorder, folder, classes)
+        async with asyncio.timeout(timeout_s):
+            end = await run.pipeline.run()
+        assert end is RunEnd.FINISHED, f"{config.exp_name} ended with {end}"
+        return folder.read_metrics()
