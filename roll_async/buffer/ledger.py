@@ -1,4 +1,5 @@
-"""Durable log of groups: SQLite in WAL mode, one row per position of the prompt stream.
+"""Durable log of groups: SQLite in WAL mode, one row per position of the prompt stream, and its tokens beside it until
+the step that trained them is checkpointed.
 
 A finished group is durable before it counts as buffered. "Consumed by step t" is written in the same transaction that
 records step t. A position is done, buffered, or to be generated, never two of them: it is the primary key. What is to
@@ -21,7 +22,7 @@ from roll_async.buffer.freshness import newest_version
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.schema import Group, WeightVersion
 
-_FORMAT = 1
+_FORMAT = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     prompt_index INTEGER PRIMARY KEY,
@@ -32,17 +33,22 @@ CREATE TABLE IF NOT EXISTS groups (
     newest_version INTEGER,           -- of its tokens
     finished_version INTEGER,         -- held by the engines when it finished
     rewards TEXT,                     -- JSON list, one score per sample, for readers of the file
-    reason TEXT NOT NULL DEFAULT '',
-    header TEXT,
-    block BLOB,
-    checksum INTEGER
+    reason TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS tokens (   -- apart: a change of state must not write them again, nor need room for that
+    prompt_index INTEGER PRIMARY KEY,
+    header TEXT NOT NULL,
+    block BLOB NOT NULL,
+    checksum INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS by_step ON groups (consumed_step);
 """
 _FSYNC = {"group": "FULL", "step": "NORMAL", "never": "OFF"}
-_WAL_PAGES = 16384
+_PAGE_BYTES = 16384
+"""A group of long samples spans many pages, and each costs; larger ones waste room on short groups."""
+_WAL_PAGES = 4096
 """64 MiB of log before it is folded into the file: a group of 16 long samples is more than half a MiB."""
 
 
@@ -150,14 +156,15 @@ class SqliteLedger:
             self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
             try:
                 self._open()
+                self._step = int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
             except BaseException:
                 self._db.close()
                 raise
-        self._step = int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
 
     def _open(self) -> None:
         # EXCLUSIVE keeps a second run out of the same folder for as long as this one lives.
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self._db.execute(f"PRAGMA page_size={_PAGE_BYTES}")
         mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise LedgerError(f"ledger {self._path}: its file system has no write-ahead log ({mode}); use a local disk")
@@ -180,10 +187,13 @@ class SqliteLedger:
         with self._transaction(f"group {group.group_id} (prompt {prompt_index})"):
             self._db.execute(
                 "INSERT INTO groups (prompt_index, group_id, state, after_step, newest_version, finished_version,"
-                " rewards, header, block, checksum) VALUES (?, ?, 'buffered', ?, ?, ?, ?, ?, ?, ?)",
-                (prompt_index, group.group_id, self._step, newest_version(group), version, rewards, header, block,
-                 _checksum(header, block)),
-            )  # fmt: skip
+                " rewards) VALUES (?, ?, 'buffered', ?, ?, ?, ?)",
+                (prompt_index, group.group_id, self._step, newest_version(group), version, rewards),
+            )
+            self._db.execute(
+                "INSERT INTO tokens (prompt_index, header, block, checksum) VALUES (?, ?, ?, ?)",
+                (prompt_index, header, block, _checksum(header, block)),
+            )
 
     def closed(self, prompt_index: int, group_id: int, state: str, reason: str) -> None:
         """A position that will not be trained: filtered or failed."""
@@ -197,6 +207,7 @@ class SqliteLedger:
         """A finished group was discarded: its prompt is to be generated again."""
         with self._transaction(f"prompt {prompt_index}"):
             self._db.execute("DELETE FROM groups WHERE prompt_index = ?", (prompt_index,))
+            self._db.execute("DELETE FROM tokens WHERE prompt_index = ?", (prompt_index,))
 
     def trained(self, step: int, prompt_indexes: Sequence[int]) -> None:
         """Step `step` consumed these groups: the step and its groups in one transaction."""
@@ -230,9 +241,10 @@ class SqliteLedger:
             self._db.execute("DELETE FROM groups WHERE state IN ('filtered', 'failed') AND after_step > ?", (step,))
             self._db.execute(
                 "DELETE FROM groups WHERE (state = 'buffered' OR consumed_step > ?)"
-                " AND (newest_version > ? OR block IS NULL)",
+                " AND (newest_version > ? OR prompt_index NOT IN (SELECT prompt_index FROM tokens))",
                 (step, step),
             )
+            self._db.execute("DELETE FROM tokens WHERE prompt_index NOT IN (SELECT prompt_index FROM groups)")
             self._db.execute(
                 "UPDATE groups SET state = 'buffered', consumed_step = NULL, after_step = ? WHERE consumed_step > ?",
                 (step, step),
@@ -245,8 +257,8 @@ class SqliteLedger:
             rows = self._db.execute("SELECT prompt_index, state FROM groups").fetchall()
             last_id = self._db.execute("SELECT coalesce(max(group_id), -1) FROM groups").fetchone()[0]
             stored = self._db.execute(
-                "SELECT prompt_index, finished_version, header, block, checksum FROM groups WHERE state = 'buffered'"
-                " ORDER BY group_id"
+                "SELECT prompt_index, finished_version, header, block, checksum FROM groups JOIN tokens"
+                " USING (prompt_index) WHERE state = 'buffered' ORDER BY group_id"
             ).fetchall()
         states = [state for _, state in rows]
         return Recovered(
@@ -276,7 +288,8 @@ class SqliteLedger:
         """
         with self._transaction(f"pruning up to step {step}"):
             self._db.execute(
-                "UPDATE groups SET header = NULL, block = NULL WHERE consumed_step <= ? AND block IS NOT NULL", (step,)
+                "DELETE FROM tokens WHERE prompt_index IN (SELECT prompt_index FROM groups WHERE consumed_step <= ?)",
+                (step,),
             )
 
     def fact(self, name: str) -> str | None:

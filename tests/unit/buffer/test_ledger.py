@@ -128,8 +128,9 @@ def test_pruning_frees_the_tokens_of_consumed_groups_only(path, build):
     ledger.prune(1)
     ledger.close()
     with sqlite3.connect(path) as database:
-        kept = dict(database.execute("SELECT prompt_index, block IS NOT NULL FROM groups"))
-    assert kept == {0: 0, 1: 1, 2: 1}
+        kept = [index for (index,) in database.execute("SELECT prompt_index FROM tokens ORDER BY 1")]
+        accounted = database.execute("SELECT count(*) FROM groups").fetchone()
+    assert kept == [1, 2] and accounted == (3,)
 
 
 def test_a_second_process_is_kept_out_and_told_why(path, build):
@@ -175,7 +176,7 @@ def test_a_damaged_group_is_named_by_its_prompt(path, build):
     ledger.finished(build.group(3), 3, 0)
     ledger.close()
     with sqlite3.connect(path) as database:
-        database.execute("UPDATE groups SET block = substr(block, 1, 5)")
+        database.execute("UPDATE tokens SET block = substr(block, 1, 5)")
     database.close()
     ledger = SqliteLedger(path)
     with pytest.raises(LedgerError, match="corrupted at prompt 3.*move the file away"):
