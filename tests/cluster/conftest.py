@@ -25,8 +25,12 @@ SMALL = (
 
 @pytest.fixture(scope="session")
 def demo_assets(tmp_path_factory):
-    """Tokenizer, data and a model after few warm-start steps: right in form, seldom in value."""
+    """Tokenizer, data and a model after few warm-start steps: right in form, seldom in value. DEMO_ASSETS names a
+    finished folder, to spare the making.
+    """
     pytest.importorskip("megatron.core")
+    if "DEMO_ASSETS" in os.environ:
+        return Path(os.environ["DEMO_ASSETS"]).resolve()
     folder = tmp_path_factory.mktemp("assets") / "demo_assets"
     script = (
         "import sys; sys.path.insert(0, 'tools'); import make_demo_assets as m; "

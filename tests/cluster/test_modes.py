@@ -86,7 +86,7 @@ class Session:
         async def go():
             recorder = Recorder(folder, [], ProgressLine(STEPS), logging_steps=1)
             run = await couple(config, self.roles, recorder, folder, RunClasses(trainer=Watching, **classes))
-            async with asyncio.timeout(150), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
                 if meanwhile is not None:
                     tasks.create_task(meanwhile(folder))
                 assert await run.pipeline.run() is RunEnd.FINISHED
