@@ -26,6 +26,7 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
         HF,
         config="fully_async_cpu",
         script="fully_async_custom.py",
+        timeout=400,
         small=False,
     )
     assert code == 0, output
