@@ -29,12 +29,12 @@ MODELS = {
 }
 
 
-def model_folder(folder, kind):
+def model_folder(folder, kind, seed=0):
     """A random checkpoint of 4 layers whose biases and norms are not trivial."""
     import transformers
 
     family, fields = MODELS[kind]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -125,3 +125,40 @@ def measure(rank, world_size, port, settings):
         "trained": trained,
         "seconds": time.monotonic() - began,
     }
+
+
+def train_and_save(rank, world_size, port, settings, folder, *, background=False):
+    """Two steps, a checkpoint, two steps more; what the last two report."""
+    worker = start_worker(rank, world_size, port, settings)
+    _, policy = batch()
+    for step in (1, 2):
+        worker.update_policy(policy, step)
+    worker.save(folder, 2, b"state of the loop", background=background)
+    after = [worker.update_policy(policy, step) for step in (3, 4)]
+    worker.finish_save()
+    worker.stop()
+    return after
+
+
+def load_and_train(rank, world_size, port, settings, folder):
+    """The two steps after a checkpoint that maybe another layout wrote; or the message of the error."""
+    worker = start_worker(rank, world_size, port, settings)
+    _, policy = batch()
+    try:
+        state = worker.load(folder)
+    except ValueError as error:
+        worker.stop()
+        return str(error)
+    assert state == b"state of the loop"
+    after = [worker.update_policy(policy, step) for step in (3, 4)]
+    worker.stop()
+    return after
+
+
+def save_and_export(rank, world_size, port, settings, folder, export):
+    """One step, then the same weights as a checkpoint and as a Hugging Face folder."""
+    worker = start_worker(rank, world_size, port, settings)
+    worker.update_policy(batch()[1], 1)
+    worker.save(folder, 1, b"")
+    worker.export_hf(export)
+    worker.stop()

@@ -23,7 +23,8 @@ from roll_async.algorithms.aggregation import Denominators, aggregate, count_den
 from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
-from roll_async.trainer.megatron import rank_state, ranks  # noqa: E402
+from roll_async.trainer.megatron import ranks  # noqa: E402
+from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch, StepRows  # noqa: E402
 from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
 from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
@@ -68,6 +69,7 @@ class MegatronWorker:
         self._network = wrap(self._model.chunks, self._model.config, self._settings.optimizer)
         self._optimizer, self._grad_scale = build_optimizer(self._network, self._model.config, self._settings.optimizer)
         self._runner = Runner(self._network, self._model.config, self._settings)
+        self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings.model_folder)
 
     def stop(self) -> None:
         """Leave the process groups; the process may start another worker."""
@@ -258,28 +260,28 @@ class MegatronWorker:
             for _ in tensors:
                 pass
 
-    def save(self, folder: str, step: int, state: bytes) -> None:
-        """Atomic checkpoint of all ranks: `folder` exists only when it is complete."""
+    def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
+        """Atomic checkpoint of all ranks: `folder` exists only when it is complete. With `background` the weights of
+        this moment are written while training goes on; `finish_save` completes it.
+        """
         self._gather_parameters()
-        mine = {
-            "model": [chunk.state_dict() for chunk in self._model.chunks],
-            "optimizer": self._optimizer.state_dict(),
-            "optimizer_steps": self._optimizer_steps,
-            "rng": torch.get_rng_state(),
-        }
-        rank_state.save(folder, mine, rank=self._spec.rank, world_size=self._spec.world_size, step=step, state=state)
+        self._checkpoint.save(
+            folder, step=step, state=state, optimizer_steps=self._optimizer_steps, background=background
+        )
+
+    def save_written(self) -> bool:
+        """Whether a save in the background only waits for `finish_save`."""
+        return self._checkpoint.written()
+
+    def finish_save(self) -> None:
+        """Complete a save in the background; collective. Raises OSError when a rank could not write."""
+        self._checkpoint.finish()
 
     def load(self, folder: str) -> bytes:
-        """Restore what `save` wrote on the same layout; returns the caller's state. Raises ValueError naming a bad
-        file.
+        """Restore what `save` wrote, under this or another layout; returns the caller's state. Raises ValueError naming
+        a bad file.
         """
-        mine, state = rank_state.load(folder, rank=self._spec.rank, world_size=self._spec.world_size)
-        for chunk, saved in zip(self._model.chunks, mine["model"], strict=True):
-            chunk.load_state_dict(saved)
-        with cpu_shim.cuda_type_names():
-            self._optimizer.load_state_dict(mine["optimizer"])
-        self._optimizer_steps = mine["optimizer_steps"]
-        torch.set_rng_state(mine["rng"])
+        state, self._optimizer_steps = self._checkpoint.load(folder)
         return state
 
 

@@ -1,0 +1,66 @@
+"""What a checkpoint folder must hold: every file with its size and digest. Written last, read first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_FORMAT = "roll_async checkpoint 2"
+
+
+def fingerprint(path: Path) -> str:
+    """`size:digest` of a file."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return f"{path.stat().st_size}:{digest.hexdigest()}"
+
+
+def write_manifest(folder: Path, files: Mapping[str, str], about: Mapping[str, object]) -> None:
+    """`files`: fingerprint by path inside the folder; `about`: whatever a reader wants to know first."""
+    with open(folder / MANIFEST, "w") as file:
+        json.dump({"format": _FORMAT, **about, "files": dict(files)}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest. Raises ValueError when the folder is not a complete checkpoint of ours."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{folder} is not a checkpoint of roll_async: {MANIFEST} is missing")
+    try:
+        manifest = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is truncated or not JSON: {error}") from error
+    if manifest.get("format") != _FORMAT:
+        raise ValueError(f"{file} is the manifest of something else: {manifest.get('format')!r}, not {_FORMAT!r}")
+    return manifest
+
+
+def check_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Compare files with their fingerprints. Raises ValueError naming the first missing, truncated or changed one."""
+    remedy = "choose another checkpoint with checkpoint.resume_from"
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"checkpoint file {path} is missing; {remedy}")
+        size = int(expected.split(":")[0])
+        if path.stat().st_size != size:
+            raise ValueError(f"checkpoint file {path} is truncated: {path.stat().st_size} of {size} bytes; {remedy}")
+        if fingerprint(path) != expected:
+            raise ValueError(f"checkpoint file {path} was changed after it was written; {remedy}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

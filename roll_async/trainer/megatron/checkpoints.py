@@ -1,0 +1,170 @@
+"""Checkpoints of a role: model, Adam's state, counters and RNG in Megatron's torch_dist format, loadable by any layout.
+
+    folder/megatron/     .metadata, __<rank>_0.distcp, common.pt, metadata.json: what `roll-async convert` reads, too
+    folder/huggingface/  config.json and tokenizer of the model
+    folder/state.bin     the caller's own state
+    folder/manifest.json every file with its digest, written last
+
+Everything is written to `folder.tmp` and renamed when it is complete and on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from roll_async.checkpoint.hf_folder import copy_side_files
+from roll_async.checkpoint.manifest import check_files, fingerprint, read_manifest, sync_folder, write_manifest
+from roll_async.trainer.megatron import ranks
+from roll_async.trainer.megatron.model import HfBackedModel
+from roll_async.trainer.megatron.optimizer_state import ParameterState, parameter_states, parts_of, restore_steps
+from roll_async.trainer.megatron.torch_dist import TorchDistSave
+
+logger = logging.getLogger(__name__)
+
+_MEGATRON, _HF, _STATE = "megatron", "huggingface", "state.bin"
+
+
+class RoleCheckpoint:
+    """Saves and loads what one rank of a role holds. All methods are collective."""
+
+    def __init__(self, model: HfBackedModel, optimizer: MegatronOptimizer, model_folder: str) -> None:
+        self._model, self._optimizer, self._model_folder = model, optimizer, model_folder
+        self._open: Callable[[], None] | None = None
+        self._writing: TorchDistSave | None = None
+
+    def save(self, folder: str, *, step: int, state: bytes, optimizer_steps: int, background: bool) -> None:
+        """Write a checkpoint; with `background` only begin, `finish` completes it. One at a time."""
+        self.finish()
+        target, temporary = Path(folder), Path(folder + ".tmp")
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / _MEGATRON).mkdir(parents=True)
+        dist.barrier()
+        content = self._content(saving=True)
+        content["common"] = {"optimizer_steps": optimizer_steps, "step": step, "grad_scalers": self._grad_scalers()}
+        writing = self._writing = TorchDistSave(temporary / _MEGATRON, content, background=background)
+        self._open = lambda: self._complete(writing, temporary, target, step, state)
+        if not background:
+            self.finish()
+
+    def written(self) -> bool:
+        """Whether this rank's bytes of a save in the background are on disk, so that `finish` will not wait for them."""
+        return self._writing is None or self._writing.done()
+
+    def finish(self) -> None:
+        """Complete a save that is under way, if any."""
+        pending, self._open, self._writing = self._open, None, None
+        if pending is not None:
+            pending()
+
+    def _complete(self, writing: TorchDistSave, temporary: Path, target: Path, step: int, state: bytes) -> None:
+        files = writing.finish()
+        if dist.get_rank() == 0:
+            (temporary / _STATE).write_bytes(state)
+            (temporary / _HF).mkdir()
+            copy_side_files(Path(self._model_folder), temporary / _HF, dtype=None)
+            rest = [_STATE, *(f"{_HF}/{path.name}" for path in (temporary / _HF).iterdir())]
+            prints = {f"{_MEGATRON}/{name}": value for name, value in files.items()}
+            prints |= {name: fingerprint(temporary / name) for name in rest}
+            write_manifest(temporary, prints, {"step": step, "world_size": dist.get_world_size()})
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(temporary, target)
+            sync_folder(target.parent)
+        dist.barrier()
+
+    def load(self, folder: str) -> tuple[bytes, int]:
+        """Restore what `save` wrote under any layout; (the caller's state, optimizer steps). Raises ValueError, on
+        every rank, naming a missing, truncated, changed or foreign file.
+        """
+        path = Path(folder)
+        manifest = self._verified(path)
+        content = self._content(saving=False)
+        if manifest["world_size"] != dist.get_world_size():
+            content.pop("rng")
+            logger.info("%s: saved by %d ranks; random generators start anew", path, manifest["world_size"])
+        try:
+            loaded = dist_checkpointing.load(content, str(path / _MEGATRON))
+        except CheckpointException as error:  # what the planners of the ranks raised
+            first = next(iter(error.failures.values()))[0]
+            raise ValueError(f"{path} does not fit this model: {str(first)[:200]}") from error
+        except (CheckpointingException, KeyError) as error:
+            raise ValueError(f"{path} does not fit this model: {str(error)[:200]}") from error
+        for number, chunk in enumerate(self._model.chunks):
+            chunk.load_state_dict(loaded[f"model{number}"])
+        common = loaded["common"]
+        steps = int(common["optimizer_steps"])
+        self._restore_optimizer(loaded["optimizer"], common, steps)
+        if "rng" in loaded:
+            ranks.set_random_state(loaded["rng"])
+        return (path / _STATE).read_bytes(), steps
+
+    def _verified(self, path: Path) -> dict:
+        """The manifest, after each rank compared its share of the files with it."""
+        problem, manifest = None, {}
+        try:
+            manifest = read_manifest(path)
+            names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+            check_files(path, {name: manifest["files"][name] for name in names})
+        except ValueError as error:
+            problem = str(error)
+        problems: list = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        for found in problems:
+            if found is not None:
+                raise ValueError(found)
+        return manifest
+
+    # Content
+
+    def _content(self, *, saving: bool) -> dict:
+        """The sharded state dict: Megatron's description of the model, and of each parameter's state by its name."""
+        content: dict = {f"model{n}": chunk.sharded_state_dict() for n, chunk in enumerate(self._model.chunks)}
+        described = {
+            id(part.data): part
+            for part in nested_values(content)
+            if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data is not None
+        }
+        optimizer: dict = {}
+        for number, state in enumerate(parameter_states(self._optimizer)):
+            description = described[id(state.parameter)]
+            tensors = {name: self._tensor(state, name, saving) for name in state.names}
+            optimizer[str(number)] = {
+                name: make_sharded_optimizer_tensor(description, tensor, f"optimizer.state.{name}")
+                for name, tensor in tensors.items()
+            }
+        rank, size = dist.get_rank(), dist.get_world_size()
+        rng = ShardedObject("rng_state", ranks.random_state(), (size,), (rank,))
+        return {**content, "optimizer": optimizer, "rng": rng}
+
+    @staticmethod
+    def _tensor(state: ParameterState, name: str, saving: bool) -> torch.Tensor:
+        return state.gathered(name) if saving else torch.empty(state.parameter.shape, dtype=torch.float32)
+
+    def _restore_optimizer(self, tensors: dict, common: dict, steps: int) -> None:
+        for number, state in enumerate(parameter_states(self._optimizer)):
+            state.restore(tensors[str(number)], steps)
+        restore_steps(self._optimizer, steps)
+        for scaler, saved in zip(self._scalers(), common["grad_scalers"], strict=False):
+            scaler.load_state_dict(saved)
+
+    def _scalers(self) -> list:
+        scalers = [getattr(part, "grad_scaler", None) for part in parts_of(self._optimizer)]
+        return [scaler for scaler in scalers if scaler is not None]
+
+    def _grad_scalers(self) -> list[dict]:
+        """fp16's loss scale and its growth counters."""
+        return [scaler.state_dict() for scaler in self._scalers()]

@@ -1,0 +1,131 @@
+"""Checkpoints of Megatron roles: any layout reads what any other wrote, with the optimizer's state; resume is exact."""
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+import megatron_cases as cases  # noqa: E402
+
+from roll_async.checkpoint.conversion import ConversionOptions, megatron_to_hf  # noqa: E402
+
+T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
+P2 = (2, {"parallel": {"pipeline": 2}})
+P2V2 = (2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}})
+ONE = (1, {})
+D2 = (2, {"optimizer": {"distributed": True}})
+D4 = (4, {"optimizer": {"distributed": True}})
+T2D2 = (4, {"parallel": {"tensor": 2, "sequence_parallel": True}, "optimizer": {"distributed": True}})
+P2D2 = (4, {"parallel": {"pipeline": 2}, "optimizer": {"distributed": True}})
+E2 = (2, {"parallel": {"expert": 2}})
+E2D = (2, {"parallel": {"expert": 2}, "optimizer": {"distributed": True}})
+T2E2X2D2 = (
+    4,
+    {
+        "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True},
+        "optimizer": {"distributed": True},
+    },
+)
+BF16 = {"dtype": "bf16"}
+PAIRS = {
+    "T2 to one rank": ("dense, tied", T2, ONE),
+    "T2 to D2 distributed": ("dense, tied", T2, D2),
+    "P2 to T2": ("dense, tied", P2, T2),
+    "P2 V2 to P2": ("dense", P2V2, P2),
+    "D2 distributed to one rank": ("dense", D2, ONE),
+    "D4 distributed to D2 distributed": ("dense", D4, D2),
+    "T2 D2 distributed to D2 distributed": ("dense", T2D2, D2),
+    "P2 D2 distributed to T2": ("dense, tied", P2D2, T2),
+    "one rank to T2 D2 distributed": ("dense", ONE, T2D2),
+    "E2 to one rank": ("MoE", E2, ONE),
+    "E2 distributed to T2 E2 X2 D2 distributed": ("MoE", E2D, T2E2X2D2),
+    "T2 E2 X2 D2 distributed to E2": ("MoE", T2E2X2D2, E2),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models to start from, and models of the same shape with other weights to load into."""
+    make = tmp_path_factory.mktemp
+    return {(kind, seed): cases.model_folder(make("model"), kind, seed) for kind in cases.MODELS for seed in (0, 1)}
+
+
+def run(rank_pool, function, folders, kind, layout, checkpoint, *, seed=0, more=None, **arguments):
+    world_size, settings = layout
+    settings = cases.settings_of(folders[kind, seed], **{**settings, **(more or {})})
+    return rank_pool.run(function, world_size, settings=settings, folder=str(checkpoint), **arguments)[0]
+
+
+def assert_same_steps(found, expected, tolerance):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["trainer/loss"] == pytest.approx(theirs["trainer/loss"], abs=tolerance)
+        assert mine["trainer/grad_norm"] == pytest.approx(theirs["trainer/grad_norm"], rel=30 * tolerance)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_another_layout_goes_on_as_the_one_that_saved(rank_pool, folders, tmp_path, pair):
+    kind, before, after = PAIRS[pair]
+    expected = run(rank_pool, cases.train_and_save, folders, kind, before, tmp_path / "step")
+    found = run(rank_pool, cases.load_and_train, folders, kind, after, tmp_path / "step", seed=1)
+    assert_same_steps(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("dense", D2), ("dense, tied", T2D2), ("MoE", E2D), ("dense", P2V2)])
+def test_the_same_layout_resumes_bit_for_bit_even_when_the_save_ran_in_the_background(
+    rank_pool, folders, tmp_path, kind, layout
+):
+    for background in (False, True):
+        place = tmp_path / f"background_{background}"
+        expected = run(rank_pool, cases.train_and_save, folders, kind, layout, place, background=background)
+        found = run(rank_pool, cases.load_and_train, folders, kind, layout, place, seed=1)
+        assert found == expected
+
+
+def test_bf16_keeps_its_fp32_parameters_across_layouts(rank_pool, folders, tmp_path):
+    expected = run(rank_pool, cases.train_and_save, folders, "dense", D2, tmp_path / "step", more=BF16)
+    assert run(rank_pool, cases.load_and_train, folders, "dense", D2, tmp_path / "step", seed=1, more=BF16) == expected
+    found = run(rank_pool, cases.load_and_train, folders, "dense", ONE, tmp_path / "step", seed=1, more=BF16)
+    assert_same_steps(found, expected, 2e-3)
+
+
+def test_a_checkpoint_that_is_damaged_foreign_or_of_another_model_is_refused_by_name(rank_pool, folders, tmp_path):
+    run(rank_pool, cases.train_and_save, folders, "dense", D2, tmp_path / "whole")
+
+    def message(name, kind="dense"):
+        return run(rank_pool, cases.load_and_train, folders, kind, D2, tmp_path / name)
+
+    def copy(name):
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        return tmp_path / name
+
+    data = copy("short") / "megatron" / "__1_0.distcp"
+    data.write_bytes(data.read_bytes()[:-100])
+    assert "__1_0.distcp is truncated" in message("short")
+    (copy("gap") / "megatron" / "common.pt").unlink()
+    assert "common.pt is missing" in message("gap")
+    state = copy("changed") / "state.bin"
+    state.write_bytes(b"State of the loop")
+    assert "state.bin was changed" in message("changed")
+    (copy("open") / "manifest.json").unlink()
+    assert "open is not a checkpoint of roll_async" in message("open")
+    manifest = copy("foreign") / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": "other"}))
+    assert "manifest of something else" in message("foreign")
+    assert "whole does not fit this model" in message("whole", kind="MoE")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_hugging_face_weights_come_out_of_a_checkpoint_of_any_layout(rank_pool, folders, tmp_path):
+    from safetensors.torch import load_file
+
+    for kind, layout in (("dense, tied", T2D2), ("MoE", T2E2X2D2)):
+        place = tmp_path / kind[:3]
+        run(rank_pool, cases.save_and_export, folders, kind, layout, place / "step", export=str(place / "exported"))
+        megatron_to_hf(place / "step", place / "converted", ConversionOptions())
+        exported = load_file(place / "exported" / "model.safetensors")
+        converted = load_file(place / "converted" / "model.safetensors")
+        assert exported.keys() == converted.keys()
+        assert all((converted[name] == tensor).all() for name, tensor in exported.items())
