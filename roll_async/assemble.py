@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -11,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_async import assemble_settings as settings
-from roll_async.assemble_roles import RolePlacements, Roles, RoleStarter
+from roll_async.assemble_checkpoint import LoopCheckpoint, restore_loop
+from roll_async.assemble_roles import RolePlacements, Roles, RoleStarter, reference_is_actor
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.runtime import RuntimeInfo
-from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
 from roll_async.config.schema import RLVRConfig
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
@@ -31,7 +30,7 @@ from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
-from roll_async.trainer.learner import Learner, LearnerParts, LearnerState
+from roll_async.trainer.learner import Learner, LearnerParts
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 from roll_async.weight_sync.transports import choose_transport
 
@@ -60,6 +59,7 @@ class Assembled:
 
     pipeline: RLVRPipeline
     actor: RayTrainerGroup
+    checkpoint: LoopCheckpoint
 
 
 async def build_run(
@@ -78,7 +78,9 @@ async def build_run(
     if config.tracking.rollout_dump_dir is not None:
         samples = SampleDump(config.tracking.rollout_dump_dir, load_tokenizer(config.pretrain).batch_decode)
         stack.callback(samples.close)
-    return await couple(config, roles, *observers, classes, samples)
+    assembled = await couple(config, roles, *observers, classes, samples)
+    stack.push_async_exit(assembled.checkpoint.close)
+    return assembled
 
 
 async def couple(
@@ -94,17 +96,16 @@ async def couple(
     scheduler = ChatCompletionScheduler(
         manager, roles.scorer, settings.scheduler_options(config), tools=_tools(config, classes)
     )
-    learner = Learner(
-        LearnerParts(
-            actor=actor,
-            reference=roles.training.get("reference"),
-            teacher=roles.training.get("teacher"),
-            critic=roles.training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
-        ),
-        settings.learner_options(config),
+    learner_parts = LearnerParts(
+        actor=actor,
+        reference=BasePolicy(actor) if reference_is_actor(config) else roles.training.get("reference"),
+        teacher=roles.training.get("teacher"),
+        critic=roles.training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
     )
+    learner = Learner(learner_parts, settings.learner_options(config))
     checkpoints = RunCheckpoints(folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep)
-    restored, position = await restore_loop(config, actor, learner, checkpoints)
+    saved = {name: roles.training[name] for name in ("actor_train", "critic") if name in roles.training}
+    restored, position = await restore_loop(config, saved, learner, checkpoints)
     folder.truncate_metrics(restored)
     queue = MessageQueue(settings.queue_options(config), _ledger(config))
     queue.restore(restored, position)
@@ -120,12 +121,13 @@ async def couple(
         comes_back=lambda: manager.expects_return,
     )
     supervisor.attach(synchronizer.rejoin)  # type: ignore[arg-type]
+    checkpoint = LoopCheckpoint(config, saved, learner, queue, checkpoints, samples)
     parts = PipelineParts(
         queue=queue,
         rollouter=rollouter,
         learner=learner,
         synchronizer=synchronizer,
-        checkpoint=LoopCheckpoint(config, actor, learner, queue, checkpoints, samples),
+        checkpoint=checkpoint,
         observer=recorder,
         dump=None if samples is None else lambda step, groups: samples.write(step, sample_rows(groups)),
         validate=_validator(config, scheduler, roles.validation) if roles.validation else None,
@@ -138,7 +140,9 @@ async def couple(
             trainer, parts, interval_s=classes.monitor_interval_s, custom_monitor=classes.custom_monitor
         )
         watch = monitor.run
-    return Assembled(pipeline=RLVRPipeline(parts, plan, trainer=trainer, watch=watch), actor=actor)
+    return Assembled(
+        pipeline=RLVRPipeline(parts, plan, trainer=trainer, watch=watch), actor=actor, checkpoint=checkpoint
+    )
 
 
 def _tools(config: RLVRConfig, classes: RunClasses) -> ToolCompletionCallback | None:
@@ -186,50 +190,3 @@ def _validator(
         }
 
     return validate
-
-
-class LoopCheckpoint:
-    """`pipelines/protocol.py: Saves`: ranks, learner state and ledger position under one step number."""
-
-    def __init__(
-        self,
-        config: RLVRConfig,
-        actor: RayTrainerGroup,
-        learner: Learner,
-        queue: MessageQueue,
-        checkpoints: RunCheckpoints,
-        samples: SampleDump | None = None,
-    ) -> None:
-        self._config, self._actor, self._learner = config, actor, learner
-        self._queue, self._checkpoints, self._samples = queue, checkpoints, samples
-
-    async def save(self, step: int) -> None:
-        """Write the checkpoint of a step; older ones beyond max_to_keep go afterwards."""
-        state = {"step": step, "learner": self._learner.state.to_json(), "queue": self._queue.checkpoint_state()}
-        if self._samples is not None:  # a restored run does not dump these steps again
-            await asyncio.to_thread(self._samples.flush)
-        target = self._checkpoints.folder_of(step)
-        await self._actor.save(str(target), step, json.dumps(state).encode())
-        if self._config.checkpoint.save_hf_model:
-            await self._actor.export_hf(str(target / "hf"))
-        self._queue.checkpointed(step)
-        self._checkpoints.prune()
-
-
-async def restore_loop(
-    config: RLVRConfig, actor: RayTrainerGroup, learner: Learner, checkpoints: RunCheckpoints
-) -> tuple[int, Mapping[str, object] | None]:
-    """Load what `checkpoint.resume_from` names: the step the run continues after (0 for a fresh run) and its position
-    in the prompt stream.
-    """
-    wanted = config.checkpoint.resume_from
-    if wanted is None:
-        return 0, None
-    folder = checkpoints.find(wanted)
-    if folder is None:
-        logger.info("resume_from latest: no checkpoint yet, starting fresh")
-        return 0, None
-    state = json.loads(await actor.load(str(folder)))
-    learner.state = LearnerState.from_json(state["learner"])
-    logger.info("resumed after step %d from %s", state["step"], folder)
-    return int(state["step"]), state.get("queue")

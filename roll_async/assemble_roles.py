@@ -38,9 +38,26 @@ class RolePlacements:
         return (*(p for part in self.training.values() for p in part), *self.engines)
 
 
+def training_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+    """Roles with Megatron ranks of their own."""
+    roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
+    if reference_is_actor(config):
+        roles.pop("reference")
+    return roles
+
+
+def reference_is_actor(config: RLVRConfig) -> bool:
+    """Whether the actor with its adapters off is the reference: the same model on the same devices."""
+    actor, reference = config.actor_train, config.reference
+    if reference is None or not actor.model_args.lora_rank:
+        return False
+    same_model = actor.model_args.model_name_or_path == reference.model_args.model_name_or_path
+    return same_model and actor.device_mapping == reference.device_mapping
+
+
 def place_roles(config: RLVRConfig) -> RolePlacements:
     """Device mappings to processes. Raises ValueError for a mapping that spans nodes where it cannot."""
-    roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
+    roles = training_roles(config)
     cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
     cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
     threads = threads_per_process(cpu)
@@ -104,7 +121,7 @@ class RoleStarter:
     async def start(self) -> Roles:
         """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
         config = self._config
-        training = [self._start_training(name, w) for name, w in config.roles() if name != "actor_infer"]
+        training = [self._start_training(name, w) for name, w in training_roles(config).items()]
         engines = [self._start_engine(p) for p in self._placements.engines]
         (train, valid), scorer, groups, clients = await asyncio.gather(
             asyncio.to_thread(prompts_of, config), self._start_scorer(), asyncio.gather(*training), asyncio.gather(*engines)

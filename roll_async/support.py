@@ -32,10 +32,8 @@ def _roles(config: RLVRConfig) -> list[str]:
 
 def _model(name: str, role: WorkerConfig) -> list[str]:
     problems = []
-    if role.model_args.lora_rank:
-        problems.append(f"{name}.model_args.lora_rank={role.model_args.lora_rank} is not there yet; set it to 0")
-    if role.model_args.freeze_module_prefix:
-        problems.append(f"{name}.model_args.freeze_module_prefix is not there yet; remove it")
+    if role.model_args.lora_rank and role.model_args.lora_dropout:
+        problems.append(f"{name}.model_args.lora_dropout={role.model_args.lora_dropout} is not there yet; set it to 0")
     return problems
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+from roll_async.checkpoint.manifest import sync_folder
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -21,6 +24,27 @@ class RunCheckpoints:
     def folder_of(self, step: int) -> Path:
         """Where the checkpoint of a step goes."""
         return self.folder / f"step_{step:08d}"
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of a step into; left-overs of runs that were killed go."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(old)
+        staging = self._staging(step)
+        staging.mkdir()
+        return staging
+
+    def commit(self, step: int) -> Path:
+        """Give it its final name, in one step; an older checkpoint of the same name is replaced."""
+        final = self.folder_of(step)
+        shutil.rmtree(final, ignore_errors=True)
+        sync_folder(self._staging(step))
+        os.rename(self._staging(step), final)
+        sync_folder(self.folder)
+        return final
+
+    def _staging(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}.tmp"
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""

@@ -76,6 +76,9 @@ class MegatronRank:
     def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         return self._worker.update_policy(rows, step)
 
+    def compute_base_logprobs(self, rows: TokenRows) -> Tensor | None:
+        return self._worker.compute_base_logprobs(rows)
+
     def compute_values(self, rows: TokenRows) -> Tensor | None:
         return self._worker.compute_values(rows)
 
@@ -107,8 +110,14 @@ class MegatronRank:
         assert self._export is not None
         return self._export.digest
 
-    def save(self, folder: str, step: int, state: bytes) -> None:
-        self._worker.save(folder, step, state)
+    def save(self, folder: str, step: int, state: bytes, background: bool) -> None:
+        self._worker.save(folder, step, state, background=background)
+
+    def save_written(self) -> bool:
+        return self._worker.save_written()
+
+    def finish_save(self) -> None:
+        self._worker.finish_save()
 
     def load(self, folder: str) -> bytes:
         return self._worker.load(folder)
@@ -167,6 +176,11 @@ class RayTrainerGroup:
         ref = ray.put(rows)
         return _answer(await self._all(lambda r: r.compute_logprobs.remote(ref)))
 
+    async def compute_base_logprobs(self, rows: TokenRows) -> Tensor:
+        """`compute_logprobs` of the model without its LoRA adapters."""
+        ref = ray.put(rows)
+        return _answer(await self._all(lambda r: r.compute_base_logprobs.remote(ref)))
+
     async def compute_values(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see CriticGroup."""
         ref = ray.put(rows)
@@ -200,9 +214,15 @@ class RayTrainerGroup:
                 await asyncio.wait([pending])
         yield await call(self.name, self._ranks[0].export_digest.remote())
 
-    async def save(self, folder: str, step: int, state: bytes) -> None:
-        """Atomic checkpoint of all ranks with the caller's own state."""
-        await self._all(lambda r: r.save.remote(folder, step, state))
+    async def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
+        """Atomic checkpoint of all ranks with the caller's own state; `finish_save` completes one in the background."""
+        await self._all(lambda r: r.save.remote(folder, step, state, background))
+
+    async def finish_save(self, poll_s: float = 0.5) -> None:
+        """Wait until a save in the background is complete; the ranks train meanwhile."""
+        while not all(await self._all(lambda r: r.save_written.remote())):
+            await asyncio.sleep(poll_s)
+        await self._all(lambda r: r.finish_save.remote())
 
     async def load(self, folder: str) -> bytes:
         """Restore all ranks; returns the caller's state."""
@@ -223,6 +243,17 @@ class RayTrainerGroup:
         """One call on every rank; the first failure is raised, naming the rank."""
         calls = [call(f"{self.name} rank {i}", _awaitable(remote_call(r))) for i, r in enumerate(self._ranks)]
         return list(await asyncio.gather(*calls))
+
+
+class BasePolicy:
+    """The actor with its adapters off: the reference of a LoRA run, on the actor's ranks. Implements ScoringGroup."""
+
+    def __init__(self, actor: RayTrainerGroup) -> None:
+        self._actor = actor
+
+    async def compute_logprobs(self, rows: TokenRows) -> Tensor:
+        """[B,T] float32, see ScoringGroup."""
+        return await self._actor.compute_base_logprobs(rows)
 
 
 async def _awaitable(ref: ray.ObjectRef):

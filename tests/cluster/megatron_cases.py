@@ -5,6 +5,7 @@ import time
 import torch
 
 from roll_async.algorithms.policy_loss_options import PpoOptions
+from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows
@@ -113,6 +114,7 @@ def measure(rank, world_size, port, settings):
     before = worker.compute_logprobs(rows)
     steps = [worker.update_policy(policy, step) for step in (1, 2)]
     after = worker.compute_logprobs(rows)
+    base = worker.compute_base_logprobs(rows)
     trained = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
     worker.stop()
     if rank:
@@ -122,6 +124,7 @@ def measure(rank, world_size, port, settings):
         "before": before,
         "steps": steps,
         "after": after,
+        "base": base,
         "trained": trained,
         "seconds": time.monotonic() - began,
     }
@@ -162,3 +165,18 @@ def save_and_export(rank, world_size, port, settings, folder, export):
     worker.save(folder, 1, b"")
     worker.export_hf(export)
     worker.stop()
+
+
+def exchange_uneven(rank, world_size, port):
+    """Parts of 1 and 3 rows, gathered and reduced, as NCCL would."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    group = torch.distributed.group.WORLD
+    mine = torch.full((1 + 2 * rank, 2), float(rank + 1))
+    parts = [torch.zeros(1, 2), torch.zeros(3, 2)]
+    cpu_shim._gather_uneven(parts, mine, group=group)
+    output = torch.zeros(1 + 2 * rank, 2)
+    cpu_shim._reduce_scatter_uneven(output, [part * (rank + 1) for part in parts], group=group)
+    torch.distributed.destroy_process_group()
+    return [part.tolist() for part in parts], output.tolist()

@@ -62,7 +62,7 @@ class RoleCheckpoint:
             self.finish()
 
     def written(self) -> bool:
-        """Whether this rank's bytes of a save in the background are on disk, so that `finish` will not wait for them."""
+        """Whether this rank's bytes of a save in the background are on disk: `finish` will not wait for them."""
         return self._writing is None or self._writing.done()
 
     def finish(self) -> None:

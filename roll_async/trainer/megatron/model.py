@@ -18,6 +18,7 @@ from roll_async.checkpoint.hf_names.table import Match, Row
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.trainer.megatron.layer_spec import block_spec
+from roll_async.trainer.megatron.lora import ADAPTER, Adapter, LoraSettings, adapter_of, add_adapters
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.value_head import HF_NAME, MEGATRON_NAME, ValueHead
@@ -32,6 +33,8 @@ class _Held:
     tensor: Tensor
     name: str
     """Megatron name, layer and expert counted over the whole model."""
+    adapter: Adapter | None
+    """Adds to the tensor."""
     sharded: bool
     """Whether tensor parallelism splits it."""
 
@@ -66,6 +69,9 @@ class HfBackedModel:
         self._outlines: list[list[_Outline]] | None = None
         if with_weights:
             self._load()
+        if settings.lora_rank:
+            self._add_adapters()
+        self._freeze(settings.frozen)
         for chunk in self.chunks:
             chunk.to(device=device)
 
@@ -80,6 +86,27 @@ class HfBackedModel:
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
                 yield self._global_name(chunk, name), parameter
+
+    def _add_adapters(self) -> None:
+        settings = self._settings
+        lora = LoraSettings(rank=settings.lora_rank, alpha=settings.lora_alpha, targets=settings.lora_targets)
+        for chunk in self.chunks:
+            add_adapters(chunk, lora, {name: self._global_name(chunk, name) for name, _ in chunk.named_parameters()})
+
+    def _freeze(self, prefixes: Sequence[str]) -> None:
+        """Raises ValueError for a prefix that no parameter of the whole model has."""
+        found: set[str] = set()
+        for name, parameter in self.named_parameters():
+            names = (name, *(() if ADAPTER in name else self._match(name).hf_names))
+            hits = {prefix for prefix in prefixes if any(n.startswith(prefix) for n in names)}
+            if hits:
+                parameter.requires_grad_(False)
+            found |= hits
+        gathered: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(gathered, found)
+        missing = set(prefixes) - set().union(*gathered)
+        if missing:
+            raise ValueError(f"model_args.freeze_module_prefix {sorted(missing)[0]!r}: no parameter begins with it")
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode of every chunk."""
@@ -200,7 +227,12 @@ class HfBackedModel:
             for local_name, tensor in _tensors(chunk):
                 name = self._global_name(chunk, local_name)
                 if not (self.tied and name == "output_layer.weight"):
-                    yield _Held(tensor=tensor.detach(), name=name, sharded=self._sharded[name])
+                    yield _Held(
+                        tensor=tensor.detach(),
+                        name=name,
+                        adapter=adapter_of(chunk, local_name) if self._settings.lora_rank else None,
+                        sharded=self._sharded[name],
+                    )
 
     def _gather_outlines(self, own: Sequence[_Held]) -> list[list[_Outline]]:
         """The tensors of each pipeline stage, known to all stages. Once: names and shapes do not change."""
@@ -230,7 +262,7 @@ class HfBackedModel:
     def _full(self, held: _Held) -> list[Tensor]:
         """The full Megatron tensor; of an expert, that of each expert-parallel rank."""
         match = self._match(held.name)
-        full = held.tensor
+        full = held.tensor if held.adapter is None else held.tensor + held.adapter.delta().detach()
         if held.sharded:
             full = unshard(match.row, _all_gather(full, self._tensor_group(match)))
         if match.expert is None or self._settings.parallel.expert == 1:
@@ -253,8 +285,8 @@ def _mark_experts(module: torch.nn.Module) -> None:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that checkpoints hold (the routers' expert bias)."""
-    yield from module.named_parameters()
+    """Parameters, and the buffers that checkpoints hold (the routers' expert bias); not the adapters' own."""
+    yield from ((name, parameter) for name, parameter in module.named_parameters() if ADAPTER not in name)
     persistent = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 

@@ -76,6 +76,15 @@ def speaks() -> bool:
     )
 
 
+def exports(parallel: ParallelSizes) -> bool:
+    """Whether this rank belongs to the replica whose weights are gathered: together they hold every parameter once.
+    With experts spread further than tensors, a replica of the experts spans several of the dense parameters.
+    """
+    if parallel.expert * parallel.expert_tensor > parallel.tensor:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
 def random_state() -> dict[str, object]:
     """Every generator of this rank."""
     state: dict[str, object] = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}

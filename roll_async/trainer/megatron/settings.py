@@ -63,6 +63,12 @@ class MegatronSettings:
     model_folder: str
     dtype: str = "bf16"
     parallel: ParallelSizes = field(default_factory=ParallelSizes)
+    lora_rank: int = 0
+    """0 = all parameters train; else adapters of this rank on frozen weights."""
+    lora_alpha: float = 0.0
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    frozen: tuple[str, ...] = ()
+    """Parameters whose Hugging Face or Megatron name begins with one of these do not train."""
     optimizer: OptimizerSettings | None = None
     """None: the role only scores."""
     loss: LossSettings | None = None

@@ -25,6 +25,7 @@ from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
+from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch, StepRows  # noqa: E402
 from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
 from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
@@ -81,6 +82,12 @@ class MegatronWorker:
     def compute_logprobs(self, rows: TokenRows) -> Tensor | None:
         """[B,T] float32 on rank 0, None elsewhere; 0 where not in the mask."""
         return self._score(rows, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False).logprobs)
+
+    @torch.no_grad()
+    def compute_base_logprobs(self, rows: TokenRows) -> Tensor | None:
+        """`compute_logprobs` of the model without its adapters."""
+        with adapters_off(self._model.chunks):
+            return self.compute_logprobs(rows)
 
     def _score(self, rows: TokenRows, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
         self._model.train(False)
@@ -240,9 +247,11 @@ class MegatronWorker:
     # Weights and checkpoints
 
     def export_named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """HF-named full tensors; collective, so every rank must exhaust it."""
+        """HF-named full tensors; collective, so every rank must exhaust it. Only one data-parallel replica takes part:
+        the other ranks get nothing and go on at once.
+        """
         self._gather_parameters()
-        return self._model.export()
+        return self._model.export() if ranks.exports(self._settings.parallel) else iter(())
 
     def _gather_parameters(self) -> None:
         """With overlap_param_gather, parameters are stale until the next forward pass."""

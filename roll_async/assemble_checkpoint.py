@@ -1,0 +1,105 @@
+"""The checkpoint of a whole run: every trained role, the learner's state, the position in the prompts, under one step.
+
+    step_00000004/actor_train/  megatron/ huggingface/ state.bin manifest.json (trainer/megatron/checkpoints.py)
+    step_00000004/critic/       the same, with gae
+    step_00000004/hf/           weights for transformers, with checkpoint.save_hf_model
+
+All of it is written beside the final name; the folder is renamed when the last role is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.checkpoint.run_checkpoints import RunCheckpoints
+from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.config.schema import RLVRConfig
+from roll_async.observe.sample_dump import SampleDump
+from roll_async.trainer.learner import Learner, LearnerState
+
+logger = logging.getLogger(__name__)
+
+_ACTOR = "actor_train"
+
+
+class LoopCheckpoint:
+    """`pipelines/protocol.py: Saves`. With `checkpoint.async_save` only the copy of the weights holds the loop up."""
+
+    def __init__(
+        self,
+        config: RLVRConfig,
+        roles: Mapping[str, RayTrainerGroup],
+        learner: Learner,
+        queue: MessageQueue,
+        checkpoints: RunCheckpoints,
+        samples: SampleDump | None = None,
+    ) -> None:
+        self._config, self._roles, self._learner = config, roles, learner
+        self._queue, self._checkpoints, self._samples = queue, checkpoints, samples
+        self._pending: asyncio.Task[None] | None = None
+
+    async def save(self, step: int) -> None:
+        """Write the checkpoint of a step, after the one before it is complete. Raises what a save in the background
+        failed with.
+        """
+        await self.finish()
+        state = {"step": step, "learner": self._learner.state.to_json(), "queue": self._queue.checkpoint_state()}
+        if self._samples is not None:  # a restored run does not dump these steps again
+            await asyncio.to_thread(self._samples.flush)
+        staging, background = self._checkpoints.begin(step), self._config.checkpoint.async_save
+        for name, role in self._roles.items():
+            own = json.dumps(state).encode() if name == _ACTOR else b""
+            await role.save(str(staging / name), step, own, background=background)
+        if self._config.checkpoint.save_hf_model:
+            await self._roles[_ACTOR].export_hf(str(staging / "hf"))
+        self._pending = asyncio.create_task(self._complete(step), name=f"checkpoint of step {step}")
+        if not background:
+            await self.finish()
+
+    async def _complete(self, step: int) -> None:
+        for role in self._roles.values():
+            await role.finish_save()
+        await asyncio.to_thread(self._checkpoints.commit, step)
+        self._queue.checkpointed(step)
+        await asyncio.to_thread(self._checkpoints.prune)
+
+    async def finish(self) -> None:
+        """Wait for the save in the background, if any."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            await pending
+
+    async def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """At the end of a run: complete the save under way, or leave it when the run failed."""
+        if error is None:
+            await self.finish()
+        elif self._pending is not None:
+            self._pending.cancel()
+
+
+async def restore_loop(
+    config: RLVRConfig, roles: Mapping[str, RayTrainerGroup], learner: Learner, checkpoints: RunCheckpoints
+) -> tuple[int, Mapping[str, object] | None]:
+    """Load what `checkpoint.resume_from` names: the step the run continues after (0 for a fresh run) and its position
+    in the prompt stream.
+    """
+    wanted = config.checkpoint.resume_from
+    if wanted is None:
+        return 0, None
+    folder = checkpoints.find(wanted)
+    if folder is None:
+        logger.info("resume_from latest: no checkpoint yet, starting fresh")
+        return 0, None
+    names = list(roles)
+    answers = await asyncio.gather(*(roles[name].load(str(folder / name)) for name in names))
+    state = json.loads(answers[names.index(_ACTOR)])
+    learner.state = LearnerState.from_json(state["learner"])
+    logger.info("resumed after step %d from %s", state["step"], folder)
+    return int(state["step"]), state.get("queue")

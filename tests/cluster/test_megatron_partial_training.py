@@ -1,0 +1,101 @@
+"""Steps that move only a part of the model, or are pushed by more than the policy loss: adapters, frozen parameters,
+the routers' auxiliary loss. Each is the same step in every layout.
+"""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+import megatron_cases as cases
+
+DISTRIBUTED = {"optimizer": {"distributed": True}}
+T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
+T2_PLAIN = (2, {"parallel": {"tensor": 2}})
+P2 = (2, {"parallel": {"pipeline": 2}})
+C2 = (2, {"parallel": {"context": 2}})
+D2 = (2, DISTRIBUTED)
+T2X2 = (2, {"parallel": {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}})
+T2E2X2D2 = (4, {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, **DISTRIBUTED})
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: cases.model_folder(tmp_path_factory.mktemp("model"), kind) for kind in cases.MODELS}
+
+
+@pytest.fixture(scope="module")
+def measured(rank_pool, folders):
+    """Measures a layout once: the one-rank figures are compared with many others."""
+    known = {}
+
+    def measure(kind, layout, **more):
+        key = (kind, str(layout), str(more))
+        if key not in known:
+            world_size, settings = layout
+            settings = cases.settings_of(folders[kind], **settings, **more)
+            known[key] = rank_pool.run(cases.measure, world_size, settings=settings)[0]
+        return known[key]
+
+    return measure
+
+
+def assert_same_steps(found, expected):
+    for i in (0, 1):
+        assert found["steps"][i]["trainer/loss"] == pytest.approx(expected["steps"][i]["trainer/loss"], abs=3e-6)
+    norms = [x["steps"][0]["trainer/grad_norm"] for x in (found, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert (found["after"] - expected["after"]).abs().max() < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("dense", T2), ("dense", T2_PLAIN), ("dense, tied", P2), ("dense", D2), ("MoE", T2X2), ("MoE", T2E2X2D2)],
+)
+def test_adapters_take_the_same_step_in_every_layout(measured, kind, layout):
+    assert_same_steps(measured(kind, layout, **LORA), measured(kind, (1, {}), **LORA))
+
+
+def test_adapters_move_their_layers_only_and_off_they_leave_the_model_as_it_was(measured):
+    found = measured("dense", (1, {}), **LORA, lora_targets=("q_proj", "k_proj", "v_proj", "down_proj"))
+    assert (found["base"] == found["before"]).all()
+    assert (found["after"] - found["before"]).abs().max() > 1e-3
+    moved = {name for name, x in found["trained"].items() if not (x == found["exported"][name]).all()}
+    targets = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "down_proj.weight")
+    assert moved == {name for name in found["exported"] if name.endswith(targets)}
+
+
+@pytest.mark.parametrize("layout", [(1, {}), P2])
+def test_frozen_prefixes_do_not_train_and_the_rest_does(measured, layout):
+    prefixes = ("model.embed_tokens", "model.layers.1.", "decoder.layers.3.mlp")
+    found = measured("dense", layout, frozen=prefixes)
+    for name, tensor in found["exported"].items():
+        frozen = name.startswith(prefixes[:2]) or name.startswith("model.layers.3.mlp")
+        assert bool((found["trained"][name] == tensor).all()) == frozen, name
+
+
+def test_a_prefix_and_a_target_that_nothing_has_are_refused(rank_pool, folders):
+    with pytest.raises(AssertionError, match="freeze_module_prefix 'model.visual': no parameter begins with it"):
+        rank_pool.run(cases.measure, 1, settings=cases.settings_of(folders["dense"], frozen=("model.visual",)))
+    with pytest.raises(AssertionError, match="k_proj, v_proj in one layer; name all of them or none"):
+        settings = cases.settings_of(folders["dense"], **LORA, lora_targets=("q_proj",))
+        rank_pool.run(cases.measure, 1, settings=settings)
+
+
+@pytest.mark.parametrize("layout", [T2, T2X2, P2, C2])
+def test_the_routers_auxiliary_loss_pushes_alike_in_every_layout(measured, layout):
+    aux = {"moe_aux_loss_coeff": 0.5}
+    assert_same_steps(measured("MoE", layout, **aux), measured("MoE", (1, {}), **aux))
+    plain = measured("MoE", (1, {}))["steps"][0]["trainer/grad_norm"]
+    assert measured("MoE", (1, {}), **aux)["steps"][0]["trainer/grad_norm"] != pytest.approx(plain, rel=1e-3)
+
+
+def test_adapters_survive_a_checkpoint_and_a_change_of_layout(rank_pool, folders, tmp_path):
+    def run(function, layout):
+        settings = cases.settings_of(folders["dense"], **layout[1], **LORA)
+        return rank_pool.run(function, layout[0], settings=settings, folder=str(tmp_path / "step"))[0]
+
+    expected = run(cases.train_and_save, T2)
+    for mine, theirs in zip(run(cases.load_and_train, (1, {})), expected, strict=True):
+        assert mine["trainer/loss"] == pytest.approx(theirs["trainer/loss"], abs=3e-6)

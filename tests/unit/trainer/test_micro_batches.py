@@ -1,0 +1,107 @@
+"""What the model reads, and its answers back to rows, against the plain definition: the answer for token t lies where
+the token before it was read.
+"""
+
+import pytest
+import torch
+
+from roll_async.trainer.megatron.micro_batches import ContextShare, StepRows, cut, rows_of
+from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
+
+CPU = torch.device("cpu")
+NUM_ROWS, WIDTH = 5, 23
+
+
+def step():
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([7, 23, 2, 15, 9])
+    tokens = torch.randint(1, 1000, (NUM_ROWS, WIDTH), generator=generator)
+    inside = torch.arange(WIDTH)[None] < lengths[:, None]
+    mask = inside & (torch.arange(WIDTH)[None] >= 1) & (torch.rand(NUM_ROWS, WIDTH, generator=generator) < 0.8)
+    fields = {"scores": torch.arange(NUM_ROWS).float(), "advantages": torch.randn(NUM_ROWS, WIDTH, generator=generator)}
+    return StepRows(tokens=torch.where(inside, tokens, 0), lengths=lengths, mask=mask, fields=fields)
+
+
+def feeds(rows, mode, context, feed_shape=None):
+    """The micro-batch as each context rank cuts it."""
+    settings = MegatronSettings(
+        model_folder="",
+        micro_batching=mode,
+        max_tokens_per_microbatch=64,
+        parallel=ParallelSizes(context=context),
+    )
+    shares = [ContextShare(rank=rank, size=context) for rank in range(context)]
+    return [cut(rows, step(), settings, device=CPU, context=share, feed_shape=feed_shape) for share in shares]
+
+
+@pytest.mark.parametrize("mode", ["fixed", "packed"])
+@pytest.mark.parametrize("context", [1, 2, 3])
+@pytest.mark.parametrize("rows", [[1], [0, 2, 4], [3, 1, 0, 4, 2]])
+def test_answers_come_back_to_the_token_they_speak_of(mode, context, rows):
+    whole, parts = step(), feeds(rows, mode, context)
+    # A model whose answer at a position is a function of the token read there and its position in the row.
+    answers = torch.cat([(part.feed.tokens * 100 + part.feed.positions).reshape(-1).float() for part in parts])
+    width = int(whole.lengths[rows].max())
+    expected = torch.zeros(len(rows), width)
+    for i, row in enumerate(rows):
+        for t in range(1, int(whole.lengths[row])):
+            if whole.mask[row, t]:
+                expected[i, t] = whole.tokens[row, t - 1] * 100 + (t - 1)
+    for part in parts:
+        assert (rows_of(part, answers) == expected).all()
+        assert (part.fields["scores"] == whole.fields["scores"][rows]).all()
+        assert (part.fields["advantages"] == whole.fields["advantages"][rows][:, :width]).all()
+
+
+@pytest.mark.parametrize("mode", ["fixed", "packed"])
+@pytest.mark.parametrize("context", [1, 2])
+def test_targets_are_the_next_tokens_where_they_are_wanted_and_padding_is_the_rest(mode, context):
+    whole, rows = step(), [0, 1, 2, 3, 4]
+    wanted = real = 0
+    for part in feeds(rows, mode, context):
+        feed = part.feed
+        wanted += int(feed.wanted.sum())
+        real += int((~feed.padding).sum())
+        assert not (feed.wanted & feed.padding).any()
+        assert (feed.tokens[feed.padding] == 0).all()
+    assert wanted == int(whole.mask.sum())
+    assert real == int(whole.lengths.sum())
+    part = feeds(rows, mode, 1)[0]
+    pairs = zip(part.feed.tokens[part.feed.wanted].tolist(), part.feed.targets[part.feed.wanted].tolist(), strict=True)
+    expected = [
+        (int(whole.tokens[row, t - 1]), int(whole.tokens[row, t]))
+        for row in rows
+        for t in range(1, WIDTH)
+        if whole.mask[row, t]
+    ]
+    assert list(pairs) == expected
+
+
+def test_a_pack_names_where_its_sequences_begin_and_fills_up_to_a_multiple_of_eight():
+    feed = feeds([0, 2, 4], "packed", 1)[0].feed
+    assert feed.bounds == (0, 7, 9, 18, 24)
+    assert feed.tokens.shape == (1, 24)
+    assert feed.positions[0, 7:9].tolist() == [0, 1]
+
+
+def test_context_ranks_hold_an_early_and_a_late_block_of_each_sequence():
+    first, second = (part.feed.positions[0].tolist() for part in feeds([1], "fixed", 2))
+    assert first == [0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 0]
+    assert second == list(range(6, 18))
+
+
+@pytest.mark.parametrize("mode", ["fixed", "packed"])
+def test_a_common_shape_is_filled_up_and_changes_no_answer(mode):
+    shape = (4, 32) if mode == "fixed" else (1, 64)
+    (part,) = feeds([2, 4], mode, 1, feed_shape=shape)
+    assert part.feed.tokens.shape == shape
+    (plain,) = feeds([2, 4], mode, 1)
+    big = rows_of(part, part.feed.tokens.reshape(-1).float())
+    assert (big == rows_of(plain, plain.feed.tokens.reshape(-1).float())).all()
+
+
+@pytest.mark.parametrize("mode", ["fixed", "packed"])
+def test_filler_feeds_padding_only(mode):
+    (part,) = feeds([], mode, 1)
+    assert len(part.rows) == 0 and part.feed.padding.all() and not part.feed.wanted.any()
+    assert part.feed.tokens.shape[1] == 8
