@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +17,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import Adam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -40,6 +41,18 @@ class GradScale:
     def __call__(self, x: Tensor) -> Tensor:
         scaled = self._scale_loss(x)
         return scaled if x.requires_grad else scaled / self.step_tokens
+
+
+@cache
+def _log_choice() -> None:
+    """Megatron takes Transformer Engine's Adam, else NVIDIA Apex's, else torch's."""
+    owner = Adam.__module__.partition(".")[0]
+    reasons = {
+        "transformer_engine": "Transformer Engine is installed",
+        "apex": "NVIDIA Apex is installed, Transformer Engine is not",
+        "torch": "neither Transformer Engine nor NVIDIA Apex is installed",
+    }
+    logger.info("Adam of %s: %s", owner, reasons.get(owner, "Megatron's choice"))
 
 
 def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: object) -> None:
@@ -77,6 +90,7 @@ def build_optimizer(
     distributed = is_distributed(settings)
     if settings.distributed and not distributed:
         logger.info("one data-parallel rank: plain optimizer, there is nothing to shard")
+    _log_choice()
     with cpu_shim.cuda_type_names():
         optimizer = get_megatron_optimizer(
             OptimizerConfig(

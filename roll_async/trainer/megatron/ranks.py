@@ -80,7 +80,10 @@ def exports(parallel: ParallelSizes) -> bool:
     """Whether this rank belongs to the replica whose weights are gathered: together they hold every parameter once.
     With experts spread further than tensors, a replica of the experts spans several of the dense parameters.
     """
-    if parallel.expert * parallel.expert_tensor > parallel.tensor:
+    dense, experts = parallel.tensor, parallel.expert * parallel.expert_tensor
+    if max(dense, experts) % min(dense, experts):
+        return True  # the replicas of the two do not nest: all ranks gather
+    if experts > dense:
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
