@@ -14,10 +14,10 @@ import json
 import logging
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Protocol
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
-from roll_async.cluster.trainer_group import RayTrainerGroup
 from roll_async.config.schema import RLVRConfig
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.trainer.learner import Learner, LearnerState
@@ -27,13 +27,25 @@ logger = logging.getLogger(__name__)
 _ACTOR = "actor_train"
 
 
+class SavedRole(Protocol):
+    """What a checkpoint needs of a group of ranks; see `cluster/trainer_group.py`."""
+
+    async def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None: ...
+
+    async def finish_save(self) -> None: ...
+
+    async def load(self, folder: str) -> bytes: ...
+
+    async def export_hf(self, folder: str) -> None: ...
+
+
 class LoopCheckpoint:
     """`pipelines/protocol.py: Saves`. With `checkpoint.async_save` only the copy of the weights holds the loop up."""
 
     def __init__(
         self,
         config: RLVRConfig,
-        roles: Mapping[str, RayTrainerGroup],
+        roles: Mapping[str, SavedRole],
         learner: Learner,
         queue: MessageQueue,
         checkpoints: RunCheckpoints,
@@ -85,7 +97,7 @@ class LoopCheckpoint:
 
 
 async def restore_loop(
-    config: RLVRConfig, roles: Mapping[str, RayTrainerGroup], learner: Learner, checkpoints: RunCheckpoints
+    config: RLVRConfig, roles: Mapping[str, SavedRole], learner: Learner, checkpoints: RunCheckpoints
 ) -> tuple[int, Mapping[str, object] | None]:
     """Load what `checkpoint.resume_from` names: the step the run continues after (0 for a fresh run) and its position
     in the prompt stream.

@@ -1,0 +1,173 @@
+"""Checkpoints of a run: nothing has its final name before all of it is there, and the loop goes on meanwhile."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from roll_async.assemble_checkpoint import LoopCheckpoint, restore_loop
+from roll_async.checkpoint.manifest import check_files, fingerprint, read_manifest, write_manifest
+from roll_async.checkpoint.run_checkpoints import RunCheckpoints
+from roll_async.trainer.learner import LearnerState
+
+
+class Role:
+    """A group of ranks whose save in the background ends when the test says so."""
+
+    def __init__(self, problem=None):
+        self.may_end, self.problem, self.files = asyncio.Event(), problem, []
+
+    async def save(self, folder, step, state, *, background=False):
+        Path(folder).mkdir()
+        (Path(folder) / "state.bin").write_bytes(state)
+        self.files.append(folder)
+        if not background:
+            self.may_end.set()
+
+    async def finish_save(self):
+        await self.may_end.wait()
+        if self.problem is not None:
+            raise self.problem
+
+    async def export_hf(self, folder):
+        Path(folder).mkdir()
+
+    async def load(self, folder):
+        return (Path(folder) / "state.bin").read_bytes()
+
+
+class Queue:
+    def __init__(self):
+        self.safe = []
+
+    def checkpoint_state(self):
+        return {"position": 7}
+
+    def checkpointed(self, step):
+        self.safe.append(step)
+
+
+def parts(tmp_path, *, background, keep=0, problem=None, **checkpoint):
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(async_save=background, save_hf_model=True, resume_from="latest", **checkpoint)
+    )
+    roles = {"actor_train": Role(problem), "critic": Role()}
+    learner = SimpleNamespace(state=LearnerState(token_kl_coef=0.25))
+    checkpoints = RunCheckpoints(folder=tmp_path / "checkpoints", max_to_keep=keep)
+    queue = Queue()
+    saver = LoopCheckpoint(config, roles, learner, queue, checkpoints)
+    return SimpleNamespace(
+        saver=saver, roles=roles, queue=queue, checkpoints=checkpoints, config=config, learner=learner
+    )
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_holds_all_roles_and_restores_the_loop(tmp_path):
+    async def scenario():
+        run = parts(tmp_path, background=False)
+        await run.saver.save(4)
+        folder = run.checkpoints.folder_of(4)
+        assert names(folder) == ["actor_train", "critic", "hf"] and names(folder.parent) == ["step_00000004"]
+        assert run.queue.safe == [4]
+        run.learner.state = LearnerState()
+        assert await restore_loop(run.config, run.roles, run.learner, run.checkpoints) == (4, {"position": 7})
+        assert run.learner.state.token_kl_coef == 0.25
+
+    asyncio.run(scenario())
+
+
+def test_in_the_background_the_loop_goes_on_and_the_name_comes_last(tmp_path):
+    async def scenario():
+        run = parts(tmp_path, background=True)
+        await run.saver.save(1)
+        await asyncio.sleep(0.01)
+        assert run.checkpoints.steps() == [] and run.queue.safe == []
+        assert names(run.checkpoints.folder) == ["step_00000001.tmp"]
+        run.roles["actor_train"].may_end.set()
+        await asyncio.sleep(0.01)
+        assert run.checkpoints.steps() == []  # the critic is not done
+        run.roles["critic"].may_end.set()
+        await run.saver.finish()
+        assert run.checkpoints.steps() == [1] and run.queue.safe == [1]
+
+    asyncio.run(scenario())
+
+
+def test_the_next_save_waits_for_the_one_before_and_old_ones_go(tmp_path):
+    async def scenario():
+        run = parts(tmp_path, background=True, keep=2)
+        for role in run.roles.values():
+            role.may_end.set()
+        for step in (1, 2, 3):
+            await run.saver.save(step)
+        await run.saver.close(None, None, None)
+        assert run.checkpoints.steps() == [2, 3] and run.queue.safe == [1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_save_that_failed_in_the_background_is_raised_by_the_next_one_and_never_gets_its_name(tmp_path):
+    async def scenario():
+        run = parts(tmp_path, background=True, problem=OSError(28, "No space left on device"))
+        await run.saver.save(1)
+        run.roles["actor_train"].may_end.set()
+        await asyncio.sleep(0.01)
+        with pytest.raises(OSError, match="No space left"):
+            await run.saver.save(2)
+        assert run.checkpoints.steps() == [] and run.queue.safe == []
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_run_leaves_the_save_under_way_behind_and_the_next_run_clears_it(tmp_path):
+    async def scenario():
+        run = parts(tmp_path, background=True)
+        await run.saver.save(1)
+        await run.saver.close(RuntimeError, RuntimeError("a role failed"), None)
+        assert names(run.checkpoints.folder) == ["step_00000001.tmp"]
+        again = parts(tmp_path, background=False)
+        assert await restore_loop(again.config, again.roles, again.learner, again.checkpoints) == (0, None)
+        await again.saver.save(2)
+        assert names(again.checkpoints.folder) == ["step_00000002"]
+
+    asyncio.run(scenario())
+
+
+def test_a_named_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="resume_from .*nowhere: no such folder"):
+        RunCheckpoints(folder=tmp_path).find(str(tmp_path / "nowhere"))
+
+
+def test_a_manifest_finds_missing_truncated_and_changed_files(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(name.encode() * 100)
+    files = {name: fingerprint(tmp_path / name) for name in ("a", "b", "c")}
+    write_manifest(tmp_path, files, {"step": 3})
+    manifest = read_manifest(tmp_path)
+    assert manifest["step"] == 3 and manifest["files"] == files
+    check_files(tmp_path, files)
+    (tmp_path / "b").write_bytes(b"b" * 99)
+    with pytest.raises(ValueError, match="b is truncated: 99 of 100 bytes"):
+        check_files(tmp_path, files)
+    (tmp_path / "b").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match="b was changed"):
+        check_files(tmp_path, files)
+    (tmp_path / "b").unlink()
+    with pytest.raises(ValueError, match="b is missing"):
+        check_files(tmp_path, files)
+
+
+def test_a_manifest_that_is_cut_or_of_something_else_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a checkpoint of roll_async"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format": "roll')
+    with pytest.raises(ValueError, match="truncated or not JSON"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(ValueError, match="manifest of something else"):
+        read_manifest(tmp_path)
