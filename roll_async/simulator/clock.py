@@ -99,8 +99,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _process_events(self, event_list: list[object]) -> None:
         pass
 
+    def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> asyncio.Future[object]:
+        """Refused: a thread would run on another clock, and the order of things would depend on the machine."""
+        raise RuntimeError("code on the virtual clock must not use threads")
+
     def _write_to_self(self) -> None:
-        raise RuntimeError("a thread woke the virtual clock; code under simulation must not use threads")
+        """Wakes a selector that sleeps; this one never does."""
 
 
 def run_virtual(main: Coroutine[object, object, T], loop: VirtualLoop | None = None) -> T:
