@@ -207,7 +207,8 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(session):
     async def kill_after_the_first_step(folder):
         while not folder.read_metrics():
             await asyncio.sleep(0.05)
-        replicas = [p for p in psutil.Process().children(recursive=True) if "EngineReplica" in " ".join(p.cmdline())]
+        alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        replicas = [p for p in alive if "EngineReplica" in " ".join(p.cmdline())]
         assert len(replicas) == 1
         replicas[0].kill()
 
