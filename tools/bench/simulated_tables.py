@@ -1,6 +1,7 @@
 """Tables of docs_roll/benchmarks.md from the simulator: modes against synchronous runs, and what overtaking is worth.
 
-    python tools/bench/simulated_tables.py [--engines 16 128 1024] [--steps 60] [--markdown] [--overtaking]
+    python tools/bench/simulated_tables.py [--engines 16 128 1024] [--tails light heavy] [--modes 0 2 4] [--steps 60]
+        [--markdown] [--overtaking]
 
 The real loops run on the virtual clock, so the figures do not depend on the machine. `--overtaking`: the table of
 max_versions against the ratio, with as many steps as `--steps` says, beside the figures of the design.
@@ -52,9 +53,9 @@ def overtaking(steps: int, seed: int) -> None:
         print(json.dumps(line), flush=True)
 
 
-def modes(engines: int, tail: str, steps: int, seed: int) -> list[dict[str, object]]:
+def modes(engines: int, tail: str, chosen: list[int], steps: int, seed: int) -> list[dict[str, object]]:
     rows, base, theory = [], 0.0, workload(engines, tail)
-    for mode in MODES:
+    for mode in (MODES[i] for i in sorted({0, *chosen})):  # the first is what the others are compared with
         size = size_of(engines, tail, in_turn=mode is MODES[0])
         count = max(14, min(steps, SAMPLES_AT_MOST // (8 * size.groups)))
         figures = run(world(mode, size, steps=count, seed=seed))
@@ -93,6 +94,8 @@ def markdown(rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[16])
+    parser.add_argument("--tails", nargs="+", choices=sorted(TAILS), default=list(TAILS))
+    parser.add_argument("--modes", type=int, nargs="+", choices=range(len(MODES)), default=list(range(len(MODES))))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--markdown", action="store_true")
@@ -101,7 +104,9 @@ def main() -> None:
     if args.overtaking:
         overtaking(args.steps, args.seed)
         return
-    rows = [row for n in args.engines for tail in TAILS for row in modes(n, tail, args.steps, args.seed)]
+    rows = [
+        row for n in args.engines for tail in args.tails for row in modes(n, tail, args.modes, args.steps, args.seed)
+    ]
     if args.markdown:
         markdown(rows)
     else:
