@@ -1,0 +1,61 @@
+"""Worlds with one thing wrong, small enough to say exactly what must come of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from roll_async.simulator.models import EngineFaults, RewardModel
+from roll_async.simulator.tables import Mode, Size, world
+from roll_async.simulator.world import simulate
+
+SMALL = Size(engines=2, slots_per_engine=8, groups=2, train_s=1.0, sigma=0.6, longest_s=6.0)
+
+
+def a_world(ratio=1.0, steps=6, **changes):
+    base = world(Mode(name="", ratio=ratio, interrupt="resume"), SMALL, steps=steps, seed=1)
+    return replace(base, **changes)
+
+
+def test_a_healthy_world_breaks_nothing_and_keeps_both_sides_at_work():
+    outcome = simulate(a_world())
+    assert outcome.end == "finished" and outcome.findings == () and len(outcome.steps) == 6
+    assert outcome.queue.trained == 12 and outcome.servers.late_results == 0
+
+
+def test_when_the_last_engine_dies_the_run_ends_at_once_and_says_which_it_was():
+    crash = EngineFaults(crash_at_s=3.0)
+    outcome = simulate(a_world(engines=(crash, replace(crash, crash_at_s=4.0))))
+    assert outcome.end.startswith("ConnectionError: no engine is left; the last one, engine-1, went with: ")
+    assert outcome.ended_s == pytest.approx(4.0, abs=0.1)
+    assert len(outcome.findings) == 1 and outcome.findings[0].startswith("invariant 6: the run ended with 'Conn")
+
+
+def test_engines_that_are_started_again_carry_the_run_to_its_end():
+    crash = EngineFaults(crash_at_s=3.0)
+    outcome = simulate(a_world(engines=(crash, replace(crash, crash_at_s=3.2)), max_restarts=2))
+    assert outcome.end == "finished" and outcome.findings == ()
+    assert outcome.servers.lost_servers == 2 and outcome.servers.returned_servers == 2
+
+
+def test_a_scorer_outage_is_waited_out_and_loses_no_group():
+    rewards = RewardModel(seconds=0.1, outage_from_s=2.0, outage_for_s=60.0)
+    outcome = simulate(a_world(rewards=rewards))
+    assert outcome.end == "finished" and outcome.findings == ()
+    assert outcome.queue.failed == 0 and outcome.queue.trained == 12 and outcome.ended_s > 60
+
+
+def test_prompts_that_can_never_be_scored_are_quarantined_with_their_reason():
+    rewards = RewardModel(seconds=0.1, broken_share=0.3)
+    calm = a_world()
+    patience = replace(calm.scheduler, scoring=replace(calm.scheduler.scoring, outage_patience_s=5.0))
+    outcome = simulate(replace(calm, rewards=rewards, scheduler=patience))
+    assert outcome.end == "finished" and outcome.findings == ()
+    assert outcome.queue.failed > 0 and all("the scorer is down" in reason for reason in outcome.queue.failures)
+
+
+def test_silent_engines_lose_their_requests_to_the_others():
+    silent = EngineFaults(silent_from_s=1.0)
+    calm = a_world()
+    manager = replace(calm.manager, generation_timeout_s=30.0)
+    outcome = simulate(replace(calm, engines=(EngineFaults(), silent), manager=manager))
+    assert outcome.end == "finished" and outcome.findings == () and outcome.servers.retried > 0
