@@ -265,6 +265,7 @@ class VllmEngine:
     async def close(self) -> None:
         await self.abort(list(self._running))
         self._llm.shutdown()
+        del self._llm  # its finalizer fails when it first runs at the end of the interpreter
 
     def _completion(self, request_id: str, output, version: WeightVersion, seconds: float) -> Completion:  # noqa: ANN001
         """From vLLM's CompletionOutput. Without labels nothing outlives a weight update, so one version is all."""

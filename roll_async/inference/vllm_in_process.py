@@ -1,9 +1,9 @@
 """vLLM's engine core inside the engine's own process, under the unchanged AsyncLLM front end. For CPU replicas.
 
-AsyncLLM runs its core in a child process and talks to it over sockets: right where a GPU does the work, and a third of all
-the
-work where the model is a CPU's. Here one thread owns the core: whatever touches it is a call in its inbox, carried out
-between two steps; outputs come back in order. Saves the child's start-up too (it imports torch and vLLM again).
+AsyncLLM runs its core in a child process and talks to it over sockets: right where a GPU does the work, and a third of
+all the work where the model is a CPU's. Here one thread owns the core: whatever touches it is a call in its inbox,
+carried out between two steps; outputs come back in order. Saves the child's start-up too: it imports torch and vLLM
+again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class InProcessCore(EngineCoreClient):
         self._drained: list[asyncio.Future[None]] = []
         """Waiters for a core without running requests."""
         self.resources = SimpleNamespace(engine_dead=False)
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         self._stepping = self._loop.create_task(self._run(), name="vllm-core")
 
@@ -179,10 +180,12 @@ class InProcessCore(EngineCoreClient):
         await self._call(self._core.reset_mm_cache)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        if not self._stepping.done():
-            self._stepping.cancel()
-            self._thread.submit(self._core.shutdown).result(timeout)
-            self._thread.shutdown(wait=False)
+        if self._closed:
+            return
+        self._closed = True
+        self._stepping.cancel()
+        self._thread.submit(self._core.shutdown).result(timeout)
+        self._thread.shutdown(wait=False)
 
     def _end(self, request_ids: list[str], reason: FinishReason) -> None:
         """In the thread: tell the front end that these are over."""
