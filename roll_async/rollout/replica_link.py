@@ -35,7 +35,9 @@ class ReplicaLink:
         self.drained.set()
         self._listener, self._spawn = listener, spawn
         self._outbox: list[GenerateRequest] = []
-        self._flushing = False
+        self._quiet = asyncio.Event()
+        """No submit is under way."""
+        self._quiet.set()
         self._reader: asyncio.Task[None] | None = None
 
     def open(self) -> None:
@@ -56,9 +58,18 @@ class ReplicaLink:
         self.in_flight[pending.wire_id] = pending
         self.drained.clear()
         self._outbox.append(message)
-        if not self._flushing:
-            self._flushing = True
+        if self._quiet.is_set():
+            self._quiet.clear()
             self._spawn(self._flush(), f"submit to {self.name}")
+
+    def recall(self) -> list[PendingRequest]:
+        """What has not left yet; it is not sent, and still counts as in flight until it is detached."""
+        held, self._outbox = self._outbox, []
+        return [self.in_flight[message.request_id] for message in held if message.request_id in self.in_flight]
+
+    async def submitted(self) -> None:
+        """Wait until everything that left has arrived."""
+        await self._quiet.wait()
 
     def detach(self, pending: PendingRequest) -> bool:
         """The present attempt ends here. False when it was not in flight."""
@@ -84,7 +95,7 @@ class ReplicaLink:
         except ConnectionError as error:
             self._listener.lost(self, str(error))
         finally:
-            self._flushing = False
+            self._quiet.set()
 
     async def _read(self) -> None:
         """Consume the reports until the replica dies or the manager closes."""

@@ -206,7 +206,11 @@ class AsyncLLMServerManager:
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
         pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
         servers = list(self._links.values())
-        calls = [asyncio.ensure_future(s.call(s.client.pause(pause))) for s in servers]
+        if mode != "keep":
+            for pending in reversed([p for s in servers for p in s.recall()]):
+                self._detach(pending)
+                self._requeue(pending)
+        calls = [asyncio.ensure_future(self._stop(s, pause)) for s in servers]
         if calls:
             _, late = await asyncio.wait(calls, timeout=max(0.0, deadline - loop.time()))
             if late:
@@ -221,6 +225,14 @@ class AsyncLLMServerManager:
             ):  # stopped, and its tokens never came: continue from what we have
                 self._detach(pending)
                 self._requeue(pending)
+
+    async def _stop(self, link: ReplicaLink, mode: PauseMode) -> None:
+        """Pause a replica. A request that arrived behind the pause would wait there for its end, and the push for it."""
+        await link.call(link.client.pause(mode))
+        if mode is PauseMode.ABORT:
+            await link.submitted()
+            if late := [p.wire_id for p in link.in_flight.values()]:
+                await link.call(link.client.abort(late))
 
     async def resume(self) -> None:
         """Let the replicas run again and dispatch what waits."""

@@ -68,6 +68,34 @@ def test_nothing_is_dispatched_while_engines_stand_still(run, replica_class, mak
     run(go())
 
 
+@pytest.mark.parametrize("mode", ["resume", "wait"])
+def test_requests_on_their_way_do_not_hold_a_push_up(run, replica_class, make, mode):
+    """They arrive behind the pause, where nothing generates, and would be waited for until the deadline."""
+
+    class Distant(replica_class):
+        async def submit(self, requests):
+            await asyncio.sleep(2.0)
+            await super().submit(requests)
+
+    async def go():
+        replica = Distant("a")
+        async with managed(replica) as manager:
+            travelling = start(manager, [make("r1"), make("r2")])
+            await asyncio.sleep(0.5)
+            behind = start(manager, [make("r3")])  # leaves when the first call is through
+            await asyncio.sleep(0.5)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await push(manager, [replica], 1, mode, hold_s=0.0)
+            assert loop.time() - began <= (1.0 if mode == "resume" else 50.0)
+            for completion in await asyncio.gather(*travelling, *behind):
+                assert list(completion.token_ids) == WHOLE
+            names = [r.request_id for r in replica.submitted]
+            assert len(set(names)) == len(names), "an attempt was sent twice"
+
+    run(go())
+
+
 def test_abort_discards_the_request_and_says_so(run, replica_class, make):
     async def go():
         replica = replica_class("a")
