@@ -3,8 +3,6 @@ the same files, bit for bit, for every family.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +10,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import megatron_ranks  # noqa: E402
 import tiny_families  # noqa: E402
 from tiny_families import FAMILIES, MOE  # noqa: E402
 
@@ -32,20 +27,14 @@ CASES = [
 CASES += [(name, EP2_PP2) for name in MOE]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = megatron_ranks.Ranks(4, tiny_families.__file__)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}-{next(iter(layout))}" for name, layout in CASES])
-def test_the_round_trip_through_ranks_is_bitwise(ranks, tmp_path, name, layout):
+def test_the_round_trip_through_ranks_is_bitwise(rank_pool, tmp_path, name, layout):
     from safetensors.torch import load_file
 
     tiny_families.save_tiny(name, tmp_path / "hf")
     assert hf_to_megatron(tmp_path / "hf", tmp_path / "in", ConversionOptions(file_bytes=100_000)) == []
-    differences = ranks.run("reshard", layout, tmp_path / "hf", tmp_path / "in", tmp_path / "out")
+    places = {"hf": tmp_path / "hf", "source": tmp_path / "in", "target": tmp_path / "out"}
+    differences = rank_pool.run(tiny_families.reshard, 4, layout=layout, **places)
     assert differences == [0.0] * 4
     megatron_to_hf(tmp_path / "out", tmp_path / "back", ConversionOptions(), like=tmp_path / "hf")
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "back"))

@@ -109,27 +109,25 @@ def logits_and_export(rank, world_size, port, layout, folder, tokens):
     return (np.asarray(outputs[0]) if last else None), exported
 
 
-def reshard(layout, hf, source, target):
-    """Load a converted checkpoint into a model with other weights, and save it again. Runs on a rank.
+def reshard(rank, world_size, port, layout, hf, source, target):
+    """Load a converted checkpoint into a model with other weights, and save it again as a run does.
 
     Returns the largest difference between what was loaded and what the HF folder gives.
     """
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
+    from roll_async.trainer.megatron.torch_dist import TorchDistSave
 
-    from roll_async.trainer.megatron.settings import ParallelSizes
-
-    module = build(hf, ParallelSizes(**layout)).module
-    wanted = {name: tensor.clone() for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    with torch.no_grad():
+    with joined(rank, world_size, port, layout) as parallel, torch.no_grad():
+        module = build(hf, parallel).module
+        wanted = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.fill_(7.0)
-    loaded = dist_checkpointing.load(module.sharded_state_dict(), str(source))
-    module.load_state_dict(loaded, strict=False)
-    difference = max((module.state_dict()[name] - wanted[name]).abs().max().item() for name in wanted)
-    if dist.get_rank() == 0:
-        target.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(module.sharded_state_dict(), str(target))
+        module.load_state_dict(dist_checkpointing.load(module.sharded_state_dict(), str(source)), strict=False)
+        difference = max((module.state_dict()[name] - wanted[name]).abs().max().item() for name in wanted)
+        if rank == 0:
+            target.mkdir()
+        dist.barrier()
+        TorchDistSave(target, {"model": module.sharded_state_dict()}, background=False).finish()
     return difference
