@@ -27,6 +27,7 @@ LOSSES = {
     "decoupled_ppo": ("algorithm.pg_variant=decoupled_ppo",),
     "tis": ("algorithm.pg_variant=tis", NO_RECOMPUTE),
     "cispo": ("algorithm.pg_variant=cispo", NO_RECOMPUTE),
+    "cispo, no lower bound": ("algorithm.pg_variant=cispo", "algorithm.pg_options={cispo_epsilon_low: 1.0}", NO_RECOMPUTE),
     "topr": ("algorithm.pg_variant=topr", NO_RECOMPUTE),
 }
 LAST = 5
@@ -42,7 +43,7 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
     def config(loss: str, staleness: int, seed: int):  # noqa: ANN202
         overrides = (
             f"async_generation_ratio={staleness}", f"seed={seed}", f"max_steps={args.steps}", f"output_dir={args.output}",
-            f"exp_name={loss.split()[0]}_{staleness}_{seed}", f"rollout_batch_size={args.prompts}", "eval_steps=0", "save_steps=0",
+            f"exp_name={loss.replace(', ', '_').replace(' ', '_')}_{staleness}_{seed}", f"rollout_batch_size={args.prompts}", "eval_steps=0", "save_steps=0",
             f"actor_train.training_args.learning_rate={args.rate}",
             f"actor_train.training_args.gradient_accumulation_steps={args.prompts * 8 // 64}", "ledger.enable=false", *LOSSES[loss],
         )  # fmt: skip
