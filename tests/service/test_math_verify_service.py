@@ -1,5 +1,6 @@
 """The service as a process: verdicts, refusals, limits, counters, its end."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -66,8 +67,7 @@ def test_what_the_schema_does_not_allow_is_named_and_not_echoed(service, body, s
 
 
 def test_too_much_is_refused_before_it_is_read_whole(service):
-    big = {"text": "x" * 1_000_000, "ground_truth": "1"}
-    assert service.ask("/score", big, **TOKEN)[0] == 413
+    assert b" 413 " in raw(service, b"Content-Length: 2000000\r\n", b"x" * 1000)
     chunked = b"".join(b"%x\r\n%s\r\n" % (100_000, b"x" * 100_000) for _ in range(11)) + b"0\r\n\r\n"
     assert b" 413 " in raw(service, b"Transfer-Encoding: chunked\r\n", chunked)
     items = [{"text": "", "ground_truth": ""}] * 1025
@@ -82,7 +82,9 @@ def raw(service, headers, body):
     host, port = service.url.removeprefix("http://").split(":")
     head = b"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(head + headers + b"\r\n" + body)
+        connection.sendall(head + headers + b"\r\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may come before the body is through
+            connection.sendall(body)
         return connection.recv(1000).split(b"\r\n")[0]
 
 
