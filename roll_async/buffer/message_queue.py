@@ -348,7 +348,8 @@ class MessageQueue:
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step` is complete: tokens consumed up to it are no longer needed."""
-        self._ledger.prune(step)
+        if not self._closed:  # the last save of a run may end after the queue; the next checkpoint prunes for it
+            self._ledger.prune(step)
 
     def close(self) -> None:
         """Wake all waiters; the ledger holds every finished group. Closing twice is allowed."""
