@@ -97,7 +97,7 @@ def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
 def start_worker(rank, world_size, port, settings):
     worker = MegatronWorker(
         RankSpec(
-            rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=60
+            rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=300
         ),
         settings,
     )

@@ -37,7 +37,7 @@ class RankPool:
         self._context.set_forkserver_preload(_PRELOAD)
         self._size, self._members = size, []
 
-    def run(self, function, world_size, timeout=60, **arguments):
+    def run(self, function, world_size, timeout=300, **arguments):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
