@@ -3,11 +3,13 @@ else.
 """
 
 import asyncio
+import os
 import time
 
 import pytest
 
 from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.sandbox.confine import missing
 from roll_async.schema import RewardStatus
 
 pytest.importorskip("math_verify")
@@ -64,3 +66,56 @@ def test_hostile_expressions_cost_their_own_time_and_leave_their_neighbours_alon
     # Two workers: what is lost is at most each hostile one's own time-out, and twice for one that crashes.
     assert seconds < 2 * len(HOSTILE) * TIMEOUT_S
     print({name: (r.status.value, r.reason[:60], round(r.scoring_s, 2)) for name, r in states.items()})
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "confined here")
+def test_a_rule_worker_has_no_files_network_or_processes_left(tmp_path, monkeypatch):
+    """A reward that runs with the rights of `math_rule` and tries what an exploit of its parser would."""
+    module = tmp_path / "exploit_reward.py"
+    module.write_text(
+        "import os, socket\n"
+        "def attempt(text, ground_truth, extra):\n"
+        "    tries = {'write': lambda: open(text + '/x', 'w'), 'read': lambda: open('/etc/passwd').read(),\n"
+        "             'fork': lambda: os.fork() or os._exit(0), 'socket': socket.socket,\n"
+        "             'signal': lambda: os.kill(os.getppid(), 0),\n"  # 0 only asks: the free worker's parent is pytest
+        "             'key': lambda: os.environ['SECRET_KEY']}\n"
+        "    done = []\n"
+        "    for name, act in tries.items():\n"
+        "        try:\n"
+        "            act()\n"
+        "            done.append(name)\n"
+        "        except (OSError, KeyError):\n"
+        "            pass\n"
+        "    return {'score': float(len(done)), 'reason': ' '.join(done)}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("SECRET_KEY", "sk")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from roll_async.rewards import registry
+
+    async def go(reward):
+        pool = RewardPool(PoolOptions(reward=reward, timeout_s=20.0))
+        await pool.start()
+        try:
+            return await pool.score(str(tmp_path), "", {})
+        finally:
+            await pool.close()
+
+    free = asyncio.run(go("exploit_reward.attempt"))
+    assert set(free.reason.split()) >= {"write", "read", "fork", "socket", "signal", "key"}, (
+        free
+    )  # a user's own reward keeps its rights
+    assert registry.is_rule("math_rule") and not registry.is_rule("exploit_reward.attempt")
+    code = (
+        "import json, sys\n"
+        "from roll_async.rewards.sandbox.confine import Confinement, confine\n"
+        "import exploit_reward\n"
+        "confine(Confinement(read=tuple(p for p in sys.path if p), write=()))\n"
+        f"print(exploit_reward.attempt({str(tmp_path)!r}, '', {{}})['reason'])\n"
+    )
+    import subprocess
+    import sys
+
+    environment = {k: v for k, v in os.environ.items() if k != "SECRET_KEY"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0 and done.stdout.strip() == "", done
