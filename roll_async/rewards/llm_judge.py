@@ -12,8 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import random
 import secrets
 import time
 from collections import OrderedDict
@@ -21,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from roll_async.rewards.answers import after_thinking
+from roll_async.rewards.http_calls import Backoff, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ _SCHEMA = {
 }
 _MAX_TOKENS = 1024
 _CACHE_ENTRIES = 100_000
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 20.0
+_BACKOFF = Backoff(first_s=0.5, longest_s=20.0)
 _BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
@@ -99,20 +97,14 @@ class LlmJudge:
 
     async def start(self) -> None:
         """Raises ValueError for a key that is not set or an instruction that leaves out the response."""
-        import aiohttp
-
-        options, headers = self._options, {}
+        options = self._options
         if "{response}" not in self._instruction:
             raise ValueError("judge.prompt must contain {response}")
-        if options.api_key_env is not None:
-            key = os.environ.get(options.api_key_env)
-            if not key:
-                raise ValueError(f"judge.api_key_env: the environment variable {options.api_key_env} is not set")
-            headers["Authorization"] = f"Bearer {key}"
-        self._http = aiohttp.ClientSession(
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=options.timeout_s),
-            connector=aiohttp.TCPConnector(limit=options.max_concurrent),
+        self._http = open_session(
+            key="judge.api_key_env",
+            variable=options.api_key_env,
+            timeout_s=options.timeout_s,
+            max_concurrent=options.max_concurrent,
         )
 
     async def close(self) -> None:
@@ -163,7 +155,7 @@ class LlmJudge:
                     problem = reply.reason
                     unreadable += reply.unreadable
                     if attempt < self._options.max_retries:
-                        await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _pause_s(attempt))
+                        await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _BACKOFF.pause_s(attempt))
         status = RewardStatus.ERROR if unreadable > self._options.max_retries else RewardStatus.OUTAGE
         return Reward(score=0.0, status=status, reason=f"judge {self._options.api_url}: {problem}")
 
@@ -201,7 +193,7 @@ class LlmJudge:
         try:
             async with self._http.post(self._url, json=body) as response:
                 status, text = response.status, await response.text(errors="replace")
-                pause_s = _retry_after_s(response.headers.get("Retry-After", ""))
+                pause_s = _BACKOFF.asked_for_s(response.headers.get("Retry-After", ""))
         except TimeoutError:
             return _Trouble(reason=f"no answer within {self._options.timeout_s:g} s")
         except aiohttp.ClientError as error:
@@ -276,15 +268,3 @@ def _checked(found: object) -> _Verdict | None:
 def _reward(verdict: _Verdict, seconds: float) -> Reward:
     metrics = {"acc": float(verdict.correct), "format": 1.0, "cached": 0.0}
     return Reward(score=verdict.score, metrics=metrics, reason=verdict.reason, scoring_s=seconds)
-
-
-def _pause_s(attempt: int) -> float:
-    """Exponential, with a random part: those who were refused together do not come back together."""
-    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.0)
-
-
-def _retry_after_s(header: str) -> float | None:
-    try:
-        return min(_LONGEST_PAUSE_S, max(0.0, float(header)))
-    except ValueError:
-        return None

@@ -12,12 +12,12 @@ import asyncio
 import json
 import logging
 import math
-import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from roll_async.rewards.http_calls import Backoff, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.25
-_LONGEST_PAUSE_S = 10.0
+_BACKOFF = Backoff(first_s=0.25, longest_s=10.0)
 _REFUSED = frozenset({400, 411, 413, 414, 422, 431})
 """The service cannot take this sample: too large, or not what its schema says. Another attempt brings the same."""
 _PROBE = (r"\boxed{\frac{1}{2}}", "0.5")
@@ -63,18 +62,12 @@ class ServiceClient:
         """Connect and have one known answer judged. Raises ValueError when the service is not there, refuses the token
         or judges wrongly: a run must not start on it.
         """
-        import aiohttp
-
-        options, headers = self._options, {}
-        if options.token_env is not None:
-            token = os.environ.get(options.token_env)
-            if not token:
-                raise ValueError(f"service.token_env: the environment variable {options.token_env} is not set")
-            headers["Authorization"] = f"Bearer {token}"
-        self._http = aiohttp.ClientSession(
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=options.timeout_s),
-            connector=aiohttp.TCPConnector(limit=options.max_concurrent),
+        options = self._options
+        self._http = open_session(
+            key="service.token_env",
+            variable=options.token_env,
+            timeout_s=options.timeout_s,
+            max_concurrent=options.max_concurrent,
         )
         reward = await self._score(*_PROBE, {})
         if reward.status is not RewardStatus.OK or reward.score != 1.0:
@@ -104,7 +97,7 @@ class ServiceClient:
             problem = reply.reason
             if attempt < self._options.max_retries:
                 self.retries += 1
-                await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _pause_s(attempt))
+                await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _BACKOFF.pause_s(attempt))
         self.outages += 1
         return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._options.api_url}: {problem}")
 
@@ -116,7 +109,7 @@ class ServiceClient:
         try:
             async with self._http.post(self._url, data=body, headers={"Content-Type": "application/json"}) as response:
                 status, text = response.status, await response.text(errors="replace")
-                pause_s = _retry_after_s(response.headers.get("Retry-After", ""))
+                pause_s = _BACKOFF.asked_for_s(response.headers.get("Retry-After", ""))
         except TimeoutError:
             return _Trouble(reason=f"no answer within {self._options.timeout_s:g} s")
         except aiohttp.ClientError as error:
@@ -125,6 +118,8 @@ class ServiceClient:
             return _reward(text)
         if status in _REFUSED:
             return Reward(score=0.0, status=RewardStatus.ERROR, reason=f"the service refuses it: {status} {text[:200]}")
+        if pause_s is not None:
+            pause_s *= random.uniform(1.0, 1.5)
         return _Trouble(reason=f"status {status} {text[:200]}", pause_s=pause_s)
 
 
@@ -156,16 +151,3 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"expected a finite number, got {value!r}")
     return float(value)
-
-
-def _pause_s(attempt: int) -> float:
-    """Exponential, with a random part: those who were refused together do not come back together."""
-    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.0)
-
-
-def _retry_after_s(header: str) -> float | None:
-    try:
-        seconds = float(header)
-    except ValueError:
-        return None
-    return min(_LONGEST_PAUSE_S, max(0.0, seconds)) * random.uniform(1.0, 1.5) if math.isfinite(seconds) else None
