@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec
+from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec, split_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -121,7 +121,7 @@ def write_known_tensors(
     """Shards and index of tensors that come in the order of `specs`. Peak memory: one tensor. `on_file` is told each
     shard when it is complete, but not yet synced to disk.
     """
-    shards = list(split_shards(specs, shard_bytes))
+    shards = list(split_files(specs, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -132,19 +132,6 @@ def write_known_tensors(
         weight_map |= {spec.name: name for spec in shard}
     if len(shards) > 1:
         _write_index(folder, weight_map, sum(spec.num_bytes for spec in specs))
-
-
-def split_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> Iterator[list[TensorSpec]]:
-    """Neighbours together, as many as fit `shard_bytes`, at least one."""
-    shard: list[TensorSpec] = []
-    size = 0
-    for spec in specs:
-        if shard and size + spec.num_bytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(spec)
-        size += spec.num_bytes
-    yield shard
 
 
 def write_hf_folder(

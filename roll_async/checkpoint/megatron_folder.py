@@ -40,6 +40,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from roll_async.checkpoint.safetensors_files import split_files
+
 CONFIG = "metadata.json"
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -224,7 +226,7 @@ def write_megatron_folder(
         str(folder), single_file_per_rank=True, sync_files=False, thread_count=1, per_thread_copy_ahead=0
     )
     writer.set_up_storage_writer(is_coordinator=True)
-    plans = [SavePlan([_item(piece) for piece in group]) for group in _groups(pieces, file_bytes)]
+    plans = [SavePlan([_item(piece) for piece in group]) for group in split_files(pieces, file_bytes)]
     plans.append(SavePlan([WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in empty_objects]))
     plans = writer.prepare_global_plan(plans)
     with _no_checksums():
@@ -277,18 +279,6 @@ def _item(piece: Piece) -> WriteItem:
             size=torch.Size((*piece.stack, *piece.shape)),
         ),
     )
-
-
-def _groups(pieces: Sequence[Piece], file_bytes: int) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        if group and size + piece.num_bytes > file_bytes:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += piece.num_bytes
-    yield group
 
 
 class _Lazily:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -140,3 +141,26 @@ class SafetensorsWriter:
                 self._file.flush()
         finally:
             self._file.close()
+
+
+class Sized(Protocol):
+    """Anything that goes into a file."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+SizedItem = TypeVar("SizedItem", bound=Sized)
+
+
+def split_files(items: Sequence[SizedItem], file_bytes: int) -> Iterator[list[SizedItem]]:
+    """Neighbours together, as many as fit `file_bytes`, at least one."""
+    group: list[SizedItem] = []
+    size = 0
+    for item in items:
+        if group and size + item.num_bytes > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += item.num_bytes
+    yield group
