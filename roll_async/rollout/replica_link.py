@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Protocol
 
-from roll_async.inference.protocol import EngineReport
+from roll_async.inference.protocol import EngineReport, PauseMode
 from roll_async.rollout.protocol import EngineClient
 from roll_async.rollout.requests import PendingRequest
 from roll_async.schema import GenerateRequest
@@ -67,9 +67,15 @@ class ReplicaLink:
         held, self._outbox = self._outbox, []
         return [self.in_flight[message.request_id] for message in held if message.request_id in self.in_flight]
 
-    async def submitted(self) -> None:
-        """Wait until everything that left has arrived."""
-        await self._quiet.wait()
+    async def stop(self, mode: PauseMode) -> None:
+        """Pause the replica. A request that arrived behind the pause would wait there for its end, and the caller for
+        it, so with ABORT these are aborted too.
+        """
+        await self.call(self.client.pause(mode))
+        if mode is PauseMode.ABORT:
+            await self._quiet.wait()
+            if late := [p.wire_id for p in self.in_flight.values()]:
+                await self.call(self.client.abort(late))
 
     def detach(self, pending: PendingRequest) -> bool:
         """The present attempt ends here. False when it was not in flight."""

@@ -210,7 +210,7 @@ class AsyncLLMServerManager:
             for pending in reversed([p for s in servers for p in s.recall()]):
                 self._detach(pending)
                 self._requeue(pending)
-        calls = [asyncio.ensure_future(self._stop(s, pause)) for s in servers]
+        calls = [asyncio.ensure_future(s.stop(pause)) for s in servers]
         if calls:
             _, late = await asyncio.wait(calls, timeout=max(0.0, deadline - loop.time()))
             if late:
@@ -225,14 +225,6 @@ class AsyncLLMServerManager:
             ):  # stopped, and its tokens never came: continue from what we have
                 self._detach(pending)
                 self._requeue(pending)
-
-    async def _stop(self, link: ReplicaLink, mode: PauseMode) -> None:
-        """Pause a replica. A request that arrived behind the pause would wait there for its end, and the push for it."""
-        await link.call(link.client.pause(mode))
-        if mode is PauseMode.ABORT:
-            await link.submitted()
-            if late := [p.wire_id for p in link.in_flight.values()]:
-                await link.call(link.client.abort(late))
 
     async def resume(self) -> None:
         """Let the replicas run again and dispatch what waits."""

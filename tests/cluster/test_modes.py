@@ -1,10 +1,11 @@
 """Every way to run asynchronously, five steps each, on real parts: one Ray session, one Megatron rank, one vLLM engine.
 
-The roles are started once; each mode couples them anew, with a queue, a ledger and a pipeline of its own.
+The roles are started once (`sweep.py`); each mode is a run of its own on them.
 """
 
 import asyncio
-from contextlib import AsyncExitStack
+import threading
+import time
 from math import ceil
 
 import pytest
@@ -14,17 +15,13 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 psutil = pytest.importorskip("psutil")
 
-from roll_async.assemble import RunClasses, couple  # noqa: E402
-from roll_async.assemble_roles import RoleStarter, place_roles  # noqa: E402
+from roll_async.assemble import RunClasses  # noqa: E402
 from roll_async.cluster.runtime import ray_runtime  # noqa: E402
 from roll_async.config.api import load  # noqa: E402
-from roll_async.observe.progress import ProgressLine  # noqa: E402
-from roll_async.observe.recorder import Recorder  # noqa: E402
-from roll_async.observe.run_folder import RunFolder  # noqa: E402
 from roll_async.pipelines.fully_async import FullyAsyncTrainer  # noqa: E402
-from roll_async.pipelines.protocol import RunEnd  # noqa: E402
 from roll_async.rollout.tools import ToolCall, ToolCompletionCallback  # noqa: E402
 from roll_async.schema import FinishReason  # noqa: E402
+from roll_async.sweep import Sweep  # noqa: E402
 
 STEPS = 5
 SMALL = (
@@ -53,58 +50,33 @@ class Watching(FullyAsyncTrainer):
         }
 
 
-class Session:
-    """Roles that stay while modes come and go."""
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("modes")
 
-    def __init__(self, assets, output):
-        self.assets, self.output = assets, output
-        self.runner, self.stack = asyncio.Runner(), AsyncExitStack()
 
-    def config(self, name, *overrides):
+@pytest.fixture(scope="module")
+def train(demo_assets, output):
+    """Metrics of the steps of one mode."""
+
+    def config(name, *overrides):
         places = (
-            f"pretrain={self.assets}/model",
-            f"actor_train.data_args.file_name={self.assets}/train.jsonl",
-            f"validation.data_args.file_name={self.assets}/validation.jsonl",
-            f"output_dir={self.output}",
+            f"pretrain={demo_assets}/model",
+            f"actor_train.data_args.file_name={demo_assets}/train.jsonl",
+            f"validation.data_args.file_name={demo_assets}/validation.jsonl",
+            f"output_dir={output}",
             f"exp_name={name}",
         )
         return load("configs/rlvr_config_async_cpu.yaml", (*places, *SMALL, *overrides), "rlvr")
 
-    def start(self, runtime):
-        config = self.config("roles")
-        starter = RoleStarter(config, runtime, place_roles(config), self.stack)
-        self.roles = self.runner.run(starter.start())
+    def go(name, *overrides, **classes):
+        return sweep.run(config(name, *overrides), RunClasses(trainer=Watching, **classes), timeout_s=150)
 
-    def stop(self):
-        self.runner.run(self.stack.aclose())
-        self.runner.close()
-
-    def train(self, name, *overrides, meanwhile=None, **classes):
-        """Metrics of the steps of one mode."""
-        config = self.config(name, *overrides)
-        folder = RunFolder(config.output_dir, config.exp_name)
-
-        async def go():
-            recorder = Recorder(folder, [], ProgressLine(STEPS), logging_steps=1)
-            run = await couple(config, self.roles, recorder, folder, RunClasses(trainer=Watching, **classes))
-            async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
-                if meanwhile is not None:
-                    tasks.create_task(meanwhile(folder))
-                assert await run.pipeline.run() is RunEnd.FINISHED
-
-        self.runner.run(go())
-        return folder.read_metrics()
-
-
-@pytest.fixture(scope="module")
-def session(demo_assets, tmp_path_factory):
-    one = Session(demo_assets, tmp_path_factory.mktemp("modes"))
-    with ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}) as runtime:
-        try:
-            one.start(runtime)
-            yield one
-        finally:
-            one.stop()
+    with (
+        ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}) as runtime,
+        Sweep(config("roles"), runtime) as sweep,
+    ):
+        yield go
 
 
 def asynchronous(ratio, every=1, interrupt="resume", *more):
@@ -128,8 +100,8 @@ MODES = {
 }
 
 
-def test_synchronous(session):
-    metrics = session.train("synchronous", "async_generation_ratio=0")
+def test_synchronous(train):
+    metrics = train("synchronous", "async_generation_ratio=0")
     assert len(metrics) == STEPS
     for m in metrics:
         assert m["staleness/max"] == 0 and m["test/resumed"] == 0 and m["test/prompts"] == 8
@@ -137,9 +109,9 @@ def test_synchronous(session):
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_mode(session, name):
+def test_mode(train, name):
     bound, overrides = MODES[name]
-    metrics = session.train(name, *overrides)
+    metrics = train(name, *overrides)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
     assert max(m["staleness/max"] for m in metrics) <= bound and metrics[0]["staleness/max"] == 0
     for m in metrics:
@@ -158,9 +130,9 @@ def test_mode(session, name):
 
 
 @pytest.mark.parametrize("policy", ["drop", "token_mask"])
-def test_a_bound_below_what_is_admitted_is_kept_by_dropping_or_masking(session, policy):
+def test_a_bound_below_what_is_admitted_is_kept_by_dropping_or_masking(train, policy):
     staleness = f"async_training.staleness={{policy: {policy}, max_versions: 1}}"
-    metrics = session.train(policy, *asynchronous(1, 2, "resume", staleness))  # admits up to 3 versions
+    metrics = train(policy, *asynchronous(1, 2, "resume", staleness))  # admits up to 3 versions
     assert len(metrics) == STEPS
     if policy == "drop":
         assert max(m["staleness/max"] for m in metrics) <= 1 and metrics[-1]["groups/dropped"] > 0
@@ -170,9 +142,9 @@ def test_a_bound_below_what_is_admitted_is_kept_by_dropping_or_masking(session, 
 
 
 @pytest.mark.parametrize("ratio", [0, 1])
-def test_dynamic_sampling_trains_only_groups_with_spread(session, ratio):
+def test_dynamic_sampling_trains_only_groups_with_spread(train, ratio):
     filters = "algorithm.filter_groups={enable: true, metric: acc, gen_batch_size: 16}"
-    metrics = session.train(f"dapo_{ratio}", f"async_generation_ratio={ratio}", filters)
+    metrics = train(f"dapo_{ratio}", f"async_generation_ratio={ratio}", filters)
     assert len(metrics) == STEPS and max(m["staleness/max"] for m in metrics) <= ceil(ratio)
     assert metrics[-1]["groups/filtered"] > 0 and metrics[-1]["groups/trained"] == 8 * STEPS
     assert all(0 < m["reward/accuracy"] < 1 for m in metrics)
@@ -193,8 +165,8 @@ async def digits(arguments):
     return str(arguments["n"] * 11)
 
 
-def test_tool_results_reach_engine_and_trainer_as_the_same_tokens(session):
-    metrics = session.train("tools", "async_generation_ratio=0", tools={"digits": digits}, tool_callback=SecondOpinion)
+def test_tool_results_reach_engine_and_trainer_as_the_same_tokens(train):
+    metrics = train("tools", "async_generation_ratio=0", tools={"digits": digits}, tool_callback=SecondOpinion)
     assert len(metrics) == STEPS and metrics[-1]["rollout/tool_failures"] == 0
     for m in metrics:
         assert m["test/turns"] > 32 and m["test/masked"] > 0
@@ -203,16 +175,18 @@ def test_tool_results_reach_engine_and_trainer_as_the_same_tokens(session):
     assert metrics[-1]["rollout/tool_calls"] >= 2 * sum(m["test/turns"] - 32 for m in metrics)
 
 
-def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(session):
-    async def kill_after_the_first_step(folder):
-        while not folder.read_metrics():
-            await asyncio.sleep(0.05)
+def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(train, output):
+    def kill_after_the_first_step():
+        metrics = output / "killed" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.05)
         alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        replicas = [p for p in alive if "EngineReplica" in " ".join(p.cmdline())]
-        assert len(replicas) == 1
-        replicas[0].kill()
+        (replica,) = [p for p in alive if "EngineReplica" in " ".join(p.cmdline())]
+        replica.kill()
 
-    metrics = session.train("killed", *asynchronous(1), meanwhile=kill_after_the_first_step)
+    killer = threading.Thread(target=kill_after_the_first_step, daemon=True)
+    killer.start()
+    metrics = train("killed", *asynchronous(1))
     assert len(metrics) == STEPS and max(m["staleness/max"] for m in metrics) <= 1
     last = metrics[-1]
     assert (last["rollout/lost_engines"], last["rollout/returned_engines"], last["rollout/engines"]) == (1, 1, 1)

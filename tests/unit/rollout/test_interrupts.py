@@ -1,29 +1,13 @@
 """What a weight push, an abort and a validation do to requests that run."""
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import pytest
 
 from roll_async.rollout.requests import Interrupted
-from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
 from roll_async.schema import FinishReason
 
 WHOLE = [1003 + i for i in range(10)]
-
-
-@asynccontextmanager
-async def managed(*replicas, **options):
-    manager = AsyncLLMServerManager(replicas, ManagerOptions(**options))
-    await manager.start()
-    try:
-        yield manager
-    finally:
-        await manager.close()
-
-
-def start(manager, requests, **options):
-    return [asyncio.create_task(manager.generate(r, **options)) for r in requests]
 
 
 async def push(manager, replicas, version, mode, hold_s=5.0):
@@ -35,7 +19,7 @@ async def push(manager, replicas, version, mode, hold_s=5.0):
     await manager.resume()
 
 
-def test_resume_keeps_the_tokens_and_labels_each_with_its_version(run, replica_class, make):
+def test_resume_keeps_the_tokens_and_labels_each_with_its_version(run, replica_class, make, managed, start):
     async def go():
         replicas = [replica_class("a"), replica_class("b")]
         async with managed(*replicas) as manager:
@@ -54,7 +38,7 @@ def test_resume_keeps_the_tokens_and_labels_each_with_its_version(run, replica_c
     run(go())
 
 
-def test_nothing_is_dispatched_while_engines_stand_still(run, replica_class, make):
+def test_nothing_is_dispatched_while_engines_stand_still(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica) as manager:
@@ -69,7 +53,7 @@ def test_nothing_is_dispatched_while_engines_stand_still(run, replica_class, mak
 
 
 @pytest.mark.parametrize("mode", ["resume", "wait"])
-def test_requests_on_their_way_do_not_hold_a_push_up(run, replica_class, make, mode):
+def test_requests_on_their_way_do_not_hold_a_push_up(run, replica_class, make, mode, managed, start):
     """They arrive behind the pause, where nothing generates, and would be waited for until the deadline."""
 
     class Distant(replica_class):
@@ -96,7 +80,7 @@ def test_requests_on_their_way_do_not_hold_a_push_up(run, replica_class, make, m
     run(go())
 
 
-def test_abort_discards_the_request_and_says_so(run, replica_class, make):
+def test_abort_discards_the_request_and_says_so(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica, max_concurrent_per_server=2) as manager:
@@ -110,7 +94,7 @@ def test_abort_discards_the_request_and_says_so(run, replica_class, make):
     run(go())
 
 
-def test_wait_lets_running_requests_finish_and_starts_no_new_one(run, replica_class, make):
+def test_wait_lets_running_requests_finish_and_starts_no_new_one(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica, max_concurrent_per_server=2) as manager:
@@ -123,7 +107,7 @@ def test_wait_lets_running_requests_finish_and_starts_no_new_one(run, replica_cl
     run(go())
 
 
-def test_wait_turns_into_resume_for_what_is_not_done_in_half_of_the_time(run, replica_class, make):
+def test_wait_turns_into_resume_for_what_is_not_done_in_half_of_the_time(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica) as manager:
@@ -140,7 +124,7 @@ def test_wait_turns_into_resume_for_what_is_not_done_in_half_of_the_time(run, re
     run(go())
 
 
-def test_keep_leaves_requests_in_the_engine(run, replica_class, make):
+def test_keep_leaves_requests_in_the_engine(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica) as manager:
@@ -154,7 +138,7 @@ def test_keep_leaves_requests_in_the_engine(run, replica_class, make):
     run(go())
 
 
-def test_a_replica_that_does_not_pause_is_named_in_time(run, replica_class, make):
+def test_a_replica_that_does_not_pause_is_named_in_time(run, replica_class, make, managed, start):
     async def go():
         good, deaf = replica_class("good"), replica_class("deaf")
         deaf.deaf = True
@@ -170,7 +154,7 @@ def test_a_replica_that_does_not_pause_is_named_in_time(run, replica_class, make
     run(go())
 
 
-def test_a_replica_that_dies_in_the_interrupt_delays_nobody(run, replica_class, make):
+def test_a_replica_that_dies_in_the_interrupt_delays_nobody(run, replica_class, make, managed, start):
     async def go():
         good, doomed = replica_class("good"), replica_class("doomed")
         async with managed(good, doomed) as manager:
@@ -184,7 +168,7 @@ def test_a_replica_that_dies_in_the_interrupt_delays_nobody(run, replica_class, 
     run(go())
 
 
-def test_tokens_of_a_replica_that_paused_but_never_told_are_generated_again(run, replica_class, make):
+def test_tokens_of_a_replica_that_paused_but_never_told_are_generated_again(run, replica_class, make, managed, start):
     async def go():
         silent, good = replica_class("silent"), replica_class("good", version=1)
         silent.silent = True
@@ -201,7 +185,7 @@ def test_tokens_of_a_replica_that_paused_but_never_told_are_generated_again(run,
     run(go())
 
 
-def test_an_aborted_request_returns_what_it_has_before_abort_returns(run, replica_class, make):
+def test_an_aborted_request_returns_what_it_has_before_abort_returns(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica, max_concurrent_per_server=1) as manager:
@@ -218,7 +202,7 @@ def test_an_aborted_request_returns_what_it_has_before_abort_returns(run, replic
     run(go())
 
 
-def test_an_abort_is_over_in_time_when_the_replica_acknowledges_nothing(run, replica_class, make):
+def test_an_abort_is_over_in_time_when_the_replica_acknowledges_nothing(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         replica.deaf = replica.silent = True
@@ -232,7 +216,7 @@ def test_an_abort_is_over_in_time_when_the_replica_acknowledges_nothing(run, rep
     run(go())
 
 
-def test_an_abort_between_two_attempts_gives_all_tokens_of_the_first(run, replica_class, make):
+def test_an_abort_between_two_attempts_gives_all_tokens_of_the_first(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica) as manager:
@@ -246,7 +230,7 @@ def test_an_abort_between_two_attempts_gives_all_tokens_of_the_first(run, replic
     run(go())
 
 
-def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, replica_class, make):
+def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica, max_concurrent_per_server=2) as manager:
@@ -266,7 +250,7 @@ def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, 
     run(go())
 
 
-def test_the_engines_are_busy_only_while_something_runs(run, replica_class, make):
+def test_the_engines_are_busy_only_while_something_runs(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica) as manager:

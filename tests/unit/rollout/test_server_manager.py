@@ -2,32 +2,16 @@
 
 import asyncio
 from array import array
-from contextlib import asynccontextmanager
 
 import pytest
 
 from roll_async.rollout.requests import GenerationFailed
-from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
 from roll_async.schema import Completion, FinishReason
 
 WHOLE = [1003 + i for i in range(10)]  # what a prompt of 3 tokens and a budget of 10 must give
 
 
-@asynccontextmanager
-async def managed(*replicas, **options):
-    manager = AsyncLLMServerManager(replicas, ManagerOptions(**options))
-    await manager.start()
-    try:
-        yield manager
-    finally:
-        await manager.close()
-
-
-def start(manager, requests, **options):
-    return [asyncio.create_task(manager.generate(r, **options)) for r in requests]
-
-
-def test_a_request_comes_back_under_its_own_name_with_all_tokens(run, replica_class, make):
+def test_a_request_comes_back_under_its_own_name_with_all_tokens(run, replica_class, make, managed):
     async def go():
         async with managed(replica_class("a", version=4)) as manager:
             completion = await manager.generate(make("question"))
@@ -40,7 +24,7 @@ def test_a_request_comes_back_under_its_own_name_with_all_tokens(run, replica_cl
     run(go())
 
 
-def test_requests_go_to_the_least_busy_replica(run, replica_class, make):
+def test_requests_go_to_the_least_busy_replica(run, replica_class, make, managed, start):
     async def go():
         slow, fast = replica_class("slow", token_s=5.0), replica_class("fast", token_s=1.0)
         async with managed(slow, fast, max_concurrent_per_server=2) as manager:
@@ -51,7 +35,7 @@ def test_requests_go_to_the_least_busy_replica(run, replica_class, make):
     run(go())
 
 
-def test_no_replica_ever_holds_more_than_its_limit(run, replica_class, make):
+def test_no_replica_ever_holds_more_than_its_limit(run, replica_class, make, managed, start):
     async def go():
         replicas = [replica_class(name) for name in "abc"]
         async with managed(*replicas, max_concurrent_per_server=4) as manager:
@@ -64,7 +48,7 @@ def test_no_replica_ever_holds_more_than_its_limit(run, replica_class, make):
     run(go())
 
 
-def test_requests_that_arrive_together_travel_in_one_call(run, replica_class, make):
+def test_requests_that_arrive_together_travel_in_one_call(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica) as manager:
@@ -74,7 +58,7 @@ def test_requests_that_arrive_together_travel_in_one_call(run, replica_class, ma
     run(go())
 
 
-def test_requests_of_one_affinity_share_a_replica_until_it_is_full_or_gone(run, replica_class, make):
+def test_requests_of_one_affinity_share_a_replica_until_it_is_full_or_gone(run, replica_class, make, managed, start):
     async def go():
         replicas = {name: replica_class(name) for name in "ab"}
         async with managed(*replicas.values(), max_concurrent_per_server=4) as manager:
@@ -92,7 +76,7 @@ def test_requests_of_one_affinity_share_a_replica_until_it_is_full_or_gone(run, 
     run(go())
 
 
-def test_what_a_dead_replica_held_is_generated_elsewhere(run, replica_class, make):
+def test_what_a_dead_replica_held_is_generated_elsewhere(run, replica_class, make, managed, start):
     async def go():
         doomed, other = replica_class("doomed"), replica_class("other")
         async with managed(doomed, other) as manager:
@@ -108,7 +92,7 @@ def test_what_a_dead_replica_held_is_generated_elsewhere(run, replica_class, mak
     run(go())
 
 
-def test_tokens_received_before_a_death_are_kept(run, replica_class, make):
+def test_tokens_received_before_a_death_are_kept(run, replica_class, make, managed, start):
     async def go():
         first, other = replica_class("first", version=1), replica_class("other", version=2)
         async with managed(first) as manager:
@@ -127,7 +111,7 @@ def test_tokens_received_before_a_death_are_kept(run, replica_class, make):
     run(go())
 
 
-def test_when_the_last_replica_dies_every_caller_and_the_watch_are_told(run, replica_class, make):
+def test_when_the_last_replica_dies_every_caller_and_the_watch_are_told(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("only")
         async with managed(replica, max_concurrent_per_server=1) as manager:
@@ -141,7 +125,9 @@ def test_when_the_last_replica_dies_every_caller_and_the_watch_are_told(run, rep
     run(go())
 
 
-def test_a_silent_replica_loses_its_requests_after_the_time_out_to_another_one(run, replica_class, make):
+def test_a_silent_replica_loses_its_requests_after_the_time_out_to_another_one(
+    run, replica_class, make, managed, start
+):
     async def go():
         silent, good = replica_class("silent"), replica_class("good")
         silent.silent = True
@@ -157,7 +143,7 @@ def test_a_silent_replica_loses_its_requests_after_the_time_out_to_another_one(r
     run(go())
 
 
-def test_a_request_goes_back_to_the_replica_it_failed_on_when_there_is_no_other(run, replica_class, make):
+def test_a_request_goes_back_to_the_replica_it_failed_on_when_there_is_no_other(run, replica_class, make, managed):
     async def go():
         flaky, other = replica_class("flaky"), replica_class("other")
         flaky.refuse = 1
@@ -171,7 +157,7 @@ def test_a_request_goes_back_to_the_replica_it_failed_on_when_there_is_no_other(
     run(go())
 
 
-def test_a_request_that_fails_everywhere_fails_with_the_last_reason(run, replica_class, make):
+def test_a_request_that_fails_everywhere_fails_with_the_last_reason(run, replica_class, make, managed):
     async def go():
         replica = replica_class("a")
         replica.refuse = 4
@@ -184,7 +170,7 @@ def test_a_request_that_fails_everywhere_fails_with_the_last_reason(run, replica
     run(go())
 
 
-def test_late_and_repeated_replies_are_counted_and_change_nothing(run, replica_class, make):
+def test_late_and_repeated_replies_are_counted_and_change_nothing(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica) as manager:
@@ -207,7 +193,7 @@ def test_late_and_repeated_replies_are_counted_and_change_nothing(run, replica_c
     run(go())
 
 
-def test_a_reply_of_an_earlier_attempt_is_not_taken_for_the_present_one(run, replica_class, make):
+def test_a_reply_of_an_earlier_attempt_is_not_taken_for_the_present_one(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a", token_s=20.0)
         replica.silent = True
@@ -235,7 +221,7 @@ def test_a_reply_of_an_earlier_attempt_is_not_taken_for_the_present_one(run, rep
     run(go())
 
 
-def test_a_cancelled_caller_frees_its_slot_and_stops_the_work(run, replica_class, make):
+def test_a_cancelled_caller_frees_its_slot_and_stops_the_work(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
         async with managed(replica, max_concurrent_per_server=1) as manager:
@@ -249,7 +235,7 @@ def test_a_cancelled_caller_frees_its_slot_and_stops_the_work(run, replica_class
     run(go())
 
 
-def test_a_new_replica_gets_work_at_once(run, replica_class, make):
+def test_a_new_replica_gets_work_at_once(run, replica_class, make, managed, start):
     async def go():
         first, second = replica_class("first"), replica_class("second")
         async with managed(first, max_concurrent_per_server=2) as manager:
@@ -263,7 +249,7 @@ def test_a_new_replica_gets_work_at_once(run, replica_class, make):
     run(go())
 
 
-def test_closing_cancels_what_waits(run, replica_class, make):
+def test_closing_cancels_what_waits(run, replica_class, make, managed, start):
     async def go():
         async with managed(replica_class("a"), max_concurrent_per_server=1) as manager:
             tasks = start(manager, [make("r1"), make("r2")])

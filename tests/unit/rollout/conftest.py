@@ -1,0 +1,30 @@
+"""A manager over replicas, and requests under way."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+
+
+@pytest.fixture
+def managed():
+    """`async with managed(*replicas, **options) as manager`."""
+
+    @asynccontextmanager
+    async def manage(*replicas, **options):
+        manager = AsyncLLMServerManager(replicas, ManagerOptions(**options))
+        await manager.start()
+        try:
+            yield manager
+        finally:
+            await manager.close()
+
+    return manage
+
+
+@pytest.fixture
+def start():
+    """`start(manager, requests)`: their tasks."""
+    return lambda manager, requests, **options: [asyncio.create_task(manager.generate(r, **options)) for r in requests]
