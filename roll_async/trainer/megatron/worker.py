@@ -146,9 +146,10 @@ class MegatronWorker:
         signal = rows.mask & (rows.advantages != 0)
         if rows.correction_weights is not None:
             signal &= rows.correction_weights != 0
-        heard = [row for row in part if bool(signal[row].any())]
+        speaks = signal.any(-1).tolist()
+        heard = [row for row in part if speaks[row]]
         least = min(len(part), parallel_state.get_data_parallel_world_size())
-        silent = [row for row in part if not bool(signal[row].any())]
+        silent = [row for row in part if not speaks[row]]
         return sorted(heard + silent[: max(0, least - len(heard))])
 
     @torch.no_grad()
