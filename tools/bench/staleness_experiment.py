@@ -3,15 +3,16 @@
     python tools/bench/staleness_experiment.py [--steps 30] [--seeds 3] [--output output/staleness_experiment]
 
 Roles start once (`roll_async/sweep.py`); every run begins with the warm-started model. Staleness s is
-`async_generation_ratio: s` with one weight push per step: the queue holds s batches, so the mean staleness sits at s and
-none
-is older. Finished runs are kept in runs.jsonl and not repeated, so the script may be stopped and started again.
+`async_generation_ratio: s` with one weight push per step, and the trainer waits until the queue is full before it takes a
+batch: from step s + 1 on every sample is exactly s versions old, however fast generation is on the machine at hand.
+Finished runs are kept in runs.jsonl and not repeated, so the script may be stopped and started again.
 Uses the demo assets (`make demo-assets`).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
@@ -27,7 +28,11 @@ LOSSES = {
     "decoupled_ppo": ("algorithm.pg_variant=decoupled_ppo",),
     "tis": ("algorithm.pg_variant=tis", NO_RECOMPUTE),
     "cispo": ("algorithm.pg_variant=cispo", NO_RECOMPUTE),
-    "cispo, no lower bound": ("algorithm.pg_variant=cispo", "algorithm.pg_options={cispo_epsilon_low: 1.0}", NO_RECOMPUTE),
+    "cispo, no lower bound": (
+        "algorithm.pg_variant=cispo",
+        "algorithm.pg_options={cispo_epsilon_low: 1.0}",
+        NO_RECOMPUTE,
+    ),
     "topr": ("algorithm.pg_variant=topr", NO_RECOMPUTE),
 }
 LAST = 5
@@ -36,9 +41,21 @@ LAST = 5
 
 def run_all(args: argparse.Namespace, runs: Path) -> None:
     """Every run that is not in `runs` yet; seeds outermost, so that an unfinished experiment covers all losses."""
+    from roll_async.assemble import RunClasses
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import load
+    from roll_async.pipelines.train_loop import TrainLoop
     from roll_async.sweep import Sweep
+
+    class OldestAllowed(TrainLoop):
+        """Takes a batch only when admission is exhausted and everything admitted is finished."""
+
+        async def _consume(self, step, clock):  # noqa: ANN001, ANN202
+            queue, trained = self._parts.queue, (step - 1) * self._plan.groups_per_batch
+            async with asyncio.timeout(300):
+                while queue.stats().buffered < queue.admission_limit - trained:
+                    await asyncio.sleep(0.005)
+            return await super()._consume(step, clock)
 
     def config(loss: str, staleness: int, seed: int):  # noqa: ANN202
         overrides = (
@@ -59,7 +76,7 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
         for loss, staleness, seed in wanted:
             if (loss, staleness, seed) in done:
                 continue
-            metrics = sweep.run(config(loss, staleness, seed))
+            metrics = sweep.run(config(loss, staleness, seed), RunClasses(trainer=OldestAllowed))
             half = metrics[len(metrics) // 2 :]
             row = {
                 "loss": loss,

@@ -128,7 +128,7 @@ class _Resolver:
 
     def _unknown(self, name: str, node: Node, path: str) -> _Stop:
         if self._names is None:
-            self._names = [n for n, _ in zip((n for n, _ in written(self._root)), range(2000), strict=False)]
+            self._names = [n for n, _ in zip((n for n, _ in written(self._root)), range(1000), strict=False)]
         near = closest(name, [n for n in self._names if n != path], cutoff=0.0) if len(self.errors) < 20 else None
         hint = f"; did you mean '{near}'?" if near else ""
         return self._stop("C011", path, node, f"${{{name}}} names no key of this config{hint}")

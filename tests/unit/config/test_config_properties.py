@@ -1,6 +1,7 @@
 """Whatever the file holds: diagnostics or a config, never a traceback, never an unknown key accepted, never slow."""
 
 import copy
+import gc
 import json
 import random
 import time
@@ -194,6 +195,10 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_a_file_of_a_mebibyte_is_answered_within_a_second(name, files):
     path = files.text(LARGE[name])
+    gc.collect()
+    gc.freeze()  # what thousands of earlier tests left behind is not to be searched again and again
     started = time.process_time()
     assert outcome(path) is not None
-    assert time.process_time() - started < 1.0
+    taken = time.process_time() - started
+    gc.unfreeze()
+    assert taken < 1.0
