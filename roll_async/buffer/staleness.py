@@ -1,13 +1,11 @@
 """The arithmetic of the staleness contract: admission, deadline, look-ahead. Pure functions of integers.
 
-Indexing. Training steps count from 1; weight version v holds the weights after step v; version 0 is the initial model.
-Step t starts from version t - 1, the freshest there can be, so the staleness of a token of version v trained at step t
-is
-`t - 1 - v`, and a group admitted at version v must be trained by step `v + M + 1`, M = max_versions.
+Indexing. Training steps count from 1; weight version v holds the weights after step v; version 0 is the initial
+model. Step t starts from version t - 1, the freshest there can be, so the staleness of a token of version v trained
+at step t is `t - 1 - v`, and a group admitted at version v must be trained by step `v + M + 1`, M = max_versions.
 
 Why the look-ahead rule is enough. Call a set of groups schedulable after step t iff for every s > t the groups of the
-set
-due by step s number at most (s - t) * G, the groups that steps t + 1 ... s train.
+set due by step s number at most (s - t) * G, the groups that steps t + 1 ... s train.
 
 1. Taking keeps it: that is the rule itself (`is_schedulable` of what is left behind).
 2. Admission keeps it. A slot given out while the engines hold v is due by D = v + M + 1, no group is due later, and the
@@ -17,12 +15,9 @@ due by step s number at most (s - t) * G, the groups that steps t + 1 ... s trai
 3. Release removes groups, and the trainer waits while no batch can be taken.
 
 So from a schedulable set the G oldest groups can always be taken once they are finished: the groups due by s without
-the G
-oldest are at most (s - t) * G - G = (s - (t + 1)) * G, or none are left. The trainer therefore never waits for a group
-that
-cannot come, and no group is ever over the bound. "Overdue groups first" without the look-ahead lets younger groups be
-taken
-until more than G fall due at one step; the step after it, some of them are over the bound.
+the G oldest are at most (s - t) * G - G = (s - (t + 1)) * G, or none are left. The trainer therefore never waits for
+a group that cannot come, and no group is ever over the bound. "Overdue groups first" without the look-ahead lets
+younger groups be taken until more than G fall due at one step; the step after it, some of them are over the bound.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Ends every process of a run when its driver is gone, however the driver went.
 
 Ray's agents outlive a killed driver by a minute or more, engines start children of their own. They are known by two
-marks: one variable
-inherited from the driver (Ray overwrites it in processes it renames), and open files in the folder of the embedded Ray
-session.
-This process waits for the end of its standard input, which the kernel closes when the driver dies, also by SIGKILL, and
-then ends whatever still carries a mark. Run as `python -m roll_async.cluster.reaper MARKER`; each input line is a
-folder.
+marks: one variable inherited from the driver (Ray overwrites it in processes it renames), and open files in the
+folder of the embedded Ray session. This process waits for the end of its standard input, which the kernel closes when
+the driver dies, also by SIGKILL, and then ends whatever still carries a mark. Run as `python -m
+roll_async.cluster.reaper MARKER`; each input line is a folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """vLLM's AsyncLLM behind the Engine protocol, on CPU and on CUDA. Versions 0.26 to 0.32 are known.
 
 One behaviour log-prob per token, of the distribution really sampled from (`processed_logprobs`: after temperature,
-top-k, top-p). One
-weight version per token: vLLM labels every decoding step with the version set by `commit`.
+top-k, top-p). One weight version per token: vLLM labels every decoding step with the version set by `commit`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> Tr
     """One row per sample, in group order; padded to the longest row.
 
     Worked example: prompt `[5, 6]`, response `[7, 8]` sampled by version 3 gives tokens `[5, 6, 7, 8]`, mask `[0, 0,
-    1, 1]`,
-    versions `[-1, -1, 3, 3]`. Raises ValueError for a sample without a score: an outage must not reach the trainer.
+    1, 1]`, versions `[-1, -1, 3, 3]`. Raises ValueError for a sample without a score: an outage must not reach the
+    trainer.
     """
     samples = [(g, s) for g in groups for s in g.samples]
     num_rows = len(samples)

@@ -4,11 +4,10 @@ run.
     python tools/bench/async_vs_sync.py [--steps 16] [KEY=VALUE ...]
 
 The setting is chosen so that generation and training take about as long and neither is bookkeeping: a random model of
-2.7 M
-parameters, 64 samples a step, 24 requests at a time. T_gen and T_train come from the synchronous run, where they do not
-overlap: the wait for a batch, and the rest of the step. `bound` = (T_gen + T_train) / max(T_gen, T_train) is what
-perfect
-overlap would give; `ratio` = speedup / bound. Uses the tokenizer and data of the demo assets (`make demo-assets`).
+2.7 M parameters, 64 samples a step, 24 requests at a time. T_gen and T_train come from the synchronous run, where
+they do not overlap: the wait for a batch, and the rest of the step. `bound` = (T_gen + T_train) / max(T_gen, T_train)
+is what perfect overlap would give; `ratio` = speedup / bound. Uses the tokenizer and data of the demo assets (`make
+demo-assets`).
 """
 
 from __future__ import annotations

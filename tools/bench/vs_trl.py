@@ -4,9 +4,8 @@ in turn.
     python tools/bench/vs_trl.py [--steps 40] [--assets output/demo_assets] [--venv output/bench_trl/venv]
 
 TRL gets a virtual environment of its own, made here. Both runs may use all cores. samples/s leaves out start-up and
-the first
-5 steps; accuracy is measured afterwards by the same code for both: temperature 1 on the held-out problems, 5 samples
-each.
+the first 5 steps; accuracy is measured afterwards by the same code for both: temperature 1 on the held-out problems,
+5 samples each.
 """
 
 from __future__ import annotations

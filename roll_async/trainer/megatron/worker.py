@@ -1,8 +1,7 @@
 """One Megatron rank: scores given tokens, takes optimizer steps, saves and exports. Synchronous, plain torch.
 
-Every rank is handed the whole batch and takes its data-parallel part: counts over the batch need no communication, and
-the
-loss of a token does not depend on which rank holds it. Shape letters: B rows, T positions.
+Every rank is handed the whole batch and takes its data-parallel part: counts over the batch need no communication,
+and the loss of a token does not depend on which rank holds it. Shape letters: B rows, T positions.
 """
 
 from __future__ import annotations
