@@ -124,7 +124,10 @@ class RoleStarter:
         training = [self._start_training(name, w) for name, w in training_roles(config).items()]
         engines = [self._start_engine(p) for p in self._placements.engines]
         (train, valid), scorer, groups, clients = await asyncio.gather(
-            asyncio.to_thread(prompts_of, config), self._start_scorer(), asyncio.gather(*training), asyncio.gather(*engines)
+            asyncio.to_thread(prompts_of, config),
+            self._start_scorer(),
+            asyncio.gather(*training),
+            asyncio.gather(*engines),
         )
         manager = AsyncLLMServerManager(clients, settings.manager_options(config))
         await manager.start()

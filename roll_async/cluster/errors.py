@@ -26,7 +26,9 @@ async def call(role: str, awaitable: Awaitable[T]) -> T:
         cause = error.cause
         if isinstance(cause, (ValueError, ConnectionError)):
             raise type(cause)(f"{role}: {cause}") from error
-        raise RoleFailed(f"{role}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}") from error
+        raise RoleFailed(
+            f"{role}: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+        ) from error
 
 
 def _last_line(error: BaseException) -> str:

@@ -34,7 +34,9 @@ def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> Tr
         tokens[row, start:end] = _int_tensor(sample.response_token_ids)
         sampled = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
         mask[row, start:end] = sampled
-        logprobs[row, start:end] = torch.where(sampled, torch.frombuffer(sample.behaviour_logprobs, dtype=torch.float32), 0.0)
+        logprobs[row, start:end] = torch.where(
+            sampled, torch.frombuffer(sample.behaviour_logprobs, dtype=torch.float32), 0.0
+        )
         versions[row, start:end] = torch.where(sampled, _expand_runs(sample.version_runs), -1)
     return TrainBatch(
         step=step,

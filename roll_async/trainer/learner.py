@@ -224,7 +224,9 @@ class Learner:
             scores = scores + penalty
             metrics["reward/overlong_penalty"] = float(penalty.mean())
             metrics["reward/overlong_share"] = float((penalty < 0).float().mean())
-        scores = reward_math.shift_scale_rewards(scores_B=scores, shift=options.reward_shift, scale=options.reward_scale)
+        scores = reward_math.shift_scale_rewards(
+            scores_B=scores, shift=options.reward_shift, scale=options.reward_scale
+        )
         if options.norm_mean_type != "none" or options.norm_std_type != "none":
             scores = self._normalised(batch, scores)
         if options.reward_clip is not None:

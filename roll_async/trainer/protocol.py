@@ -30,7 +30,9 @@ class PolicyRows:
     mask: Tensor  # [B,T] bool, trained tokens, after staleness and sample masks
     advantages: Tensor  # [B,T] float32
     behaviour_logprobs: Tensor  # [B,T] float32
-    proximal_logprobs: Tensor | None  # [B,T] float32; None = the loss interpolates inside each micro-batch (algorithm.proximal_logprobs)
+    proximal_logprobs: (
+        Tensor | None
+    )  # [B,T] float32; None = the loss interpolates inside each micro-batch (algorithm.proximal_logprobs)
     correction_weights: Tensor | None  # [B,T] float32 of algorithms.correction.correct; None = 1
     scores: Tensor  # [B] float32, raw outcome scores (topr)
     version_lag: Tensor  # [B,T] int64, staleness of each token in steps, 0 where masked

@@ -1,5 +1,7 @@
 """Tiny models and batches of the Megatron tests, and what one rank reports about a layout."""
 
+import gc
+import os
 import time
 
 import torch
@@ -180,3 +182,14 @@ def exchange_uneven(rank, world_size, port):
     cpu_shim._reduce_scatter_uneven(output, [part * (rank + 1) for part in parts], group=group)
     torch.distributed.destroy_process_group()
     return [part.tolist() for part in parts], output.tolist()
+
+
+def threads_after_stops(rank, world_size, port, settings):
+    """Threads of this process after each of three workers has come and gone."""
+    counts = []
+    gc.disable()  # with a large heap it comes by so seldom
+    for number in range(3):
+        start_worker(rank, world_size, port + number, settings).stop()
+        counts.append(len(os.listdir("/proc/self/task")))
+    gc.enable()
+    return counts

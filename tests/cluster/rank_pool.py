@@ -13,6 +13,8 @@ SUMMARY = []
 """Lines to print at the end of the test run."""
 
 _PRELOAD = ["roll_async.trainer.megatron.worker"]
+_RUNS_PER_PROCESS = 10
+"""Torch lets go of a layout's default group only when the process ends; its threads wake a hundred times a second."""
 
 
 def _serve(pipe):
@@ -30,17 +32,21 @@ class RankPool:
     """`run(function, world_size, **arguments)` calls `function(rank=, world_size=, port=, **arguments)` in every rank.
 
     A failure raises with the ranks' tracebacks and replaces all processes: the others may be waiting for the dead one.
+    Processes are replaced now and then in any case.
     """
 
     def __init__(self, size):
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
-        self._size, self._members = size, []
+        self._size, self._members, self._runs = size, [], 0
 
     def run(self, function, world_size, timeout=300, **arguments):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        if self._runs % _RUNS_PER_PROCESS == 0:
+            self.close(gently=True)
+        self._runs += 1
         self._fill()
         members = self._members[:world_size]
         for rank, (_, pipe) in enumerate(members):

@@ -155,3 +155,9 @@ def test_the_reference_learns_so_that_a_next_loss_says_something(one_rank):
         first, second = (step["trainer/loss"] for step in found["steps"])
         assert second < first - 1e-3
         assert (found["after"] - found["before"]).abs().max() > 0.1
+
+
+def test_a_worker_that_stops_takes_its_groups_along(rank_pool, folders):
+    settings = cases.settings_of(folders["dense"], parallel={"tensor": 2})
+    for counts in rank_pool.run(cases.threads_after_stops, 2, settings=settings):
+        assert counts[2] - counts[0] <= 12, counts  # about twenty groups a layout, three threads each

@@ -89,7 +89,9 @@ def plain_logprobs(folder: str, rows: TokenRows) -> torch.Tensor:
     return torch.where(rows.mask, torch.nn.functional.pad(taken, (1, 0)), 0)
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("Qwen2", True), ("Qwen2", False), ("Qwen3", True), ("Llama", False), ("Mistral", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("Qwen2", True), ("Qwen2", False), ("Qwen3", True), ("Llama", False), ("Mistral", False)]
+)
 def test_logprobs_equal_transformers_before_training_and_after_export(start, tmp_path, kind, tied):
     folder = model_folder(tmp_path / "in", tied=tied, kind=kind)
     worker = start(folder)
@@ -102,7 +104,10 @@ def test_logprobs_equal_transformers_before_training_and_after_export(start, tmp
     assert (trained - plain_logprobs(folder, rows)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("split", [{"micro_batch_rows": 1}, {"micro_batch_rows": 12}, {"micro_batching": "dynamic", "max_tokens_per_microbatch": 96}])
+@pytest.mark.parametrize(
+    "split",
+    [{"micro_batch_rows": 1}, {"micro_batch_rows": 12}, {"micro_batching": "dynamic", "max_tokens_per_microbatch": 96}],
+)
 def test_the_split_into_micro_batches_does_not_change_a_step(start, tmp_path, split):
     folder = model_folder(tmp_path / "in", tied=True)
     rows, policy = batch()
@@ -148,18 +153,24 @@ def test_a_batch_without_any_advantage_takes_its_step(start, tmp_path):
 def test_three_steps_save_load_three_steps_equal_six_steps_bit_for_bit(start, tmp_path):
     folder = model_folder(tmp_path / "in", tied=True)
     _, policy = batch()
-    worker = start(folder, optimizer=OptimizerSettings(learning_rate=1e-3, schedule="cosine", warmup_steps=2, total_steps=6))
+    worker = start(
+        folder, optimizer=OptimizerSettings(learning_rate=1e-3, schedule="cosine", warmup_steps=2, total_steps=6)
+    )
     for step in range(1, 4):
         worker.update_policy(policy, step)
     worker.save(str(tmp_path / "step_3"), 3, b"state of the loop")
     straight = [worker.update_policy(policy, step) for step in range(4, 7)]
-    other = start(folder, optimizer=OptimizerSettings(learning_rate=1e-3, schedule="cosine", warmup_steps=2, total_steps=6))
+    other = start(
+        folder, optimizer=OptimizerSettings(learning_rate=1e-3, schedule="cosine", warmup_steps=2, total_steps=6)
+    )
     assert other.load(str(tmp_path / "step_3")) == b"state of the loop"
     assert [other.update_policy(policy, step) for step in range(4, 7)] == straight
 
 
 def test_bf16_keeps_fp32_main_parameters_and_learns(start, tmp_path):
-    worker = start(model_folder(tmp_path / "in", tied=True), dtype="bf16", optimizer=OptimizerSettings(learning_rate=3e-3))
+    worker = start(
+        model_folder(tmp_path / "in", tied=True), dtype="bf16", optimizer=OptimizerSettings(learning_rate=3e-3)
+    )
     rows, _ = batch()
     losses = [worker.supervised_update(rows.tokens, rows.lengths, rows.mask) for _ in range(12)]
     assert losses[-1] < losses[0] - 0.5

@@ -18,7 +18,19 @@ from collections.abc import Callable, Iterator
 import torch
 
 CPU = torch.device("cpu")
-FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "empty_like", "zeros_like", "ones_like", "rand", "randn")
+FACTORIES = (
+    "zeros",
+    "ones",
+    "empty",
+    "tensor",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "rand",
+    "randn",
+)
 # Modules that other modules import late: one imported after `install` would keep the real torch.
 _MODULES = (
     "dist_checkpointing.strategies.filesystem_async",

@@ -1,6 +1,6 @@
 """The policy loss of one micro-batch: everything between log-probs and the number that is differentiated.
 
-    policy * correction weights + kl_coef * KL(reference) - entropy_coef * entropy, same aggregation, same denominators
+policy * correction weights + kl_coef * KL(reference) - entropy_coef * entropy, same aggregation, same denominators
 """
 
 from __future__ import annotations

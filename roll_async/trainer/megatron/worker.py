@@ -72,7 +72,9 @@ class MegatronWorker:
         self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings.model_folder)
 
     def stop(self) -> None:
-        """Leave the process groups; the process may start another worker."""
+        """Leave the process groups and let go of the model; the process may start another worker."""
+        for name in ("_model", "_network", "_optimizer", "_runner", "_checkpoint"):
+            self.__dict__.pop(name, None)
         ranks.leave()
 
     # Scoring
