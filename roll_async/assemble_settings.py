@@ -258,6 +258,7 @@ def manager_options(config: RLVRConfig) -> ManagerOptions:
         generation_timeout_s=config.async_training.generation_timeout,
         request_retries=config.fault.request_retries,
         interrupt_timeout_s=config.async_training.interrupt.timeout,
+        batch_creation_interval_s=config.async_training.batch_creation_interval,
     )
 
 

@@ -50,7 +50,7 @@ class AsyncTrainingConfig:
     generation_timeout: float = bounded(3600.0, "> 0")
     """Seconds of one request without finishing; then it is dispatched elsewhere with its tokens."""
     batch_creation_interval: float = bounded(0.1, ">= 0")
-    """Seconds: greatest age of the load information used for dispatch; a freed slot is refilled at once."""
+    """Seconds between two rounds that dispatch new requests by load; 0: no rounds; a freed slot is refilled at once."""
     max_concurrent_per_server: int = bounded(128, ">= 1")
     """Requests running on one engine replica."""
     max_sync_retries: int = bounded(3, ">= 0")

@@ -93,6 +93,7 @@ class ChatCompletionScheduler:
         self._manager, self._options = manager, options
         self.conversations = Conversations(manager, scorer, options.scoring, tools=tools)
         self._running: dict[int, list[str]] = {}  # samples by group id
+        manager.scheduled_by(self)
 
     async def run_group(
         self, prompt: Prompt, *, group_id: int, attempt: int = 0, admitted_version: WeightVersion = 0

@@ -68,9 +68,16 @@ class EngineSupervisor:
             self._manager.give_up(name, reason)
 
     async def put_back(self, client: EngineClient) -> None:
-        """A replica holds the weights: let it work."""
-        await client.resume()
-        await self._manager.add(client)
+        """A replica holds the weights: let it work. One that does not begin to is lost once more."""
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await client.resume()
+        except TimeoutError:
+            await self.take_out(client.name, f"did not resume within {self._start_timeout_s:g} s")
+        except (RuntimeError, OSError) as error:
+            await self.take_out(client.name, f"did not resume: {error}")
+        else:
+            await self._manager.add(client)
 
     async def close(self) -> None:
         """Stop restarting."""

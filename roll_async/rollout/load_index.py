@@ -1,4 +1,4 @@
-"""Replicas by how busy they are, so that the least busy one is found without looking at all of them."""
+"""Which replica gets the next request: the one with most free capacity, found without looking at all of them."""
 
 from __future__ import annotations
 
@@ -51,3 +51,41 @@ class LoadIndex(Generic[K]):
             return next(iter(self._buckets[self._lowest]))
         others = (key for bucket in self._buckets[self._lowest :] for key in bucket if key != but)
         return next(others, but if but in self._load else None)
+
+
+class ReplicaChoice:
+    """Replicas with a common limit of requests at once; the least busy one is chosen, and one key keeps to one replica
+    while that lives and has room.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._loads: LoadIndex[str] = LoadIndex()
+        self._homes: dict[str, str] = {}
+
+    def set(self, name: str, load: int) -> None:
+        """A replica runs this many requests."""
+        self._loads.set(name, load)
+
+    def remove(self, name: str) -> None:
+        """A replica is gone."""
+        self._loads.remove(name)
+
+    def choose(self, affinity: str | None, but: str | None) -> str | None:
+        """Where the next request of this key goes; None while every replica is full. `but` only when it is the only
+        one.
+        """
+        if affinity is not None:
+            home = self._homes.get(affinity, "")
+            if home != but and home in self._loads and self._loads.load(home) < self._limit:
+                return home
+        name = self._loads.least(but=but)
+        if name is None or self._loads.load(name) >= self._limit:
+            return None
+        if affinity is not None:
+            self._homes[affinity] = name
+        return name
+
+    def forget(self, affinity: str) -> None:
+        """No further request will come with this key."""
+        self._homes.pop(affinity, None)

@@ -39,15 +39,18 @@ class ReplicaLink:
         """No submit is under way."""
         self._quiet.set()
         self._reader: asyncio.Task[None] | None = None
+        self._sender: asyncio.Task[None] | None = None
 
     def open(self) -> None:
         """Begin to read reports."""
         self._reader = self._spawn(self._read(), f"reader of {self.name}")
 
     def cut(self) -> list[PendingRequest]:
-        """Stop reading; what was in flight."""
-        if self._reader is not None and self._reader is not asyncio.current_task():
-            self._reader.cancel()
+        """Neither read nor send any more; what was in flight."""
+        for task in (self._reader, self._sender):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        self._outbox.clear()
         orphans, self.in_flight = list(self.in_flight.values()), {}
         self.drained.set()
         return orphans
@@ -60,7 +63,7 @@ class ReplicaLink:
         self._outbox.append(message)
         if self._quiet.is_set():
             self._quiet.clear()
-            self._spawn(self._flush(), f"submit to {self.name}")
+            self._sender = self._spawn(self._flush(), f"submit to {self.name}")
 
     def recall(self) -> list[PendingRequest]:
         """What has not left yet; it is not sent, and still counts as in flight until it is detached."""
@@ -77,13 +80,12 @@ class ReplicaLink:
             if late := [p.wire_id for p in self.in_flight.values()]:
                 await self.call(self.client.abort(late))
 
-    def detach(self, pending: PendingRequest) -> bool:
-        """The present attempt ends here. False when it was not in flight."""
-        if self.in_flight.pop(pending.wire_id, None) is None:
-            return False
+    def take(self, wire_id: str) -> PendingRequest | None:
+        """This attempt ends here; later replies of it are late. None when it was not in flight."""
+        pending = self.in_flight.pop(wire_id, None)
         if not self.in_flight:
             self.drained.set()
-        return True
+        return pending
 
     async def call(self, work: Coroutine[object, object, None]) -> None:
         """A control call."""

@@ -30,17 +30,14 @@ class PendingRequest:
     foreground: bool
     pieces: list[Completion] = field(default_factory=list)
     attempt: int = 0
+    wire_id: str = ""
+    """Id of the present attempt; none before the first."""
     failures: int = 0
     failed_on: str | None = None
     """Replica of the last failure: a silent one is always the least busy, and would get every retry."""
     server: str | None = None
     dispatched_s: float = 0.0
     abort_wanted: bool = False
-
-    @property
-    def wire_id(self) -> str:
-        """Id of the present attempt."""
-        return f"{self.request.request_id}#{self.attempt}"
 
     @property
     def num_generated(self) -> int:
@@ -52,6 +49,7 @@ class PendingRequest:
     def next_attempt(self) -> GenerateRequest:
         """The request to send now: the prompt and the tokens so far, with what is left of the budget."""
         self.attempt += 1
+        self.wire_id = f"{self.request.request_id}#{self.attempt}"
         prompt, sampling = self.request.prompt_token_ids, self.request.sampling
         if not self.pieces:
             return GenerateRequest(request_id=self.wire_id, prompt_token_ids=prompt, sampling=sampling)

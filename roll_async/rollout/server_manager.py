@@ -1,27 +1,33 @@
 """One request to one replica: load-aware dispatch, interruption, re-dispatch of what a dead or silent replica held.
 
-    generate --> queue --pump--> outbox of the least busy replica --submit--> replica
+    generate --> waiting --pump--> outbox of the least busy replica --submit--> replica
                    ^                                                             |
                    +---- requeued with its tokens <---- reader <----collect------+
 
-Dispatch is event-driven: every freed slot is refilled at once. Calls to a replica carry batches. No lock is held
-across a wait.
+Dispatch is event-driven: every freed slot is refilled at once; new requests may wait `batch_creation_interval` for
+company. Calls to a replica carry batches. No lock is held across a wait. A replica that does not answer a control call
+in time is taken out like one that died.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from roll_async.inference.protocol import EngineReport, PauseMode
-from roll_async.rollout.load_index import LoadIndex
+from roll_async.rollout.load_index import ReplicaChoice
 from roll_async.rollout.protocol import EngineClient
 from roll_async.rollout.replica_link import ReplicaLink
 from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
-from roll_async.schema import Completion, FinishReason, GenerateRequest
+from roll_async.rollout.server_counts import ServerCounts, ServerStats
+from roll_async.rollout.waiting import WaitingRequests
+from roll_async.schema import Completion, FinishReason, GenerateRequest, Prompt
+
+if TYPE_CHECKING:
+    from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, RolloutResult
 
 logger = logging.getLogger(__name__)
 
@@ -36,28 +42,9 @@ class ManagerOptions:
     generation_timeout_s: float = 3600.0
     request_retries: int = 3
     interrupt_timeout_s: float = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerStats:
-    """Counters of the manager since the start."""
-
-    in_flight: int
-    queued: int
-    dispatched: int
-    completed: int
-    generated_tokens: int
-    aborted: int
-    resumed: int
-    """Attempts that continued from kept tokens."""
-    retried: int
-    lost_servers: int
-    returned_servers: int
-    """Replicas that joined after the start."""
-    late_results: int
-    """Replies of attempts that no longer counted, refused."""
-    busy_s: float
-    """Seconds during which at least one request ran."""
+    """A replica that takes longer to acknowledge an abort or a resume does not do it."""
+    batch_creation_interval_s: float = 0.0
+    """New requests are dispatched in rounds, at least so far apart: a burst leaves in one call per replica."""
 
 
 class AsyncLLMServerManager:
@@ -70,29 +57,16 @@ class AsyncLLMServerManager:
         self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
         self._returns: Callable[[str, str], bool] | None = None
         self._expected: set[str] = set()
-        self._index: LoadIndex[str] = LoadIndex()
-        self._queues = {True: deque[PendingRequest](), False: deque[PendingRequest]()}  # by foreground
-        self._affinity: dict[str, str] = {}
-        self._num_in_flight = 0
+        self._choice = ReplicaChoice(options.max_concurrent_per_server)
+        self._waiting = WaitingRequests()
+        self._counts = ServerCounts()
         self._dispatching, self._foreground_only = True, False
         self._interrupt_mode: str | None = None
+        self._round: asyncio.Handle | None = None
+        self._last_round_s = float("-inf")
+        self._scheduler: ChatCompletionScheduler | None = None
         self._failure: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._counts = dict.fromkeys(
-            (
-                "dispatched",
-                "completed",
-                "generated_tokens",
-                "aborted",
-                "resumed",
-                "retried",
-                "lost_servers",
-                "returned_servers",
-                "late_results",
-            ),
-            0,
-        )
-        self._busy_s, self._busy_since = 0.0, None
 
     async def start(self) -> None:
         """Begin to read replies."""
@@ -102,18 +76,19 @@ class AsyncLLMServerManager:
         self._spawn(self._sweep(), "request deadlines")
 
     def _begin(self, name: str) -> None:
-        self._index.set(name, 0)
+        self._choice.set(name, 0)
         self._links[name].open()
 
     async def close(self) -> None:
         """Stop reading; requests that still wait are cancelled."""
+        if self._round is not None:
+            self._round.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for pending in [*self._queues[True], *self._queues[False], *self._all_in_flight()]:
+        for pending in [*self._waiting, *self._all_in_flight()]:
             pending.result.cancel()
-        for queue in self._queues.values():
-            queue.clear()
+        self._waiting.clear()
 
     async def wait_failed(self) -> None:
         """Returns never; raises what ended the last replica."""
@@ -132,14 +107,7 @@ class AsyncLLMServerManager:
 
     def stats(self) -> ServerStats:
         """Counters since the start."""
-        now = asyncio.get_running_loop().time()
-        running = 0.0 if self._busy_since is None else now - self._busy_since
-        return ServerStats(
-            in_flight=self._num_in_flight,
-            queued=len(self._queues[True]) + len(self._queues[False]),
-            busy_s=self._busy_s + running,
-            **self._counts,
-        )
+        return self._counts.stats(queued=len(self._waiting), now_s=asyncio.get_running_loop().time())
 
     # Requests
 
@@ -153,21 +121,32 @@ class AsyncLLMServerManager:
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
         """
         pending = PendingRequest(request, asyncio.get_running_loop().create_future(), affinity, foreground)
-        self._queues[foreground].append(pending)
-        self._pump()
+        self._waiting.add(pending)
+        self._plan_round()
         try:
             return await pending.result
         except asyncio.CancelledError:
             self._forget(pending)
             raise
 
+    def scheduled_by(self, scheduler: ChatCompletionScheduler) -> None:
+        """Who runs the rounds of `generate_sequences`."""
+        self._scheduler = scheduler
+
+    async def generate_sequences(
+        self, prompts: Sequence[Prompt], num_groups: int, *, validation: bool = False, first_id: int = 0
+    ) -> RolloutResult:
+        """Main entry of one rollout round: see `ChatCompletionScheduler.generate_sequences`, which does the work."""
+        if self._scheduler is None:
+            raise RuntimeError("generate_sequences: no ChatCompletionScheduler was made with this manager")
+        return await self._scheduler.generate_sequences(prompts, num_groups, validation=validation, first_id=first_id)
+
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns."""
         wanted = set(request_ids)
-        for queue in self._queues.values():
-            for pending in [p for p in queue if p.request.request_id in wanted]:
-                queue.remove(pending)
-                self._finish(pending, empty_completion(pending.wire_id, FinishReason.ABORT))
+        for pending in [p for p in self._waiting if p.request.request_id in wanted]:
+            self._waiting.discard(pending)
+            self._finish(pending, empty_completion(pending.wire_id, FinishReason.ABORT))
         running = [p for p in self._all_in_flight() if p.request.request_id in wanted]
         for pending in running:
             pending.abort_wanted = True
@@ -181,12 +160,11 @@ class AsyncLLMServerManager:
 
     async def abort_all(self) -> None:
         """End every request, queued or running."""
-        queued = [p.request.request_id for queue in self._queues.values() for p in queue]
-        await self.abort(queued + [p.request.request_id for p in self._all_in_flight()])
+        await self.abort([p.request.request_id for p in [*self._waiting, *self._all_in_flight()]])
 
     def forget_affinity(self, key: str) -> None:
         """No further request will come with this affinity key."""
-        self._affinity.pop(key, None)
+        self._choice.forget(key)
 
     # Weight pushes and validation
 
@@ -196,7 +174,8 @@ class AsyncLLMServerManager:
         wait: nothing new starts, running requests finish; what is not finished by half of the time is treated as
         resume.
         resume: running requests stop and keep their tokens. abort: they are discarded. keep: they stay in the engine.
-        Raises TimeoutError naming the replicas that did not stop.
+        A replica that does not acknowledge in time is taken out; its requests go on elsewhere from their last token.
+        Raises ConnectionError when it was the last one and does not come back.
         """
         self._dispatching = False
         loop = asyncio.get_running_loop()
@@ -205,34 +184,53 @@ class AsyncLLMServerManager:
             await self._wait_drained(timeout_s / 2)
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
         pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
-        servers = list(self._links.values())
         if mode != "keep":
-            for pending in reversed([p for s in servers for p in s.recall()]):
-                self._detach(pending)
-                self._requeue(pending)
-        calls = [asyncio.ensure_future(s.stop(pause)) for s in servers]
-        if calls:
-            _, late = await asyncio.wait(calls, timeout=max(0.0, deadline - loop.time()))
-            if late:
-                names = [s.name for s, c in zip(servers, calls, strict=True) if c in late]
-                for task in late:
-                    task.cancel()
-                raise TimeoutError(f"interrupt: {', '.join(names)} did not pause within {timeout_s:g} s")
+            self._recall()
+        await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
         if mode != "keep":
             await self._wait_drained(max(0.0, deadline - loop.time()))
-            for pending in list(
-                self._all_in_flight()
-            ):  # stopped, and its tokens never came: continue from what we have
+            for pending in self._all_in_flight():  # stopped, and its tokens never came: continue from what we have
                 self._detach(pending)
                 self._requeue(pending)
 
+    def _recall(self) -> None:
+        """What has not left for its replica yet waits again, in its order."""
+        for pending in reversed([p for link in self._links.values() for p in link.recall()]):
+            self._detach(pending)
+            self._requeue(pending)
+
     async def resume(self) -> None:
-        """Let the replicas run again and dispatch what waits."""
-        servers = list(self._links.values())
-        await asyncio.gather(*(s.call(s.client.resume()) for s in servers))
+        """Let the replicas run again and dispatch what waits. One that does not acknowledge in time is taken out."""
+        timeout_s = self._options.interrupt_timeout_s
+        await self._command("resume", lambda link: link.call(link.client.resume()), timeout_s, of_s=timeout_s)
         self._interrupt_mode = None
         self._dispatching = True
         self._pump()
+
+    async def _command(
+        self, what: str, call: Callable[[ReplicaLink], Coroutine[object, object, None]], left_s: float, *, of_s: float
+    ) -> None:
+        """A control call to every replica at once. Who fails it, or is not done in what is left of the time, is out.
+        Raises ConnectionError when nobody is left.
+        """
+        calls = {asyncio.ensure_future(call(link)): link for link in self._links.values()}
+        if not calls:
+            return
+        try:
+            done, late = await asyncio.wait(calls, timeout=max(0.0, left_s))
+        finally:
+            for task in calls:
+                task.cancel()
+        for task in late:
+            self.lost(calls[task], f"did not {what} within {of_s:g} s")
+        for task in done:
+            error = task.exception()
+            if isinstance(error, (RuntimeError, OSError, ValueError)):
+                self.lost(calls[task], f"did not {what}: {type(error).__name__}: {error}")
+            elif error is not None:
+                raise error
+        if not self._links and not self._expected:
+            await self.wait_failed()
 
     async def set_aside(self, aside: bool) -> None:
         """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False: they
@@ -248,7 +246,7 @@ class AsyncLLMServerManager:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
         self._expected.discard(client.name)
-        self._counts["returned_servers"] += 1
+        self._counts.returned_servers += 1
         self._links[client.name] = ReplicaLink(client, self, self._spawn)
         self._begin(client.name)
         self._pump()
@@ -276,46 +274,40 @@ class AsyncLLMServerManager:
 
     # Inside
 
+    def _plan_round(self) -> None:
+        """A new request: dispatch it with the next round, which is at once unless one was held just before."""
+        if self._round is not None:
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._last_round_s + self._options.batch_creation_interval_s - loop.time()
+        self._round = loop.call_later(wait_s, self._hold_round) if wait_s > 0 else loop.call_soon(self._hold_round)
+
+    def _hold_round(self) -> None:
+        self._round, self._last_round_s = None, asyncio.get_running_loop().time()
+        self._pump()
+
     def _pump(self) -> None:
-        """Give waiting requests to replicas with free slots."""
+        """Give waiting requests to replicas with free slots, the most free one first."""
         if not self._dispatching:
             return
-        for foreground in (True, False):
-            queue = self._queues[foreground]
-            if not foreground and self._foreground_only:
+        while (pending := self._waiting.first(foreground_only=self._foreground_only)) is not None:
+            name = self._choice.choose(pending.affinity, pending.failed_on)
+            if name is None:
                 return
-            while queue:
-                server = self._server_for(queue[0])
-                if server is None:
-                    return
-                self._dispatch(queue.popleft(), server)
-
-    def _server_for(self, pending: PendingRequest) -> ReplicaLink | None:
-        limit = self._options.max_concurrent_per_server
-        if pending.affinity is not None:
-            name = self._affinity.get(pending.affinity, "")
-            if name != pending.failed_on and name in self._index and self._index.load(name) < limit:
-                return self._links[name]
-        name = self._index.least(but=pending.failed_on)
-        if name is None or self._index.load(name) >= limit:
-            return None
-        if pending.affinity is not None:
-            self._affinity[pending.affinity] = name
-        return self._links[name]
+            self._waiting.discard(pending)
+            self._dispatch(pending, self._links[name])
 
     def _dispatch(self, pending: PendingRequest, link: ReplicaLink) -> None:
         if pending.num_generated >= pending.request.sampling.max_new_tokens:
             self._finish(pending, empty_completion(pending.wire_id, FinishReason.LENGTH))
             return
-        loop = asyncio.get_running_loop()
-        pending.server, pending.dispatched_s = link.name, loop.time()
+        now = asyncio.get_running_loop().time()
+        pending.server, pending.dispatched_s = link.name, now
         link.send(pending)
-        self._counts["dispatched"] += 1
-        self._counts["resumed"] += bool(pending.pieces)
-        if self._busy_since is None:
-            self._busy_since = loop.time()
-        self._num_in_flight += 1
-        self._index.set(link.name, len(link.in_flight))
+        self._counts.dispatched += 1
+        self._counts.resumed += bool(pending.pieces)
+        self._counts.began(now)
+        self._choice.set(link.name, len(link.in_flight))
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None:
         """What came back from a replica."""
@@ -323,19 +315,18 @@ class AsyncLLMServerManager:
             self._reply(link, completion)
         for wire_id, reason in report.failures:
             self._failed(link, wire_id, reason)
+        self._choice.set(link.name, len(link.in_flight))
         self._pump()
 
     def _reply(self, link: ReplicaLink, completion: Completion) -> None:
-        pending = link.in_flight.get(completion.request_id)
+        pending = self._take(link, completion.request_id)
         if pending is None:
-            self._counts["late_results"] += 1
             return
-        self._detach(pending)
-        self._counts["generated_tokens"] += len(completion.token_ids)
+        self._counts.generated_tokens += len(completion.token_ids)
         if completion.finish_reason is not FinishReason.ABORT or pending.abort_wanted:
             self._finish(pending, completion)
         elif self._interrupt_mode == "abort":
-            self._counts["aborted"] += 1
+            self._counts.aborted += 1
             if not pending.result.done():
                 pending.result.set_exception(Interrupted(pending.request.request_id))
         else:
@@ -343,12 +334,19 @@ class AsyncLLMServerManager:
             self._requeue(pending)
 
     def _failed(self, link: ReplicaLink, wire_id: str, reason: str) -> None:
-        pending = link.in_flight.get(wire_id)
+        pending = self._take(link, wire_id)
+        if pending is not None:
+            self._retry(pending, link.name, reason)
+
+    def _take(self, link: ReplicaLink, wire_id: str) -> PendingRequest | None:
+        """The request of this attempt, which ends here. None, and counted: it had ended before."""
+        pending = link.take(wire_id)
         if pending is None:
-            self._counts["late_results"] += 1
-            return
-        self._detach(pending)
-        self._retry(pending, link.name, reason)
+            self._counts.late_results += 1
+            return None
+        pending.server = None
+        self._counts.ended(asyncio.get_running_loop().time())
+        return pending
 
     def _retry(self, pending: PendingRequest, name: str, reason: str) -> None:
         pending.failures, pending.failed_on = pending.failures + 1, name
@@ -357,41 +355,32 @@ class AsyncLLMServerManager:
                 whole = f"request {pending.request.request_id} failed {pending.failures} times"
                 pending.result.set_exception(GenerationFailed(f"{whole}; last: {name}: {reason}"))
             return
-        self._counts["retried"] += 1
+        self._counts.retried += 1
         self._requeue(pending)
 
     def _requeue(self, pending: PendingRequest) -> None:
-        """Back to the head of its queue: it is older than everything behind it."""
-        if pending.result.done():
-            return
-        self._queues[pending.foreground].appendleft(pending)
+        """Back to where it waited: it is older than everything behind it."""
+        if not pending.result.done():
+            self._waiting.put_back(pending)
 
     def _detach(self, pending: PendingRequest) -> None:
         """The present attempt ends here; later replies of it are late."""
-        link = self._links.get(pending.server or "")
-        pending.server = None
-        if link is None or not link.detach(pending):
-            return
-        self._index.set(link.name, len(link.in_flight))
-        self._num_in_flight -= 1
-        if not self._num_in_flight:
-            self._go_idle()
-
-    def _go_idle(self) -> None:
-        if self._busy_since is not None:
-            self._busy_s += asyncio.get_running_loop().time() - self._busy_since
-            self._busy_since = None
+        link, pending.server = self._links.get(pending.server or ""), None
+        if link is not None and link.take(pending.wire_id) is not None:
+            self._counts.ended(asyncio.get_running_loop().time())
+            self._choice.set(link.name, len(link.in_flight))
 
     def _finish(self, pending: PendingRequest, last: Completion) -> None:
-        aborted = last.finish_reason is FinishReason.ABORT
-        self._counts["aborted" if aborted else "completed"] += 1
+        if last.finish_reason is FinishReason.ABORT:
+            self._counts.aborted += 1
+        else:
+            self._counts.completed += 1
         if not pending.result.done():
             pending.result.set_result(pending.merged(last))
 
     def _forget(self, pending: PendingRequest) -> None:
         """Its caller is gone: stop the work, expect no reply."""
-        if pending in self._queues[pending.foreground]:
-            self._queues[pending.foreground].remove(pending)
+        if self._waiting.discard(pending):
             return
         link, wire_id = self._links.get(pending.server or ""), pending.wire_id
         self._detach(pending)
@@ -406,15 +395,13 @@ class AsyncLLMServerManager:
             return
         del self._links[name]
         orphans = link.cut()
-        self._num_in_flight -= len(orphans)
         logger.warning("engine %s is out: %s; its %d requests go elsewhere", name, reason, len(orphans))
-        self._counts["lost_servers"] += 1
-        self._index.remove(name)
+        self._counts.lost_servers += 1
+        self._counts.ended(asyncio.get_running_loop().time(), len(orphans))
+        self._choice.remove(name)
         for pending in reversed(orphans):
             pending.server = None
             self._retry(pending, name, reason)
-        if not self._num_in_flight:
-            self._go_idle()
         if self._returns is not None and self._returns(name, reason):
             self._expected.add(name)
         self._end_without_engines(name, reason)
@@ -425,11 +412,13 @@ class AsyncLLMServerManager:
         if self._links or self._expected:
             return
         error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
-        for queue in self._queues.values():
-            for pending in queue:
-                if not pending.result.done():
-                    pending.result.set_exception(error)
-            queue.clear()
+        for pending in self._waiting:
+            if not pending.result.done():
+                pending.result.set_exception(error)
+        self._waiting.clear()
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
 
@@ -475,10 +464,10 @@ class AsyncLLMServerManager:
         for wait in waits:
             wait.cancel()
 
-    def _all_in_flight(self) -> Iterable[PendingRequest]:
-        return (p for s in list(self._links.values()) for p in list(s.in_flight.values()))
+    def _all_in_flight(self) -> list[PendingRequest]:
+        return [p for link in self._links.values() for p in link.in_flight.values()]
 
-    def _spawn(self, work, name: str) -> asyncio.Task[None]:  # noqa: ANN001 (a coroutine)
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -486,10 +475,6 @@ class AsyncLLMServerManager:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if (
-            not task.cancelled()
-            and task.exception() is not None
-            and self._failure is not None
-            and not self._failure.done()
-        ):
-            self._failure.set_exception(task.exception())  # type: ignore[arg-type]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)

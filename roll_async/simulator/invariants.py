@@ -96,7 +96,9 @@ class Watch:
             self.slots[slot.group_id], self.where[slot.group_id] = slot, Where.IN_FLIGHT
         live = sum(place is not Where.FINAL for place in self.where.values())
         used = live + queue.groups_per_batch * self.steps_done
-        held = min((r.engine.version for r in replicas if r.alive and r.engine.version is not None), default=0)
+        # While none serves, what comes back is given the present weights before it serves.
+        versions = [r.engine.version for r in replicas if r.alive and r.engine.version is not None]
+        held = min(versions, default=self.steps_done)
         every, size = queue.trigger_parameter_sync_step, queue.groups_per_batch
         limit = ceil((1 + exact_ratio(queue.async_generation_ratio)) * every * size + held * size)
         limit += queue.oversample_groups

@@ -83,6 +83,10 @@ class EngineFaults:
     silent_from_s: float | None = None
     """From then on it takes requests and runs them, and its replies are lost."""
     silent_for_s: float = float("inf")
+    deaf_from_s: float | None = None
+    """From then on it generates and answers, and never acknowledges a pause, a resume or an abort, nor obeys it."""
+    frozen_from_s: float | None = None
+    """From then on no call to it returns and no reply comes, as if it were stopped; it is not dead, nothing breaks."""
     crash_at_s: float | None = None
     """Its process dies then. Whoever restarts it gets a healthy one."""
     duplicate_share: float = 0.0
@@ -97,7 +101,8 @@ class EngineFaults:
     @property
     def lets_replies_through_in_order(self) -> bool:
         """No reply is late, doubled or lost."""
-        return not (self.duplicate_share or self.delay_s) and self.silent_from_s is None
+        loses = self.silent_from_s is not None or self.frozen_from_s is not None
+        return not (self.duplicate_share or self.delay_s or loses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

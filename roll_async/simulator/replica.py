@@ -1,5 +1,5 @@
 """One replica as the rollout and the synchronizer see it: the real `EngineHost` over a fake engine, and a line between
-them that may delay, double, lose or reorder replies, or break.
+them that may delay, double, lose or reorder replies, stop to answer, or break.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from roll_async.simulator.models import EngineFaults, uniform
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
 _DOUBLE_WITHIN_S = 5.0
+_NEVER_S = 1e9
 
 
 class SimReplica:
@@ -33,7 +34,7 @@ class SimReplica:
         self.lost_replies = self.doubled_replies = 0
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._check()
+        await self._reach()
         await self._host.submit(requests)
 
     async def collect(self) -> EngineReport:
@@ -65,7 +66,8 @@ class SimReplica:
     def _send(self, completion: Completion) -> None:
         loop, faults = asyncio.get_running_loop(), self._faults
         start = faults.silent_from_s
-        if start is not None and start <= loop.time() < start + faults.silent_for_s:
+        frozen = _begun(faults.frozen_from_s)
+        if frozen or (start is not None and start <= loop.time() < start + faults.silent_for_s):
             self.lost_replies += 1
             return
         name = (self._seed, self.name, completion.request_id)
@@ -98,36 +100,43 @@ class SimReplica:
         if self._broken is not None:
             raise ConnectionError(f"{self.name}: {self._broken}")
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    async def _reach(self, *, control: bool = False) -> None:
+        """Returns when the call is through, which may be never. `control`: of the kind that a deaf replica ignores."""
         self._check()
+        if _begun(self._faults.frozen_from_s) or (control and _begun(self._faults.deaf_from_s)):
+            await asyncio.sleep(_NEVER_S)
+            self._check()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._reach(control=True)
         await self._host.abort(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
-        self._check()
+        await self._reach(control=True)
         await self._host.pause(mode)
 
     async def resume(self) -> None:
-        self._check()
+        await self._reach(control=True)
         await self._host.resume()
 
     async def load(self) -> EngineLoad:
-        self._check()
+        await self._reach()
         return await self._host.load()
 
     async def begin_update(self, plan: UpdatePlan) -> None:
-        self._check()
+        await self._reach()
         await self.engine.begin_update(plan)
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        self._check()
+        await self._reach()
         await self.engine.load_bucket(bucket)
 
     async def finish_update(self) -> str:
-        self._check()
+        await self._reach()
         return await self.engine.finish_update()
 
     async def commit(self, version: WeightVersion) -> None:
-        self._check()
+        await self._reach()
         if self._swap_s:
             await asyncio.sleep(self._swap_s)
         await self.engine.commit(version)
@@ -136,3 +145,7 @@ class SimReplica:
         """End its line."""
         if self._reader is not None:
             self._reader.cancel()
+
+
+def _begun(from_s: float | None) -> bool:
+    return from_s is not None and asyncio.get_running_loop().time() >= from_s

@@ -61,7 +61,7 @@ class Scenario:
         step_s = (train.step_s + train.token_s * tokens) * (1 + train.jitter)
         attempts = sync.max_retries + 1
         push_s = attempts * (2 * sync.timeout_s + sync.retry_delay_s + train.transfer_s) + train.swap_s
-        abort_s = 2 * (sync.interrupt_timeout_s + self.manager.interrupt_timeout_s)
+        abort_s = 2 * sync.interrupt_timeout_s + 4 * self.manager.interrupt_timeout_s
         scoring_s = scheduler.scoring.outage_patience_s + 2 * scheduler.scoring.reward_timeout_s + 30.0
         return step_s + push_s + abort_s + scoring_s + 2 * train.save_s + 1.0
 
@@ -91,6 +91,7 @@ def random_scenario(seed: int) -> Scenario:
             generation_timeout_s=rng.choice((40.0, 200.0)),
             request_retries=6,
             interrupt_timeout_s=rng.choice((2.0, 30.0)),
+            batch_creation_interval_s=rng.choice((0.0, 0.1, 10.0)),
         ),
         sync=SyncOptions(
             transport=rng.choice(("shm", "nccl")),
@@ -157,13 +158,20 @@ def _queue(rng: Random) -> QueueOptions:
     )
 
 
+_ENGINE_KINDS = (
+    "healthy", "slow", "silent", "deaf", "frozen", "crash", "double", "reorder", "refuse", "loses buckets", "all",
+)  # fmt: skip
+
+
 def _faulty_engine(rng: Random) -> EngineFaults:
-    kind = rng.choice(("healthy", "slow", "silent", "crash", "double", "reorder", "refuse", "loses buckets", "all"))
+    kind = rng.choice(_ENGINE_KINDS)
     at = rng.uniform(0.0, 20.0)
     faults: dict[str, dict[str, float]] = {
         "healthy": {},
         "slow": {"slow_factor": rng.choice((3.0, 20.0))},
         "silent": {"silent_from_s": at, "silent_for_s": rng.choice((5.0, 1e9))},
+        "deaf": {"deaf_from_s": at},
+        "frozen": {"frozen_from_s": at},
         "crash": {"crash_at_s": at},
         "double": {"duplicate_share": 0.5},
         "reorder": {"delay_s": 3.0},

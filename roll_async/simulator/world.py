@@ -25,7 +25,8 @@ from roll_async.pipelines.train_loop import PipelineParts
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager, ServerStats
+from roll_async.rollout.server_counts import ServerStats
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Group
 from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
 from roll_async.simulator.engine import SimEngine
@@ -235,7 +236,10 @@ class World:
         return replica
 
     async def _restart(self, name: str, number: int) -> SimReplica:
-        """What `EngineSupervisor` calls for a new process of a lost replica."""
+        """What `EngineSupervisor` calls for a new process of a lost replica; what is left of the old one goes first."""
+        for old in self._all_replicas:
+            if old.name == name:
+                old.crash("killed")
         return self._replica(name, EngineFaults())
 
     def _spoil(self, pipeline: RLVRPipeline) -> None:

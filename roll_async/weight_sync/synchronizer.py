@@ -233,7 +233,7 @@ class ParameterSynchronizer:
     async def push(self, version: WeightVersion) -> SyncReport:
         """Bring every replica to `version`.
 
-        Raises SyncFailed when none got there, TimeoutError when engines do not pause.
+        Raises SyncFailed when none got there, ConnectionError when none is left.
         """
         assert self._push is None, f"push of version {version} during the push of another"
         loop = asyncio.get_running_loop()
@@ -279,7 +279,7 @@ class ParameterSynchronizer:
         logger.warning("Parameter sync: no engine is there for version %d; those that come back get it", push.version)
 
     async def _give_up_on_waiting(self, push: _Push) -> None:
-        for replica in push.waiting:
+        for replica in self._present(push.waiting, push):  # who is lost is being replaced already
             await self._give_up_on(replica, push.failures[replica.name])
 
     async def _attempt(self, push: _Push) -> None:
@@ -290,11 +290,9 @@ class ParameterSynchronizer:
             failed = (push.version, push.attempt, push.failures)
             logger.warning("Parameter sync: version %d attempt %d failed: %s; trying again", *failed)
             await asyncio.sleep(options.retry_delay_s)
-            # By identity: one that died meanwhile may already be back under its name, without these weights.
-            alive = [*self._replicas(), *self._returning.values()]
-            push.waiting = [r for r in push.waiting if any(r is other for other in alive)]
-            if not push.waiting:
-                return
+        push.waiting = self._present(push.waiting, push)
+        if not push.waiting:
+            return
         push.attempt += 1
         push.num_buckets = push.num_bytes = 0
         started = loop.time()
@@ -304,6 +302,16 @@ class ParameterSynchronizer:
             failures = {r.name: f"the trainer sent nothing within {self._late()}" for r in push.waiting}
         push.transfer_s += loop.time() - started
         self._sort(push, failures, push.proved)
+
+    def _present(self, replicas: Sequence[Replica], push: _Push) -> list[Replica]:
+        """Without those that are gone since the push began: dead, or taken out because they did not pause. By identity:
+        one that died may already be back under its name, without these weights.
+        """
+        there = [*self._replicas(), *self._returning.values()]
+        present = [r for r in replicas if any(r is other for other in there)]
+        gone = [r for r in replicas if not any(r is other for other in present)]
+        push.failures.update({r.name: "lost during the push" for r in gone})
+        return present
 
     def _sort(self, push: _Push, failures: dict[str, str], good: list[Replica]) -> None:
         """Waiting replicas without a failure go to `good`."""
@@ -354,7 +362,7 @@ class ParameterSynchronizer:
     async def _commit(self, push: _Push) -> None:
         """Swap on every replica that proved the version; the others keep waiting."""
         self._enter(SyncState.COMMITTING)
-        proved, push.proved = push.proved, []
+        proved, push.proved = self._present(push.proved, push), []
         failures: dict[str, str] = {}
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         await self._each(proved, failures, lambda r: r.commit(push.version))

@@ -140,6 +140,13 @@ class PausesTooEarly(AsyncLLMServerManager):
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
 
 
+class WaitsForEveryPause(AsyncLLMServerManager):
+    """Gives no control call up, whoever does not answer."""
+
+    async def _command(self, what, call, left_s, *, of_s):
+        await super()._command(what, call, 1e12, of_s=of_s)
+
+
 class DropsDeadRequests(AsyncLLMServerManager):
     """Requests of a lost replica are forgotten."""
 
@@ -173,6 +180,7 @@ MUTANTS = {
     "accepts late replies": (Classes(manager=AcceptsLateReplies), 5),
     "continues from the start": (Classes(manager=ContinuesFromTheStart), 5),
     "pauses too early": (Classes(manager=PausesTooEarly), 5),
+    "waits for every pause": (Classes(manager=WaitsForEveryPause), 6),
     "drops requests of dead engines": (Classes(manager=DropsDeadRequests), 6),
     "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
     "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),

@@ -305,7 +305,7 @@ def test_a_round_stops_early_and_names_what_it_left(run, build, replica_class, s
         scorer = scorer_class(lambda p, s: half(p, s) if p.row_id in kept_rows else 1.0)
         async with scheduling([replica], scorer, **options) as scheduler:
             prompts = [build.prompt(row_id=str(i)) for i in range(10)]
-            result = await scheduler.generate_sequences(prompts, 3, first_id=100)
+            result = await scheduler.manager.generate_sequences(prompts, 3, first_id=100)
             kept = [int(g.prompt.row_id) for g in result.groups]
             assert kept == [1, 3, 4] and [g.group_id for g in result.groups] == [101, 103, 104]
             assert result.failed == () and result.leftovers == (6, 7, 8, 9)

@@ -122,6 +122,27 @@ def test_a_start_that_hangs_is_given_up_after_its_time_out(run, replica_class):
     run(go())
 
 
+@pytest.mark.parametrize("trouble", ["hangs", "raises"])
+def test_a_replica_that_holds_the_weights_and_does_not_go_on_is_restarted_again(run, make, replica_class, trouble):
+    async def resume():
+        if trouble == "raises":
+            raise ConnectionError("gone again")
+        await asyncio.sleep(1e6)
+
+    async def go():
+        old, garage = replica_class("a"), Garage(replica_class, 1.0, 1.0)
+        async with supervised([old], garage) as (manager, _):
+            old.die()
+            while len(garage.started) < 1:
+                await asyncio.sleep(0.5)
+            await asyncio.sleep(1.5)
+            garage.last.resume = resume
+            assert len((await manager.generate(make())).token_ids) == 10
+            assert garage.started == [("a", 1), ("a", 2)] and manager.num_servers == 1
+
+    run(go())
+
+
 def test_a_replica_that_refuses_the_weights_is_restarted_whether_it_works_or_is_on_its_way_back(run, replica_class):
     async def go():
         old, garage = replica_class("a"), Garage(replica_class, 1.0, 1.0)

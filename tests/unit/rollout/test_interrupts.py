@@ -138,18 +138,66 @@ def test_keep_leaves_requests_in_the_engine(run, replica_class, make, managed, s
     run(go())
 
 
-def test_a_replica_that_does_not_pause_is_named_in_time(run, replica_class, make, managed, start):
+@pytest.mark.parametrize("mode", ["resume", "wait", "keep"])
+def test_a_replica_that_does_not_pause_is_out_in_time_and_its_requests_go_elsewhere(
+    run, replica_class, make, mode, managed, start
+):
     async def go():
         good, deaf = replica_class("good"), replica_class("deaf")
-        deaf.deaf = True
         async with managed(good, deaf) as manager:
+            tasks = start(manager, [make(f"r{i}", tokens=40) for i in range(4)])
+            await asyncio.sleep(3.5)
+            await push(manager, [good, deaf], 1, "resume", hold_s=0)
+            deaf.deaf = True
+            await asyncio.sleep(5)
+            before = len(deaf.submitted)
+            began = asyncio.get_running_loop().time()
+            await manager.interrupt(mode, 20.0)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(20, abs=0.1)
+            assert manager.num_servers == 1 and manager.stats().lost_servers == 1
+            good.version = 2
+            await manager.resume()
+            for completion in await asyncio.gather(*tasks):
+                assert list(completion.token_ids) == [1003 + i for i in range(40)], "nothing lost, nothing twice"
+                assert completion.version_runs[0] == (0, 3), "what was received before the silence is kept"
+            assert len(deaf.submitted) == before and manager.stats().late_results == 0
+
+    run(go())
+
+
+def test_the_last_replica_that_does_not_pause_ends_the_run_with_its_name(run, replica_class, make, managed, start):
+    async def go():
+        deaf = replica_class("deaf")
+        deaf.deaf = True
+        async with managed(deaf) as manager:
             tasks = start(manager, [make("r1"), make("r2")])
+            watch = asyncio.create_task(manager.wait_failed())
             await asyncio.sleep(1)
-            with pytest.raises(TimeoutError, match="deaf did not pause within 20 s"):
-                await manager.interrupt("resume", 20.0)
-            assert asyncio.get_running_loop().time() == pytest.approx(21)
-            for task in tasks:
-                task.cancel()
+            pause = asyncio.create_task(manager.interrupt("resume", 5.0))
+            for result in await asyncio.gather(*tasks, watch, pause, return_exceptions=True):
+                assert isinstance(result, ConnectionError)
+                assert "no engine is left; the last one, deaf, went with: did not pause within 5 s" in str(result)
+
+    run(go())
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "raises"])
+def test_a_replica_that_does_not_go_on_is_out_and_the_others_do(run, replica_class, make, trouble, managed, start):
+    class Stubborn(replica_class):
+        async def resume(self):
+            if trouble == "raises":
+                raise RuntimeError("the cache is gone")
+            await asyncio.sleep(1e6)
+
+    async def go():
+        good, stubborn = replica_class("good"), Stubborn("stubborn")
+        async with managed(good, stubborn, interrupt_timeout_s=7.0) as manager:
+            tasks = start(manager, [make(f"r{i}") for i in range(4)])
+            await asyncio.sleep(2.5)
+            await push(manager, [good, stubborn], 1, "resume", hold_s=0)
+            assert asyncio.get_running_loop().time() == pytest.approx(2.5 + (7.0 if trouble == "hangs" else 0.0))
+            assert all(list(c.token_ids) == WHOLE for c in await asyncio.gather(*tasks))
+            assert [client.name for client in manager.clients] == ["good"]
 
     run(go())
 

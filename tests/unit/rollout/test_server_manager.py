@@ -58,6 +58,41 @@ def test_requests_that_arrive_together_travel_in_one_call(run, replica_class, ma
     run(go())
 
 
+def test_new_requests_gather_for_the_interval_and_leave_in_one_call_per_replica(
+    run, replica_class, make, managed, start
+):
+    async def go():
+        a, b = replica_class("a", token_s=100.0), replica_class("b", token_s=100.0)
+        async with managed(a, b, max_concurrent_per_server=10, batch_creation_interval_s=5.0) as manager:
+            tasks = start(manager, [make("first")])
+            await asyncio.sleep(1)
+            assert len(a.submitted) == 1, "the first round is held at once"
+            for i in range(9):
+                tasks += start(manager, [make(f"r{i}")])
+                await asyncio.sleep(0.3)
+            assert manager.stats().queued == 9
+            await asyncio.sleep(1.5)
+            assert [r.calls.count("submit 5") for r in (a, b)] == [0, 1] and a.calls.count("submit 4") == 1
+            assert manager.stats().queued == 0, "each got its share of the free capacity"
+            for task in tasks:
+                task.cancel()
+
+    run(go())
+
+
+def test_a_freed_slot_takes_what_waits_at_once_whatever_the_interval(run, replica_class, make, managed, start):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica, max_concurrent_per_server=1, batch_creation_interval_s=1000.0) as manager:
+            tasks = start(manager, [make("r0")])
+            await asyncio.sleep(1)
+            tasks += start(manager, [make("r1"), make("r2")])
+            await asyncio.gather(*tasks)
+            assert asyncio.get_running_loop().time() == pytest.approx(30, abs=0.1)
+
+    run(go())
+
+
 def test_requests_of_one_affinity_share_a_replica_until_it_is_full_or_gone(run, replica_class, make, managed, start):
     async def go():
         replicas = {name: replica_class(name) for name in "ab"}

@@ -66,13 +66,16 @@ class FakeReplica:
 
 
 class FakeRollout:
-    def __init__(self, log, stubborn=False):
-        self.log, self.stubborn = log, stubborn
+    """`stubborn`: replicas that do not pause, so that they are gone when `interrupt` returns."""
+
+    def __init__(self, log, taken_out, stubborn=()):
+        self.log, self.taken_out, self.stubborn = log, taken_out, stubborn
 
     async def interrupt(self, mode, timeout_s):
         self.log.append(("rollout", f"interrupt {mode}"))
-        if self.stubborn:
-            raise TimeoutError("engine-1 did not pause")
+        self.taken_out.update(dict.fromkeys(self.stubborn, "did not pause"))
+        if len(self.taken_out) == 2:
+            raise ConnectionError("no engine is left")
 
     async def release(self):
         self.log.append(("rollout", "release"))
@@ -81,12 +84,12 @@ class FakeRollout:
 class World:
     """A synchronizer between fakes, and what it told the others."""
 
-    def __init__(self, *scripts, stubborn=False, load_s=(1.0, 1.0), **options):
+    def __init__(self, *scripts, stubborn=(), load_s=(1.0, 1.0), **options):
         self.log, self.trainer, self.taken_out, self.held = [], FakeTrainer(), {}, []
         self.replicas = [
             FakeReplica(f"engine-{i}", self.log, load_s[i], **script) for i, script in enumerate(scripts or ({}, {}))
         ]
-        self.rollout = FakeRollout(self.log, stubborn)
+        self.rollout = FakeRollout(self.log, self.taken_out, stubborn)
         options = {"transport": "shm", "max_retries": 2, "timeout_s": 60.0, "retry_delay_s": 1.0, **options}
         self.sync = ParameterSynchronizer(
             self.trainer,
@@ -194,12 +197,21 @@ def test_when_no_replica_can_be_reached_the_push_fails_and_nothing_is_called_hel
 
 
 @pytest.mark.parametrize(("transport", "exports"), [("shm", 1), ("nccl", 0)])
-def test_engines_that_do_not_pause_end_the_push_before_any_served_weight_changes(run, transport, exports):
-    world = World(stubborn=True, transport=transport)
-    with pytest.raises(TimeoutError, match="engine-1"):
+def test_without_an_engine_left_the_push_ends_before_any_served_weight_changes(run, transport, exports):
+    world = World(stubborn=("engine-0", "engine-1"), transport=transport)
+    with pytest.raises(ConnectionError, match="no engine is left"):
         run(world.sync.push(1))
     assert world.trainer.exports == exports and world.held == [] and world.sync.state is SyncState.IDLE
     assert [r.serves for r in world.replicas] == [0, 0]
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_a_replica_that_does_not_pause_gets_no_new_weights_and_the_others_do(run, transport):
+    world = World({"load_bucket": [None, RuntimeError("late")]}, {}, stubborn=("engine-0",), transport=transport)
+    report = run(world.sync.push(1))
+    assert report.replicas == 1 and [r.serves for r in world.replicas] == [0, 1]
+    assert "commit" not in world.calls("engine-0")
+    assert world.taken_out == {"engine-0": "did not pause"}, "it is lost once: it must not use up two restarts"
 
 
 def test_a_replica_that_left_meanwhile_is_not_waited_for(run):

@@ -1,0 +1,78 @@
+"""What the server manager counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerStats:
+    """Counters of the manager since the start."""
+
+    in_flight: int
+    queued: int
+    dispatched: int
+    completed: int
+    generated_tokens: int
+    aborted: int
+    resumed: int
+    """Attempts that continued from kept tokens."""
+    retried: int
+    lost_servers: int
+    returned_servers: int
+    """Replicas that joined after the start."""
+    late_results: int
+    """Replies of attempts that no longer counted, refused."""
+    busy_s: float
+    """Seconds during which at least one request ran."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerCounts:
+    """The counters, while they count. Names as in ServerStats."""
+
+    in_flight: int = 0
+    dispatched: int = 0
+    completed: int = 0
+    generated_tokens: int = 0
+    aborted: int = 0
+    resumed: int = 0
+    retried: int = 0
+    lost_servers: int = 0
+    returned_servers: int = 0
+    late_results: int = 0
+    busy_before_s: float = 0.0
+    """Of the times that are over."""
+    busy_since_s: float | None = None
+    """Loop time since when something runs."""
+
+    def began(self, now_s: float) -> None:
+        """One more request runs."""
+        self.in_flight += 1
+        if self.busy_since_s is None:
+            self.busy_since_s = now_s
+
+    def ended(self, now_s: float, count: int = 1) -> None:
+        """So many requests run no more."""
+        self.in_flight -= count
+        if not self.in_flight and self.busy_since_s is not None:
+            self.busy_before_s += now_s - self.busy_since_s
+            self.busy_since_s = None
+
+    def stats(self, *, queued: int, now_s: float) -> ServerStats:
+        """As of now."""
+        running_s = 0.0 if self.busy_since_s is None else now_s - self.busy_since_s
+        return ServerStats(
+            in_flight=self.in_flight,
+            queued=queued,
+            dispatched=self.dispatched,
+            completed=self.completed,
+            generated_tokens=self.generated_tokens,
+            aborted=self.aborted,
+            resumed=self.resumed,
+            retried=self.retried,
+            lost_servers=self.lost_servers,
+            returned_servers=self.returned_servers,
+            late_results=self.late_results,
+            busy_s=self.busy_before_s + running_s,
+        )
