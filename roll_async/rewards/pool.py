@@ -1,9 +1,12 @@
 """Reusable reward worker processes behind asyncio: a hanging task costs its own time-out and nothing else.
 
-    score --> queue --> worker (one task running, one waiting in its pipe) --> verdict
+    score --> waiting --> worker (one task computed, a few behind it in its socket) --> verdict
+                              | the head takes suspiciously long (rules only)
+                              +--> aside: goes on until its time-out, while a fresh worker takes the place
 
-A worker that hangs or dies is replaced by a warm spare; the task it ran gets TIMEOUT or is tried once more, the one
-behind it goes to another worker as if nothing had happened.
+A worker that hangs or dies is replaced; the task it ran gets TIMEOUT or is tried once more, the ones behind it go to
+other workers as if nothing had happened. Cost of a sample in this process: one line written, one line read; both come
+in bunches, and there is one timer per worker, not per sample.
 """
 
 from __future__ import annotations
@@ -11,35 +14,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from roll_async.rewards.registry import create_reward, is_rule, needs_environment
+from roll_async.rewards.registry import create_reward, is_rule
+from roll_async.rewards.worker_process import Launcher, Spawner, Task, Template, Worker, WorkerOptions
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 logger = logging.getLogger(__name__)
 
-_PIPE_DEPTH = 2
-"""Tasks given to a worker at once: the next one is there when it answers, so no round trip is waited for."""
+_RULE_DEPTH, _DEPTH = 8, 2
+"""Tasks a worker has at once: the next ones are there when it answers, so no round trip is waited for. Few where each
+may take long: what is behind a long one cannot go to an idle worker.
+"""
+_PATIENCE, _PATIENCE_S = 0.1, 1.0
+"""A rule judges in milliseconds. One that takes this share of its time-out, or these seconds, goes on aside."""
 _MAX_CRASHES = 2
-_MAX_SPARES = 4
 _MAX_STARTS = 3
 """Attempts to replace a worker before what waits is told that nobody is left."""
-_START_TIMEOUT_S = 120.0
-"""Importing a reward's libraries on a busy machine."""
-_LINE_LIMIT_BYTES = 16 << 20
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-"""A script in a checkout finds the package by its own path; its workers must find the same one."""
-_KEPT_ENVIRONMENT = (
-    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "HOME", "TMPDIR", "VIRTUAL_ENV", "ROLL_ASYNC_RUN",
-)  # fmt: skip
-"""What Python needs, and the mark by which the processes of a run are found when its driver was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,71 +43,13 @@ class PoolOptions:
     reward: str
     """Name or dotted path."""
     num_workers: int = 1
+    """Processes that judge. A rule may have as many more aside, each with a task that takes suspiciously long."""
     timeout_s: float = 30.0
     """Seconds one sample may compute; what it waits for a worker does not count."""
     memory_mb: int = 4096
+    """Of one process."""
     arguments: Mapping[str, object] = field(default_factory=dict)
     """Keyword arguments of the reward's class, plain JSON values."""
-
-
-@dataclass(eq=False, slots=True)
-class _Task:
-    line: bytes
-    result: asyncio.Future[Reward]
-    crashes: int = 0
-
-
-class _Worker:
-    """One process and what is in its pipe."""
-
-    def __init__(self, options: PoolOptions) -> None:
-        self._options = options
-        self.tasks: deque[_Task] = deque()
-
-    async def start(self) -> None:
-        """Start the process and wait until it is ready. Raises RuntimeError with its reason when it cannot be."""
-        options = self._options
-        settings = {
-            "reward": options.reward,
-            "memory_mb": options.memory_mb,
-            "options": dict(options.arguments),
-            "parent": os.getpid(),
-        }
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "roll_async.rewards.worker",
-            json.dumps(settings),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=_LINE_LIMIT_BYTES,
-            env=_environment(options.reward),
-            start_new_session=True,  # what a user's reward starts ends with it
-        )
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                line = await self.process.stdout.readline()  # type: ignore[union-attr]
-        except BaseException as error:
-            await self.stop()
-            if isinstance(error, TimeoutError):
-                raise RuntimeError(f"not ready within {_START_TIMEOUT_S:g} s") from error
-            raise
-        answer = json.loads(line) if line else {}
-        if "ready" not in answer:
-            await self.stop()
-            raise RuntimeError(answer.get("error") or f"it ended with status {self.process.returncode}")
-
-    def kill(self) -> None:
-        """End the process and everything it started."""
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    async def stop(self) -> None:
-        """`kill`, and wait until it is gone."""
-        self.kill()
-        await self.process.wait()
 
 
 class RewardPool:
@@ -121,46 +57,48 @@ class RewardPool:
 
     def __init__(self, options: PoolOptions) -> None:
         self._options = options
-        self._waiting: deque[_Task] = deque()
-        self._work = asyncio.Event()
-        self._runners: list[asyncio.Task[None]] = []
-        # Workers hang together when the same prompt hangs them. What a user's reward holds in memory is not known.
-        self._num_spares = min(options.num_workers, _MAX_SPARES) if is_rule(options.reward) else 1
-        self._spares: set[asyncio.Task[_Worker]] = set()
-        self._taking_spare = asyncio.Lock()
+        worker = WorkerOptions(reward=options.reward, memory_mb=options.memory_mb, arguments=options.arguments)
+        rule = is_rule(options.reward)
+        self._launcher: Launcher = Template(worker) if rule else Spawner(worker)
+        self._depth = _RULE_DEPTH if rule else _DEPTH
+        self._patience_s = min(_PATIENCE * options.timeout_s, _PATIENCE_S) if rule else options.timeout_s
+        self._waiting: deque[Task] = deque()
+        self._workers: set[Worker] = set()
+        self._aside: set[Worker] = set()
+        self._starting_up: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
+        self._handing_out = False
         self.timeouts = self.crashes = 0
 
     async def start(self) -> None:
         """Start the workers. Raises ValueError when the reward cannot be built, here or in a worker."""
         options = self._options
         create_reward(options.reward, options.arguments)
+        self._loop = asyncio.get_running_loop()
         started = await asyncio.gather(
-            *(self._new_worker() for _ in range(options.num_workers)), return_exceptions=True
+            *(self._launcher.start_worker() for _ in range(options.num_workers)), return_exceptions=True
         )
-        workers = [w for w in started if isinstance(w, _Worker)]
+        for worker in started:
+            if isinstance(worker, Worker):
+                self._seat(worker)
         failed = [e for e in started if isinstance(e, BaseException)]
         if failed:
-            await asyncio.gather(*(w.stop() for w in workers))
+            await self.close()
             raise ValueError(f"reward {options.reward!r} does not start in a worker process: {failed[0]}")
-        self._order_spares()
-        self._runners = [asyncio.create_task(self._run(w), name=f"reward worker {i}") for i, w in enumerate(workers)]
 
     async def close(self) -> None:
         """End all processes; tasks that still wait are cancelled."""
-        for runner in self._runners:
-            runner.cancel()
-        await asyncio.gather(*self._runners, return_exceptions=True)
-        spares, self._spares = self._spares, set()
-        for spare in spares:
-            spare.cancel()
-        for worker in await asyncio.gather(*spares, return_exceptions=True):
-            if isinstance(worker, _Worker):
-                await worker.stop()
-        if self._ending:
-            await asyncio.wait(self._ending)
-        for task in self._waiting:
+        for task in (*self._waiting, *(t for w in (*self._workers, *self._aside) for t in w.tasks)):
             task.result.cancel()
+        self._waiting.clear()
+        for starting in self._starting_up:
+            starting.cancel()
+        await asyncio.gather(*self._starting_up, return_exceptions=True)
+        for worker in (*self._workers, *self._aside):
+            self._end(worker)
+        while self._ending:
+            await asyncio.wait(self._ending)
+        await self._launcher.close()
 
     async def score_response(self, prompt: Prompt, text: str) -> Reward:
         """`score` with what the prompt says."""
@@ -171,118 +109,161 @@ class RewardPool:
         caller that gives up takes its task out of the queue.
         """
         line = json.dumps({"text": text, "ground_truth": ground_truth, "extra": dict(extra)}).encode() + b"\n"
-        task = _Task(line, asyncio.get_running_loop().create_future())
+        task = Task(line, self._loop.create_future())
         self._waiting.append(task)
-        self._work.set()
+        self._hand_out_soon()
         return await task.result
 
-    async def _run(self, worker: _Worker) -> None:
-        """Feed one worker; on a hang or a crash go on with the spare."""
-        try:
-            while True:
-                await self._feed(worker)
-                head = worker.tasks[0]
-                try:
-                    async with asyncio.timeout(self._options.timeout_s):
-                        line = await worker.process.stdout.readline()  # type: ignore[union-attr]
-                except TimeoutError:
-                    self.timeouts += 1
-                    worker.tasks.popleft()
-                    _resolve(head, _no_score(RewardStatus.TIMEOUT, f"no verdict within {self._options.timeout_s:g} s"))
-                    worker = await self._replace(worker)
-                    continue
-                if line:
-                    worker.tasks.popleft()
-                    _resolve(head, _reward(json.loads(line)))
-                    continue
-                await worker.stop()
-                worker.tasks.popleft()
-                self.crashes += 1
-                head.crashes += 1
-                if head.crashes < _MAX_CRASHES:
-                    self._waiting.appendleft(head)
-                else:
-                    ending = _ending(worker.process.returncode)
-                    _resolve(head, _no_score(RewardStatus.TIMEOUT, f"its scoring killed the worker twice ({ending})"))
-                worker = await self._replace(worker)
-        finally:
-            for task in worker.tasks:
-                task.result.cancel()
-            await worker.stop()
+    def _seat(self, worker: Worker) -> None:
+        """From now on it gets tasks."""
+        worker.on_answer, worker.on_end = self._answered, self._ended
+        self._workers.add(worker)
+        self._hand_out_soon()
 
-    async def _feed(self, worker: _Worker) -> None:
-        """Fill the worker's pipe; wait only when it has nothing at all to do."""
-        while True:
-            while self._waiting and len(worker.tasks) < _PIPE_DEPTH:
-                task = self._waiting.popleft()
-                if task.result.done():  # nobody waits for it any more
-                    continue
+    def _hand_out_soon(self) -> None:
+        """Once for all samples that come in one turn of the loop."""
+        if not self._handing_out:
+            self._handing_out = True
+            self._loop.call_soon(self._hand_out)
+
+    def _hand_out(self) -> None:
+        """Equal shares to the idle ones, in one write each. A busy one gets more when it answers: it might hang."""
+        self._handing_out = False
+        idle = [worker for worker in self._workers if not worker.tasks]
+        if not idle:
+            return
+        share = min(self._depth, -(-len(self._waiting) // len(idle)))
+        for worker in idle:
+            self._give(worker, share)
+
+    def _give(self, worker: Worker, up_to: int) -> None:
+        """Fill it to this number of tasks."""
+        lines = []
+        was_idle = not worker.tasks
+        while self._waiting and len(worker.tasks) < up_to:
+            task = self._waiting.popleft()
+            if not task.result.done():  # else nobody waits for it any more
                 worker.tasks.append(task)
-                # Not drained: a long task behind a hanging one would be waited for without a time-out. A broken pipe
-                # shows as the end of the output.
-                worker.process.stdin.write(task.line)  # type: ignore[union-attr]
-            if worker.tasks:
+                lines.append(task.line)
+        if not lines:
+            return
+        worker.send(lines)
+        if was_idle:
+            worker.since_s = self._loop.time()
+        if worker.timer is None:
+            worker.timer = self._loop.call_at(worker.since_s + self._patience_s, self._look, worker)
+
+    def _answered(self, worker: Worker, lines: list[bytes]) -> None:
+        worker.since_s = self._loop.time()
+        for line in lines:
+            try:
+                reward = _reward(json.loads(line))
+                task = worker.tasks.popleft()
+            except (ValueError, TypeError, KeyError, IndexError):  # its parser was taken over, if it is a rule's
+                self._ended(worker)
                 return
-            self._work.clear()
-            await self._work.wait()
+            _resolve(task, reward)
+        if worker in self._aside:
+            self._drop(worker)
+        elif len(worker.tasks) <= self._depth // 2:
+            self._give(worker, self._depth)
 
-    async def _replace(self, worker: _Worker) -> _Worker:
-        """The spare takes over; tasks behind the bad one go back to the head of the queue. When no worker starts any
-        more, what waits is told of an outage, until one does.
-        """
-        self._waiting.extendleft(reversed(worker.tasks))
-        worker.tasks.clear()
-        self._work.set()  # an idle worker may take them before the spare is there
-        worker.kill()
-        ending = asyncio.create_task(worker.stop())  # it may hold gigabytes; nobody waits for their release
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-        async with self._taking_spare:
-            return await self._take_spare()
+    def _look(self, worker: Worker) -> None:
+        """The worker's timer. Tasks pass without touching it, so most of the time the head is a young one."""
+        worker.timer = None
+        if not worker.tasks:
+            return
+        age_s, timeout_s = self._loop.time() - worker.since_s, self._options.timeout_s
+        given_up = age_s >= self._patience_s and worker.tasks[0].result.done()
+        if age_s >= timeout_s or given_up:
+            self.timeouts += 1
+            _resolve(worker.tasks.popleft(), _no_score(RewardStatus.TIMEOUT, f"no verdict within {timeout_s:g} s"))
+            self._drop(worker)
+            return
+        if age_s >= self._patience_s and worker in self._workers and len(self._aside) < self._options.num_workers:
+            self._workers.discard(worker)
+            self._aside.add(worker)
+            self._take_back(worker, keep=1)
+            self._replace()
+        wait_s = self._patience_s if age_s < self._patience_s else timeout_s
+        worker.timer = self._loop.call_at(worker.since_s + wait_s, self._look, worker)
 
-    async def _take_spare(self) -> _Worker:
+    def _ended(self, worker: Worker) -> None:
+        """It died, or answered what no worker answers."""
+        self.crashes += 1
+        head = worker.tasks.popleft() if worker.tasks else None
+        self._drop(worker, head)
+
+    def _drop(self, worker: Worker, crashed: Task | None = None) -> None:
+        """Another one takes its place; `crashed` is what it ended with."""
+        self._take_back(worker, keep=0)
+        seated = worker in self._workers
+        self._end(worker, crashed)
+        if seated:
+            self._replace()
+        for other in list(self._workers):  # there is room aside, perhaps
+            if other.tasks and other.timer is not None and self._loop.time() - other.since_s >= self._patience_s:
+                other.timer.cancel()
+                self._look(other)
+
+    def _take_back(self, worker: Worker, keep: int) -> None:
+        """All but the first tasks go back to the head of the queue."""
+        while len(worker.tasks) > keep:
+            self._waiting.appendleft(worker.tasks.pop())
+        self._hand_out_soon()
+
+    def _end(self, worker: Worker, crashed: Task | None = None) -> None:
+        worker.on_end = worker.on_answer = None
+        self._workers.discard(worker)
+        self._aside.discard(worker)
+        _keep(self._ending, asyncio.create_task(self._bury(worker, crashed), name="ending reward worker"))
+
+    async def _bury(self, worker: Worker, crashed: Task | None) -> None:
+        status = await worker.stop()
+        if crashed is None:
+            return
+        crashed.crashes += 1
+        if crashed.crashes < _MAX_CRASHES:
+            self._waiting.appendleft(crashed)
+            self._hand_out_soon()
+        else:
+            reason = f"its scoring killed the worker twice ({_ending(status)})"
+            _resolve(crashed, _no_score(RewardStatus.TIMEOUT, reason))
+
+    def _replace(self) -> None:
+        _keep(self._starting_up, asyncio.create_task(self._new_worker(), name="starting reward worker"))
+
+    async def _new_worker(self) -> None:
+        """When no worker starts any more, what waits is told of an outage, until one does."""
         attempt = 0
         while True:
-            # Unlike awaiting one, this does not end it when the pool closes.
-            done, _ = await asyncio.wait(self._spares, return_when=asyncio.FIRST_COMPLETED)
-            spare = next(iter(done))
-            self._spares.discard(spare)
-            self._order_spares()
-            if not spare.cancelled() and spare.exception() is None:
-                return spare.result()
-            problem = "cancelled" if spare.cancelled() else spare.exception()
-            logger.warning("reward %s: a worker does not start: %s", self._options.reward, problem)
-            attempt += 1
-            if attempt >= _MAX_STARTS:
-                for task in self._waiting:
-                    _resolve(task, _no_score(RewardStatus.OUTAGE, f"no worker starts: {problem}"))
-                self._waiting.clear()
+            try:
+                self._seat(await self._launcher.start_worker())
+                return
+            except (RuntimeError, OSError) as problem:
+                logger.warning("reward %s: a worker does not start: %s", self._options.reward, problem)
+                attempt += 1
+                if attempt >= _MAX_STARTS:
+                    self._tell_all(f"no worker starts: {problem}")
             await asyncio.sleep(min(30.0, 0.5 * 2**attempt))
 
-    def _order_spares(self) -> None:
-        while len(self._spares) < self._num_spares:
-            self._spares.add(asyncio.ensure_future(self._new_worker()))
-
-    async def _new_worker(self) -> _Worker:
-        worker = _Worker(self._options)
-        await worker.start()
-        return worker
+    def _tell_all(self, reason: str) -> None:
+        for task in self._waiting:
+            _resolve(task, _no_score(RewardStatus.OUTAGE, reason))
+        self._waiting.clear()
 
 
-def _environment(reward: str) -> dict[str, str]:
-    """A user's reward sees the environment, keys included; ours see what Python itself needs."""
-    kept = os.environ if needs_environment(reward) else {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
-    path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, kept.get("PYTHONPATH"))))
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+def _keep(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    """A strong reference until it is done."""
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
-def _ending(returncode: int | None) -> str:
-    if returncode is not None and returncode < 0:
-        return signal.Signals(-returncode).name
-    return f"exit status {returncode}"
+def _ending(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
-def _resolve(task: _Task, reward: Reward) -> None:
+def _resolve(task: Task, reward: Reward) -> None:
     if not task.result.done():
         task.result.set_result(reward)
 
@@ -291,7 +272,7 @@ def _no_score(status: RewardStatus, reason: str) -> Reward:
     return Reward(score=0.0, status=status, reason=reason)
 
 
-def _reward(answer: dict) -> Reward:
+def _reward(answer: Mapping) -> Reward:
     return Reward(
         score=answer["score"],
         status=RewardStatus(answer["status"]),

@@ -1,19 +1,21 @@
 """A reward worker process: reads one JSON task per line, answers one JSON verdict per line, ends when its input ends.
 
-    python -m roll_async.rewards.worker '{"reward": "math_rule", "memory_mb": 4096, "options": {}}'
+    python -m roll_async.rewards.worker '{"reward": "math_rule", "memory_mb": 4096, "options": {}, "fd": 3, ...}'
 
-The first line says that it is ready, or why it cannot be. The end of input comes also when the parent ends; when the
-parent is killed while a reward computes, the kernel ends the worker (Linux).
+The first line says that it is ready, or why it cannot be. With `fork` the process is a template: it builds the reward
+and warms it up, and every worker is a fork of it. The end of input comes also when the parent ends; when the parent is
+killed while a reward computes, the kernel ends the worker (Linux).
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from typing import TextIO
 
 from roll_async.rewards.registry import create_reward, is_rule
 from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, limit_memory
@@ -36,29 +38,77 @@ def main() -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(sys.argv[1])
-    # Libraries print; what they print must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    os.set_inheritable(settings["fd"], False)  # what a user's reward starts must not keep it open
+    channel = socket.socket(fileno=settings["fd"])
     die_with_parent(settings["parent"])
     try:
-        reward = _prepare(settings)
-    except Exception as error:  # a user's module may raise anything; the pool reports it
-        _say(answers, {"error": f"{type(error).__name__}: {error}"[:2000]})
-        return
-    _say(answers, {"ready": True})
-    for line in sys.stdin:
-        _say(answers, _judge(reward, json.loads(line)))
-
-
-def _prepare(settings: dict) -> RewardFunction:
-    """Build the reward and give up every right it does not need."""
-    limit_memory(settings["memory_mb"] << 20)
-    reward = create_reward(settings["reward"], settings["options"])
-    if is_rule(settings["reward"]):
+        limit_memory(settings["memory_mb"] << 20)
+        reward = create_reward(settings["reward"], settings["options"])
         for stated, reference in _WARM_UP.get(settings["reward"], ()):
             reward(rf"\boxed{{{stated}}}", reference, {})
-        confine(Confinement(read=tuple(p for p in sys.path if p), write=()))
-    return reward
+    except Exception as error:  # a user's module may raise anything; the pool reports it
+        _say(channel, {"error": f"{type(error).__name__}: {error}"[:2000]})
+        return
+    if settings["fork"]:
+        assert is_rule(settings["reward"]), "a fork breaks what a user's reward may hold"
+        _say(channel, {"ready": True})
+        _serve_forks(channel, reward)
+    else:
+        _serve(channel, reward)
+
+
+def _serve(channel: socket.socket, reward: RewardFunction) -> None:
+    _say(channel, {"ready": True})
+    for line in channel.makefile("rb"):
+        _say(channel, _judge(reward, json.loads(line)))
+
+
+def _serve_forks(control: socket.socket, reward: RewardFunction) -> None:
+    """`fork` with a socket: a worker behind it, the answer is its number. A number: its exit status, once it ended."""
+    template = os.getpid()
+    gc.collect()
+    gc.freeze()  # a collection in a worker would copy the pages it shares with all others
+    while True:
+        message, ends, _, _ = socket.recv_fds(control, 64, 1)
+        if not message:
+            return
+        if message != b"fork":
+            control.sendall(b"%d" % _exit_status(int(message)))
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:
+            control.sendall(f"!fork: {error}".encode())
+            pid = -1
+        if pid == 0:
+            control.close()
+            _become_worker(socket.socket(fileno=ends[0]), reward, template)
+        os.close(ends[0])
+        if pid > 0:
+            control.sendall(b"%d" % pid)
+
+
+def _exit_status(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # of a template that ended
+        return -signal.SIGKILL
+
+
+def _become_worker(channel: socket.socket, reward: RewardFunction, template: int) -> None:
+    """In the fork; never returns. It gives up every right that a rule does not need."""
+    status = 1
+    try:
+        die_with_parent(template)
+        try:
+            confine(Confinement(read=tuple(p for p in sys.path if p), write=()))
+        except OSError as error:
+            _say(channel, {"error": f"it cannot be confined: {error}"})
+        else:
+            _serve(channel, reward)
+            status = 0
+    finally:
+        os._exit(status)
 
 
 def _judge(reward: RewardFunction, task: dict) -> dict:
@@ -84,8 +134,8 @@ def _no_score(status: str, error: Exception) -> dict:
     return {"score": 0.0, "metrics": {}, "reason": f"{type(error).__name__}: {error}"[:500], "status": status}
 
 
-def _say(answers: TextIO, answer: dict) -> None:
-    answers.write(json.dumps(answer) + "\n")
+def _say(channel: socket.socket, answer: dict) -> None:
+    channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,13 @@
 
     python tools/bench/verification.py [--data data/gsm8k/test.jsonl] [--samples 800] [--timeout 5] [--workers 1 2]
 
-Texts are the solutions of GSM8K with their answer boxed, half of them corrupted (the answer plus one). With hanging
-expressions mixed in, the pool may lose, in worker seconds, what the hanging ones take: their number x the time-out.
+Texts are the solutions of GSM8K with their answer boxed, half of them corrupted (the answer plus one). `plain`: the
+answer as the number it is, which `math_rule` compares without a parser. `fraction`: as a fraction, so that every sample
+goes through math-verify. With hanging expressions mixed in, the pool may lose, in worker seconds, what the hanging ones
+take: their number x the time-out.
+
+`ratio` is per worker, against one process alone. `ratio_to_direct_side_by_side` is against as many processes that call
+math-verify directly at the same time: two threads of one core are not two cores.
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from multiprocessing import get_context
+from multiprocessing.pool import Pool as Processes
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,13 +39,14 @@ BUDGET = 0.9
 HANGING_BUDGET = 1.0
 ROUNDS = 4
 HANGING_SHARE = 0.01
+FORMS = ("plain", "fraction")
 HANGING = (r"\boxed{9^{9^{9^9}}}", r"\boxed{100000000!}", r"\boxed{\sum_{i=1}^{10^{12}} \frac{1}{i}}")
 _STEP_MARKS = re.compile(r"<<[^>]*>>")
 Sample = tuple[str, str, bool | None]
 """(response, gold answer, verdict it must get; None = it hangs)."""
 
 
-def samples(path: str, count: int, seed: int) -> list[Sample]:
+def samples(path: str, count: int, seed: int, form: str) -> list[Sample]:
     """Solutions with their answers boxed, in turn right and wrong."""
     columns = Columns(messages=None, prompt="question", ground_truth="answer")
     gold = [row.ground_truth for row in read_rows([path], columns, BadRows())]
@@ -48,7 +57,11 @@ def samples(path: str, count: int, seed: int) -> list[Sample]:
     for number in range(count):
         place = number % len(gold)
         right = number % 2 == 0
-        stated = gold[place] if right else str(float(gold[place]) + 1)
+        value = Fraction(gold[place]) + (not right)
+        if form == "fraction":
+            stated = rf"\frac{{{7 * value.numerator}}}{{{7 * value.denominator}}}"
+        else:
+            stated = gold[place] if right else str(float(value))
         found.append((f"{solutions[place]}The answer is \\boxed{{{stated}}}.", gold[place], right))
     random.Random(seed).shuffle(found)
     return found
@@ -88,29 +101,45 @@ def rule_seconds(calm: Sequence[Sample]) -> float:
     return time.perf_counter() - started
 
 
-async def calm_run(calm: Sequence[Sample], num_workers: int) -> dict[str, object]:
-    """Rounds of direct, rule and pool on the same samples: what else the machine does meets all three."""
-    pool = RewardPool(PoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=60.0))
+@dataclass(slots=True)
+class Calm:
+    """Seconds of each way to judge the same samples, by round."""
+
+    direct: list[float] = field(default_factory=list)
+    side_by_side: list[float] = field(default_factory=list)
+    """All of them in as many processes as there are workers, each calling math-verify directly."""
+    rule: list[float] = field(default_factory=list)
+    pool: list[float] = field(default_factory=list)
+    parent_cpu_s: float = 0.0
+    """Processor time of the pool's own process, its callers included."""
+    failed: int = 0
+
+    def ratio(self, name: str, per: int) -> float:
+        """Median over the rounds of the pool's rate, divided by `per`, against another way's."""
+        seconds = getattr(self, name)
+        return statistics.median(other / (pool * per) for other, pool in zip(seconds, self.pool, strict=True))
+
+
+async def calm_run(calm: Sequence[Sample], num_workers: int, processes: Processes) -> Calm:
+    """Rounds of each way on the same samples: what else the machine does meets all of them."""
+    pool, found = RewardPool(PoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=60.0)), Calm()
     await pool.start()
     try:
-        await asyncio.sleep(3)  # the spare is started
-        seconds: dict[str, list[float]] = {"direct": [], "rule": [], "pool": []}
-        failed = 0
         for number in range(ROUNDS):
             part = calm[number::ROUNDS]
-            seconds["direct"].append(direct_seconds(part))
-            seconds["rule"].append(rule_seconds(part))
+            found.direct.append(direct_seconds(part))
+            found.side_by_side.append(
+                max(processes.map(direct_seconds, [part[n::num_workers] for n in range(num_workers)], 1))
+            )
+            found.rule.append(rule_seconds(part))
+            cpu_s = time.process_time()
             taken, rewards = await pool_seconds(part, pool)
-            seconds["pool"].append(taken)
-            failed += failed_neighbours(part, rewards)
+            found.parent_cpu_s += time.process_time() - cpu_s
+            found.pool.append(taken)
+            found.failed += failed_neighbours(part, rewards)
     finally:
         await pool.close()
-    with get_context("fork").Pool(num_workers) as processes:
-        side_by_side = max(processes.map(direct_seconds, [calm[n::num_workers] for n in range(num_workers)], 1))
-    ratios = [d / (p * num_workers) for d, p in zip(seconds["direct"], seconds["pool"], strict=True)]
-    rates = {name: round(len(calm) / sum(values), 1) for name, values in seconds.items()}
-    rates["side_by_side"] = round(len(calm) / side_by_side, 1)
-    return {"ratio": statistics.median(ratios), "seconds": sum(seconds["pool"]), "failed": failed, "rates": rates}
+    return found
 
 
 async def hanging_run(mixed: Sequence[Sample], num_workers: int, timeout_s: float) -> tuple[float, int, int]:
@@ -118,7 +147,6 @@ async def hanging_run(mixed: Sequence[Sample], num_workers: int, timeout_s: floa
     pool = RewardPool(PoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=timeout_s))
     await pool.start()
     try:
-        await asyncio.sleep(3)
         seconds, rewards = await pool_seconds(mixed, pool)
         return seconds, failed_neighbours(mixed, rewards), pool.timeouts + pool.crashes
     finally:
@@ -157,24 +185,41 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds a hanging expression may take")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     args = parser.parse_args()
     try:
-        calm = samples(args.data, args.samples, args.seed)
+        calm = {form: samples(args.data, args.samples, args.seed, form) for form in args.forms}
     except ValueError as error:
         sys.exit(f"verification: {error}")
+    for form, asked in calm.items():
+        for workers in args.workers:
+            bench(form, asked, workers, args)
+
+
+def bench(form: str, calm: Sequence[Sample], workers: int, args: argparse.Namespace) -> None:
+    """Two lines: calm, and with hanging expressions."""
+    count = len(calm)
+    with get_context("spawn").Pool(workers) as processes:
+        processes.map(direct_seconds, [calm[:50]] * workers, 1)  # each has imported what it needs
+        found = asyncio.run(calm_run(calm, workers, processes))
+    more = {
+        "direct_per_s": round(count / sum(found.direct), 1),
+        "direct_side_by_side_per_s": round(count / sum(found.side_by_side), 1),
+        "ratio_to_direct_side_by_side": round(found.ratio("side_by_side", 1), 3),
+        "same_rule_in_process_per_s": round(count / sum(found.rule), 1),
+        "parent_cpu_us_per_sample": round(found.parent_cpu_s / count * 1e6, 1),
+        "failed": found.failed,
+    }
+    name = f"verification_{form}_{workers}_workers"
+    say(name, count / sum(found.pool), "1/s", found.ratio("direct", workers), BUDGET, **more)
     mixed = with_hanging(calm, args.seed)
     hanging = sum(right is None for *_, right in mixed)
-    for workers in args.workers:
-        found = asyncio.run(calm_run(calm, workers))
-        rates, seconds = found["rates"], float(found["seconds"])
-        more = {"direct_per_s": rates["direct"], "same_rule_in_process_per_s": rates["rule"], "failed": found["failed"]}
-        more["as_many_direct_processes_per_s"] = rates["side_by_side"]
-        say(f"verification_{workers}_workers", rates["pool"], "1/s", found["ratio"], BUDGET, **more)
-        taken, failed, replaced = asyncio.run(hanging_run(mixed, workers, args.timeout))
-        lost, allowed = (taken - seconds) * workers, hanging * args.timeout
-        more = {"hanging": hanging, "timeout_s": args.timeout, "seconds": round(taken, 2), "calm_s": round(seconds, 2)}
-        more |= {"failed": failed, "replaced": replaced, "upper": True}
-        say(f"verification_{workers}_workers_hanging", lost, "worker s lost", lost / allowed, HANGING_BUDGET, **more)
+    taken, failed, replaced = asyncio.run(hanging_run(mixed, workers, args.timeout))
+    calm_s = sum(found.pool)
+    lost, allowed = (taken - calm_s) * workers, hanging * args.timeout
+    more = {"hanging": hanging, "timeout_s": args.timeout, "seconds": round(taken, 2), "calm_s": round(calm_s, 2)}
+    more |= {"failed": failed, "replaced": replaced, "upper": True}
+    say(f"{name}_hanging", lost, "worker s lost", lost / allowed, HANGING_BUDGET, **more)
 
 
 if __name__ == "__main__":

@@ -131,3 +131,27 @@ def test_the_router_sends_a_prompt_to_the_reward_of_its_domain(build):
 
     right, wrong = asyncio.run(go())
     assert (right.score, wrong.score) == (1, 0) and right.status is wrong.status is RewardStatus.OK
+
+
+def test_plain_numbers_get_the_verdict_that_math_verify_gives_them():
+    pytest.importorskip("math_verify")
+    from roll_async.rewards.math_rule import same_expression, same_number
+
+    numbers = ["0", "7", "+7", "-7", "007", "7.0", "7.000001", "7.0000005", "7.1", ".7", "0.70", "-.7", "123456789012"]
+    decided = 0
+    for stated in numbers:
+        for reference in numbers[::2]:
+            found = same_number(stated, reference)
+            decided += found is not None
+            assert found is None or found == same_expression(stated, reference), (stated, reference)
+    assert decided > 0.8 * len(numbers) * len(numbers[::2])
+    assert same_number("7", "7.0000005") is None and same_number("1e3", "1000") is None
+    assert same_number("123456789012345", "123456789012346") is None, "more digits than it compares"
+
+
+@pytest.mark.parametrize("reference", ["18", "-18", "+3", "007", "0", "123456789012345678901"])
+def test_an_integer_is_read_as_math_verify_reads_it(reference):
+    math_verify = pytest.importorskip("math_verify")
+    from roll_async.rewards.math_rule import _parsed_reference
+
+    assert list(_parsed_reference(reference)) == math_verify.parse(f"${reference}$", parsing_timeout=None)
