@@ -21,7 +21,7 @@ from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
-from roll_async.pipelines.metrics import sample_rows
+from roll_async.pipelines.metrics import sample_rows, validation_metrics
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, TrainLoop
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -179,14 +179,7 @@ def _validator(
     sampling = settings.sampling_params(config.validation.generating_args)
 
     async def validate(step: int) -> Mapping[str, float]:
-        samples = await scheduler.validate(prompts, sampling, name=f"validation.{step}")
-        rewards = [s.reward for s in samples if s.reward is not None]
-        count = max(1, len(rewards))
-        return {
-            "validation/reward": sum(r.score for r in rewards) / count,
-            "validation/accuracy": sum(r.metrics.get("acc", float(r.score > 0)) for r in rewards) / count,
-            "validation/samples": float(len(rewards)),
-            "validation/length_mean": sum(len(s.response_token_ids) for s in samples) / max(1, len(samples)),
-        }
+        answered = await scheduler.validate(prompts, sampling, name=f"validation.{step}")
+        return validation_metrics(answered, num_asked=len(prompts))
 
     return validate

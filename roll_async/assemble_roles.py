@@ -87,7 +87,8 @@ def prompts_of(config: RLVRConfig) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
     )
     if config.validation is None or not config.eval_steps:
         return train, ()
-    held_out = load_prompts(settings.data_options(config, config.validation.data_args))
+    # AIME alone may validate a run over mathematics and code.
+    held_out = load_prompts(settings.data_options(config, config.validation.data_args), every_domain=False)
     stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
     return train, [p for p in prompts if p is not None]

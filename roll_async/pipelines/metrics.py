@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.rollout.rollouter import RollouterStats
-from roll_async.schema import Group
+from roll_async.schema import Group, Prompt, Reward, Sample
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import SyncReport
 
@@ -73,9 +73,7 @@ def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
     scores = [s.reward.score for s in samples if s.reward is not None]
     return SampleFacts(
         rewards=tuple(scores),
-        accuracies=tuple(
-            s.reward.metrics.get("acc", float(s.reward.score > 0)) for s in samples if s.reward is not None
-        ),
+        accuracies=tuple(_accuracy(s.reward) for s in samples if s.reward is not None),
         lengths=tuple(sum(s.loss_mask) for s in samples),
         staleness=tuple(lags),
         staleness_weights=tuple(weights),
@@ -112,9 +110,29 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         rewards = [r for d, r in scored if d == domain]
         metrics[f"reward/domains/{domain}/share"] = len(rewards) / len(scored)
         metrics[f"reward/domains/{domain}/mean"] = _mean([r.score for r in rewards])
-        metrics[f"reward/domains/{domain}/accuracy"] = _mean(
-            [r.metrics.get("acc", float(r.score > 0)) for r in rewards]
-        )
+        metrics[f"reward/domains/{domain}/accuracy"] = _mean([_accuracy(r) for r in rewards])
+    return metrics
+
+
+def validation_metrics(answered: Sequence[tuple[Prompt, Sample]], *, num_asked: int) -> dict[str, float]:
+    """What one validation publishes: `validation/NAME` over all samples, and with more than one domain
+    `validation/domains/DOMAIN/NAME`. A mean over nothing is not published; `num_asked` counts the prompts, those
+    without a scored answer included.
+    """
+    scored = [(prompt.domain, sample, sample.reward) for prompt, sample in answered if sample.reward is not None]
+    metrics = {"validation/unscored": float(num_asked - len(scored))}
+    domains = sorted({domain for domain, _, _ in scored})
+    parts = {"validation": scored}
+    if len(domains) > 1:
+        parts |= {f"validation/domains/{d}": [item for item in scored if item[0] == d] for d in domains}
+    for prefix, part in parts.items():
+        metrics[f"{prefix}/samples"] = float(len(part))
+        if part:
+            metrics[f"{prefix}/reward"] = _mean([r.score for _, _, r in part])
+            metrics[f"{prefix}/accuracy"] = _mean([_accuracy(r) for _, _, r in part])
+            metrics[f"{prefix}/length_mean"] = _mean([len(s.response_token_ids) for _, s, _ in part])
+        for name in sorted({name for _, _, r in part for name in r.metrics} - {"acc"}):
+            metrics[f"{prefix}/metrics/{name}"] = _mean([r.metrics[name] for _, _, r in part if name in r.metrics])
     return metrics
 
 
@@ -213,6 +231,11 @@ def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
         for group in groups
         for sample in group.samples
     ]
+
+
+def _accuracy(reward: Reward) -> float:
+    """What the reward calls right, else whether the score is above 0."""
+    return reward.metrics.get("acc", float(reward.score > 0))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -37,9 +37,9 @@ class DataOptions:
     """Processes that render and tokenise; 1 = this one. The result does not depend on it."""
 
 
-def load_prompts(options: DataOptions) -> dict[str, list[Prompt]]:
+def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str, list[Prompt]]:
     """Tokenised prompts by domain, in file order. Raises ValueError when a domain gets none, naming what was skipped
-    and why.
+    and why; without `every_domain` such a domain is left out, and only nothing at all is an error.
     """
     bad, too_long, homeless = BadRows(), 0, Counter[str]()
     by_domain: dict[str, list[Prompt]] = {name: [] for name in options.domains}
@@ -68,12 +68,12 @@ def load_prompts(options: DataOptions) -> dict[str, list[Prompt]]:
     )
     logger.info("%d prompts of %s (skipped: %s)", kept, ", ".join(options.files), skipped)
     empty = [name for name, prompts in by_domain.items() if not prompts]
-    if empty:
+    if empty and (every_domain or not kept):
         raise ValueError(
             f"no prompt for domain {', '.join(empty)} in {', '.join(options.files)}: {kept} kept; skipped: {skipped}"
             + (f"; first malformed: {bad.problems[0]}" if bad.problems else "")
         )
-    return by_domain
+    return {name: prompts for name, prompts in by_domain.items() if prompts}
 
 
 def domain_of(row: Row, domains: Mapping[str, tuple[str, ...]]) -> str | None:

@@ -159,7 +159,9 @@ class ChatCompletionScheduler:
         sample = await self.conversations.sample(prompt, name, _greedy(self._options.sampling), affinity)
         return sample.reward.score if sample.reward is not None else None
 
-    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Sample]:
+    async def validate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
+    ) -> list[tuple[Prompt, Sample]]:
         """One scored sample per prompt, without filter or early stop, in the foreground. Failed ones are left out,
         logged.
         """
@@ -167,9 +169,9 @@ class ChatCompletionScheduler:
         work = [sample(p, f"{name}/{i}", sampling, foreground=True) for i, p in enumerate(prompts)]
         done = await asyncio.gather(*work, return_exceptions=True)
         samples = []
-        for result in done:
+        for prompt, result in zip(prompts, done, strict=True):
             if isinstance(result, Sample):
-                samples.append(result)
+                samples.append((prompt, result))
             elif isinstance(result, (GenerationFailed, RewardOutage, Unscorable, ValueError)):
                 logger.warning("validation: %s", result)
             else:

@@ -66,6 +66,10 @@ def test_several_domains_take_rows_by_tag_and_name_the_tags_nobody_takes(folder,
     assert {name: [p.row_id for p in part] for name, part in loaded.items()} == {"math": ["0", "3"], "code": ["1"]}
     with pytest.raises(ValueError, match=r"no prompt for domain code .*3 whose tag belongs to no domain .'algebra' 2"):
         load_prompts(options(folder, file, domains={"math": ("leetcode",), "code": ("cobol",)}))
+    part = load_prompts(options(folder, file, domains={**domains, "poetry": ("sonnet",)}), every_domain=False)
+    assert part == loaded, "validation may leave a domain out"
+    with pytest.raises(ValueError, match="no prompt for domain poetry"):
+        load_prompts(options(folder, file, domains={"poetry": ("sonnet",), "x": ("y",)}), every_domain=False)
 
 
 def test_a_single_domain_takes_every_tag():
