@@ -38,17 +38,21 @@ class ReplicaLink:
         self._quiet = asyncio.Event()
         """No submit is under way."""
         self._quiet.set()
-        self._reader: asyncio.Task[None] | None = None
-        self._sender: asyncio.Task[None] | None = None
+        self._mail = asyncio.Event()
+        """Something is in the outbox."""
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def open(self) -> None:
-        """Begin to read reports."""
-        self._reader = self._spawn(self._read(), f"reader of {self.name}")
+        """Begin to read reports and to send."""
+        self._tasks = (
+            self._spawn(self._read(), f"reader of {self.name}"),
+            self._spawn(self._write(), f"submit to {self.name}"),
+        )
 
     def cut(self) -> list[PendingRequest]:
         """Neither read nor send any more; what was in flight."""
-        for task in (self._reader, self._sender):
-            if task is not None and task is not asyncio.current_task():
+        for task in self._tasks:
+            if task is not asyncio.current_task():
                 task.cancel()
         self._outbox.clear()
         orphans, self.in_flight = list(self.in_flight.values()), {}
@@ -61,9 +65,8 @@ class ReplicaLink:
         self.in_flight[pending.wire_id] = pending
         self.drained.clear()
         self._outbox.append(message)
-        if self._quiet.is_set():
-            self._quiet.clear()
-            self._sender = self._spawn(self._flush(), f"submit to {self.name}")
+        self._quiet.clear()
+        self._mail.set()
 
     def recall(self) -> list[PendingRequest]:
         """What has not left yet; it is not sent, and still counts as in flight until it is detached."""
@@ -94,12 +97,16 @@ class ReplicaLink:
         except ConnectionError as error:
             self._listener.lost(self, str(error))
 
-    async def _flush(self) -> None:
+    async def _write(self) -> None:
         """Send what gathered in the outbox, in one call; what comes meanwhile goes with the next."""
         try:
-            while self._outbox:
-                batch, self._outbox = self._outbox, []
-                await self.client.submit(batch)
+            while True:
+                await self._mail.wait()
+                self._mail.clear()
+                while self._outbox:
+                    batch, self._outbox = self._outbox, []
+                    await self.client.submit(batch)
+                self._quiet.set()
         except ConnectionError as error:
             self._listener.lost(self, str(error))
         finally:
