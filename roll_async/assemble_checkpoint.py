@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
-from roll_async.buffer.message_queue import MessageQueue
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.config.schema import RLVRConfig
 from roll_async.observe.sample_dump import SampleDump
@@ -39,6 +38,14 @@ class SavedRole(Protocol):
     async def export_hf(self, folder: str) -> None: ...
 
 
+class SavedQueue(Protocol):
+    """What a checkpoint needs of `buffer/message_queue.py`."""
+
+    async def checkpoint_state(self) -> dict[str, object]: ...
+
+    async def checkpointed(self, step: int) -> None: ...
+
+
 class LoopCheckpoint:
     """`pipelines/protocol.py: Saves`. With `checkpoint.async_save` only the copy of the weights holds the loop up."""
 
@@ -47,7 +54,7 @@ class LoopCheckpoint:
         config: RLVRConfig,
         roles: Mapping[str, SavedRole],
         learner: Learner,
-        queue: MessageQueue,
+        queue: SavedQueue,
         checkpoints: RunCheckpoints,
         samples: SampleDump | None = None,
     ) -> None:
@@ -60,7 +67,8 @@ class LoopCheckpoint:
         failed with.
         """
         await self.finish()
-        state = {"step": step, "learner": self._learner.state.to_json(), "queue": self._queue.checkpoint_state()}
+        position = await self._queue.checkpoint_state()
+        state = {"step": step, "learner": self._learner.state.to_json(), "queue": position}
         if self._samples is not None:  # a restored run does not dump these steps again
             await asyncio.to_thread(self._samples.flush)
         staging, background = self._checkpoints.begin(step), self._config.checkpoint.async_save
@@ -77,7 +85,7 @@ class LoopCheckpoint:
         for role in self._roles.values():
             await role.finish_save()
         await asyncio.to_thread(self._checkpoints.commit, step)
-        self._queue.checkpointed(step)
+        await self._queue.checkpointed(step)
         await asyncio.to_thread(self._checkpoints.prune)
 
     async def finish(self) -> None:

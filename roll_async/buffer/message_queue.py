@@ -275,7 +275,7 @@ class MessageQueue:
             self._book.move(entry, GroupState.TRAINED)
         self._notify()
 
-    def freshness(self, step: int) -> BatchFreshness:
+    async def freshness(self, step: int) -> BatchFreshness:
         """Ages of the batch in training; call it between take_batch and step_trained."""
         taken = self._book.in_state(GroupState.TRAINING)
         return BatchFreshness.measure(
@@ -295,7 +295,7 @@ class MessageQueue:
         self._held, self._limit = version, self._options.admission_limit(version)
         self._notify()
 
-    def checkpoint_state(self) -> dict[str, object]:
+    async def checkpoint_state(self) -> dict[str, object]:
         """Plain JSON: the position in the prompt stream, for a checkpoint of a run without a durable ledger."""
         open_indexes = {e.slot.prompt_index for e in self._book.entries.values()} | {i for i, _ in self._requeued}
         return {"step": self._last_taken, "next_index": self._next_index, "open": sorted(open_indexes)}
@@ -346,7 +346,7 @@ class MessageQueue:
         entry.finished_version, entry.finished_s = finished_version, now
         self._book.move(entry, GroupState.BUFFERED)
 
-    def checkpointed(self, step: int) -> None:
+    async def checkpointed(self, step: int) -> None:
         """A checkpoint of `step` is complete: tokens consumed up to it are no longer needed."""
         if not self._closed:  # the last save of a run may end after the queue; the next checkpoint prunes for it
             self._ledger.prune(step)

@@ -1,4 +1,7 @@
-"""What the loops need from the parts that are not plain asyncio: the learner, the checkpoint, the observer."""
+"""What the loops need from the other roles. Queue, rollouter and synchronizer may be the objects themselves or their
+clients, when they run in a process of their own (`cluster/rollout_process.py`); their counters are then as of the last
+answer.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,52 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
-from roll_async.schema import Group
+from roll_async.buffer.freshness import BatchFreshness
+from roll_async.buffer.states import QueueStats
+from roll_async.rollout.rollouter import RollouterStats
+from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
+
+
+class Batches(Protocol):
+    """The consumer's side of `buffer/message_queue.py`."""
+
+    async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]: ...
+
+    async def freshness(self, step: int) -> BatchFreshness: ...
+
+    async def step_trained(self, step: int) -> None: ...
+
+    def stats(self) -> QueueStats: ...
+
+    def close(self) -> None: ...
+
+
+class Generates(Protocol):
+    """`rollout/rollouter.py`, seen from the train loop."""
+
+    async def run(self) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def stats(self) -> RollouterStats: ...
+
+
+class Pushes(Protocol):
+    """`weight_sync/synchronizer.py`, seen from the train loop."""
+
+    async def push(self, version: WeightVersion) -> SyncReport: ...
+
+    async def wait_returning(self) -> None: ...
+
+    async def welcome(self, version: WeightVersion) -> None: ...
+
+    def status(self) -> SyncStatus: ...
 
 
 class Learns(Protocol):

@@ -21,13 +21,11 @@ from typing import TypeVar
 
 from roll_async.buffer.errors import EndOfData
 from roll_async.buffer.freshness import BatchFreshness
-from roll_async.buffer.message_queue import MessageQueue
 from roll_async.pipelines.metrics import StepClock, merged_reports, step_metrics
-from roll_async.pipelines.protocol import Learns, Observes, RunEnd, Saves
-from roll_async.rollout.rollouter import Rollouter
+from roll_async.pipelines.protocol import Batches, Generates, Learns, Observes, Pushes, RunEnd, Saves
 from roll_async.schema import Group
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport
+from roll_async.weight_sync.synchronizer import SyncReport
 
 T = TypeVar("T")
 
@@ -57,10 +55,10 @@ class RunPlan:
 class PipelineParts:
     """The roles the loop couples."""
 
-    queue: MessageQueue
-    rollouter: Rollouter
+    queue: Batches
+    rollouter: Generates
     learner: Learns
-    synchronizer: ParameterSynchronizer
+    synchronizer: Pushes
     checkpoint: Saves
     observer: Observes
     validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
@@ -132,7 +130,7 @@ class TrainLoop:
         if consumed is None:
             return RunEnd.INTERRUPTED
         groups, report = consumed
-        ages = parts.queue.freshness(step)
+        ages = await parts.queue.freshness(step)
         await parts.queue.step_trained(step)
         self.trained, self.mid_step = step, False
         self.num_samples += report.num_samples

@@ -150,7 +150,7 @@ class SimCheckpoint:
 
     async def save(self, step: int) -> None:
         """Complete only at its end, as a folder that is renamed into place."""
-        state = self._queue.checkpoint_state()
+        state = await self._queue.checkpoint_state()
         await asyncio.sleep(self._model.save_s)
         self._store.states[step] = state
-        self._queue.checkpointed(step)
+        await self._queue.checkpointed(step)

@@ -307,7 +307,7 @@ def test_whatever_is_killed_when_every_prompt_is_trained_filtered_or_failed_exac
                 await queue.step_trained(current)
                 queue.weights_held(current)
                 if rng.random() < 0.4:
-                    queue.checkpointed(current)
+                    await queue.checkpointed(current)
                     saved, saved_fates, since = current, saved_fates + since, []
         queue.close()
         for decided_after, index in filtered:

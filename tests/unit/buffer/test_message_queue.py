@@ -194,7 +194,7 @@ def test_under_policy_token_mask_groups_stay_as_long_as_one_of_their_trained_tok
         await queue.take_batch(1)
         await queue.step_trained(1)
         assert [g.group_id for g in await queue.take_batch(2)] == [3, 4]
-        fresh = queue.freshness(2)
+        fresh = await queue.freshness(2)
         assert (fresh.max_versions, fresh.over_bound_fraction) == (1, 0.25)
         assert queue.stats().dropped_stale == 2, "groups 2 and 5 have no token left to train"
 
@@ -349,7 +349,7 @@ def test_ages_are_told_apart_by_where_they_arose(run, finish, build):
         queue.weights_held(2)
         await asyncio.sleep(9)
         await queue.take_batch(3)
-        fresh = queue.freshness(3)
+        fresh = await queue.freshness(3)
         assert fresh.tokens_by_versions == {1: 6, 2: 2} and fresh.mean_versions == pytest.approx(10 / 8)
         assert fresh.max_versions == 2 and fresh.over_bound_fraction == 0
         assert fresh.queue_share == pytest.approx(8 / 10) and fresh.in_flight_share == pytest.approx(2 / 10)

@@ -42,10 +42,10 @@ class Queue:
     def __init__(self):
         self.safe = []
 
-    def checkpoint_state(self):
+    async def checkpoint_state(self):
         return {"position": 7}
 
-    def checkpointed(self, step):
+    async def checkpointed(self, step):
         self.safe.append(step)
 
 

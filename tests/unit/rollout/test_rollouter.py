@@ -71,7 +71,7 @@ class World:
             for _ in range(self.parts):
                 groups += await self.queue.take_batch(step, self.options.groups_per_batch // self.parts)
                 await asyncio.sleep(self.train_s / self.parts)
-            self.ages.append(self.queue.freshness(step))
+            self.ages.append(await self.queue.freshness(step))
             await self.queue.step_trained(step)
             self.trained.append(groups)
             if step % self.options.trigger_parameter_sync_step == 0:
