@@ -36,7 +36,7 @@ test: setup
 
 lint: setup
 	@$(PIP) ruff pyright
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright --pythonpath $(PY)
 
 clean:
 	rm -rf $(VENV) output build *.egg-info

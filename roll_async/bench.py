@@ -14,7 +14,7 @@ _SCRIPTS = Path(__file__).resolve().parents[1] / "tools" / "bench"
 
 
 def run_bench(args: Sequence[str]) -> int:
-    """Run the named scripts, or all. Exit 0: every budget kept; 1: one was missed or a script failed; 2: unknown name."""
+    """Run the named scripts, or all. Exit 0: every budget kept; 1: one missed or a script failed; 2: unknown name."""
     if not _SCRIPTS.is_dir():
         print("roll-async bench needs a checkout: tools/bench/ is not part of the installed package", file=sys.stderr)
         return 2

@@ -129,8 +129,9 @@ def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:
     recorder = Recorder(folder, trackers, progress, logging_steps=config.logging_steps, trace=trace)
     where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
     print(
-        f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x {config.samples_per_group} samples, "
-        f"ratio {config.async_generation_ratio:g}, on {where}; output in {folder.path}",
+        f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x "
+        f"{config.samples_per_group} samples, ratio {config.async_generation_ratio:g}, on {where}; "
+        f"output in {folder.path}",
         flush=True,
     )
     env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

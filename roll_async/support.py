@@ -25,7 +25,8 @@ def _roles(config: RLVRConfig) -> list[str]:
             problems += _megatron(name, role, strategy)
         elif name in ("reference", "teacher"):
             problems.append(
-                f"{name}.strategy_args.strategy_name={role.strategy_args.strategy_name} is not there yet; use megatron_infer"
+                f"{name}.strategy_args.strategy_name={role.strategy_args.strategy_name} is not there yet; "
+                "use megatron_infer"
             )
     return problems
 

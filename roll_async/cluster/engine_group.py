@@ -88,7 +88,7 @@ def replica_name(placement: ProcessPlacement) -> str:
 
 
 class RayEngineClient:
-    """One replica seen from the driver. Implements `rollout/protocol.py: EngineClient` and the synchronizer's replica."""
+    """A replica seen from the driver. Implements `rollout/protocol.py: EngineClient` and the synchronizer's replica."""
 
     def __init__(self, name: str, actor: ActorHandle, capabilities: EngineCapabilities) -> None:
         self.name = name

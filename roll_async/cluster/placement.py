@@ -65,7 +65,8 @@ def place(
         nodes = {d // num_gpus_per_node for d in devices}
         if len(nodes) != 1:
             raise ValueError(
-                f"devices {list(devices)} of process {index} lie on nodes {sorted(nodes)} (num_gpus_per_node={num_gpus_per_node}); "
+                f"devices {list(devices)} of process {index} lie on nodes {sorted(nodes)} "
+                f"(num_gpus_per_node={num_gpus_per_node}); "
                 "order device_mapping so that the devices of one process share a node"
             )
         local = tuple(d % num_gpus_per_node for d in devices)
@@ -95,7 +96,8 @@ class NodePool:
         if not self._group.wait(timeout_s):
             raise ValueError(
                 f"device_mapping needs {len(bundles)} node(s) with {[b['GPU'] for b in bundles]} GPUs, and Ray has "
-                f"{ray.cluster_resources().get('GPU', 0):.0f} GPUs on {len(ray.nodes())} node(s); shrink device_mapping or add nodes"
+                f"{ray.cluster_resources().get('GPU', 0):.0f} GPUs on {len(ray.nodes())} node(s); "
+                "shrink device_mapping or add nodes"
             )
 
     def options(self, placement: ProcessPlacement, env: dict[str, str]) -> dict[str, object]:

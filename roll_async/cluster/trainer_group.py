@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -132,7 +132,7 @@ class MegatronRank:
 
 
 class RayTrainerGroup:
-    """All ranks of one Megatron role. Implements TrainerGroup, ScoringGroup and CriticGroup of `trainer/protocol.py`."""
+    """All ranks of a Megatron role. Implements TrainerGroup, ScoringGroup and CriticGroup of `trainer/protocol.py`."""
 
     def __init__(self, name: str, ranks: Sequence[ActorHandle], bucket_bytes: int) -> None:
         self.name = name
@@ -239,7 +239,7 @@ class RayTrainerGroup:
         for rank in self._ranks:
             ray.kill(rank)
 
-    async def _all(self, remote_call) -> list:
+    async def _all(self, remote_call: Callable[[ActorHandle], ray.ObjectRef]) -> list:
         """One call on every rank; the first failure is raised, naming the rank."""
         calls = [call(f"{self.name} rank {i}", _awaitable(remote_call(r))) for i, r in enumerate(self._ranks)]
         return list(await asyncio.gather(*calls))
@@ -256,7 +256,7 @@ class BasePolicy:
         return await self._actor.compute_base_logprobs(rows)
 
 
-async def _awaitable(ref: ray.ObjectRef):
+async def _awaitable(ref: ray.ObjectRef) -> object:
     return await ref
 
 

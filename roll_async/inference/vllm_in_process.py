@@ -61,7 +61,7 @@ class InProcessCore(EngineCoreClient):
                     if not future.done():
                         future.set_result(None)
                 self._drained.clear()
-        except Exception as error:  # noqa: BLE001 (whatever ends the core ends every request of it)
+        except Exception as error:  # whatever ends the core ends every request of it
             self._die(error)
 
     def _step(self) -> tuple[list[EngineCoreOutputs], bool]:
@@ -100,7 +100,7 @@ class InProcessCore(EngineCoreClient):
         def run() -> None:
             try:
                 result = function()
-            except Exception as error:  # noqa: BLE001 (belongs to the caller, as over a socket)
+            except Exception as error:  # belongs to the caller, as over a socket
                 settle(future.set_exception, error)  # type: ignore[arg-type]
             else:
                 settle(future.set_result, result)  # type: ignore[arg-type]

@@ -29,9 +29,11 @@ class ProgressLine:
         eta = metrics["time_s"] / done * (self._max_steps - step)
         overlap = 1 - metrics["idle/trainer"]
         line = (
-            f"step {step}/{self._max_steps}  reward {metrics['reward/mean']:.3f}  {metrics['throughput/samples_per_s']:.0f} samples/s  "
-            f"staleness {metrics['staleness/mean']:.2f}/{metrics['staleness/max']:.0f}  queue {metrics['groups/buffered']:.0f}"
-            f"+{metrics['groups/in_flight']:.0f}  overlap {overlap:.0%}  eta {duration(eta)}"
+            f"step {step}/{self._max_steps}  reward {metrics['reward/mean']:.3f}  "
+            f"{metrics['throughput/samples_per_s']:.0f} samples/s  "
+            f"staleness {metrics['staleness/mean']:.2f}/{metrics['staleness/max']:.0f}  "
+            f"queue {metrics['groups/buffered']:.0f}+{metrics['groups/in_flight']:.0f}  "
+            f"overlap {overlap:.0%}  eta {duration(eta)}"
         )
         if self._live:
             width = shutil.get_terminal_size().columns

@@ -44,7 +44,7 @@ def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
 
 def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
     """The closing table as text; `rows` are appended."""
-    first, last = metrics[:5], metrics[-5:]
+    first, last, oldest = metrics[:5], metrics[-5:], max(m["staleness/max"] for m in metrics)
 
     def mean(part: Sequence[Metrics], key: str) -> float:
         return sum(m[key] for m in part) / len(part)
@@ -54,7 +54,7 @@ def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
         ("reward, mean of first / last 5 steps", f"{mean(first, 'reward/mean'):.3f} / {mean(last, 'reward/mean'):.3f}"),
         ("samples/s", f"{mean(metrics, 'throughput/samples_per_s'):.1f}"),
         ("tokens/s", f"{mean(metrics, 'throughput/tokens_per_s'):.0f}"),
-        ("staleness mean / max", f"{mean(metrics, 'staleness/mean'):.2f} / {max(m['staleness/max'] for m in metrics):.0f}"),
+        ("staleness mean / max", f"{mean(metrics, 'staleness/mean'):.2f} / {oldest:.0f}"),
         ("trainer waited for batches", f"{mean(metrics, 'idle/trainer'):.0%} of the time"),
         ("groups trained / filtered / dropped / failed", " / ".join(
             f"{metrics[-1][f'groups/{k}']:.0f}" for k in ("trained", "filtered", "dropped", "failed"))),

@@ -1,4 +1,4 @@
-"""What the rewards behind an HTTP address share: a session with its key, and how long to wait before the next attempt."""
+"""What the rewards behind an HTTP address share: a session with its key, and the wait before the next attempt."""
 
 from __future__ import annotations
 

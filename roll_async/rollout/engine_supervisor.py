@@ -1,6 +1,6 @@
 """Brings lost engines back: start again, paused, then the present weights, then work.
 
-    manager.lost --> supervisor.lost --> start (retried, with backoff) --> rejoin --> synchronizer --> put_back --> manager.add
+    manager.lost --> supervisor.lost --> start (retried) --> rejoin --> synchronizer --> put_back --> manager.add
 
 Its requests wait or run elsewhere meanwhile. A replica that used up its restarts stays out; the run ends when none is
 left.

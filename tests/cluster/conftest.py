@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rank_pool import SUMMARY, RankPool  # noqa: E402
+from rank_pool import SUMMARY, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 RLVR = "start_rlvr_pipeline.py"

@@ -1,6 +1,4 @@
-"""Every policy loss, advantage estimator and source of log-probs: three steps of the CPU demo on real parts, roles started
-once.
-"""
+"""Every policy loss, advantage estimator and source of log-probs: three steps of the CPU demo on real parts."""
 
 import math
 import os
@@ -12,19 +10,21 @@ pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 
-from roll_async.algorithms.advantages import ADVANTAGES  # noqa: E402
-from roll_async.algorithms.policy_losses import POLICY_LOSSES  # noqa: E402
-from roll_async.cluster.runtime import ray_runtime  # noqa: E402
-from roll_async.config.api import load  # noqa: E402
-from roll_async.sweep import Sweep  # noqa: E402
+from roll_async.algorithms.advantages import ADVANTAGES
+from roll_async.algorithms.policy_losses import POLICY_LOSSES
+from roll_async.cluster.runtime import ray_runtime
+from roll_async.config.api import load
+from roll_async.sweep import Sweep
 
 STEPS = 3
 AGENTIC = {"agentic_reinforce", "step_reinforce", "gigpo"}
 """Estimators over the turns of an episode: the config refuses them outside agentic pipelines."""
 CRITIC = (
     "algorithm.adv_estimator=gae",
-    "critic={world_size: 1, model_args: {dtype: fp32}, training_args: {learning_rate: 1.0e-3, per_device_train_batch_size: 32},"
-    " strategy_args: {strategy_name: megatron_train, strategy_config: {transformer_impl: local, use_distributed_optimizer: false}}}",
+    "critic={world_size: 1, model_args: {dtype: fp32},"
+    " training_args: {learning_rate: 1.0e-3, per_device_train_batch_size: 32},"
+    " strategy_args: {strategy_name: megatron_train,"
+    " strategy_config: {transformer_impl: local, use_distributed_optimizer: false}}}",
 )
 SMALL = (
     "rollout_batch_size=8",

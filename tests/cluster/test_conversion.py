@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-import tiny_families  # noqa: E402
-from tiny_families import FAMILIES, MOE  # noqa: E402
+import tiny_families
+from tiny_families import FAMILIES, MOE
 
-from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf  # noqa: E402
-from roll_async.convert import run_convert  # noqa: E402
-from roll_async.trainer.megatron.logits_probe import largest_difference  # noqa: E402
+from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+from roll_async.convert import run_convert
+from roll_async.trainer.megatron.logits_probe import largest_difference
 
 SAME_ROWS = ("qwen2.5 yarn", "llama 2")  # as qwen2 and llama 3, which differ in what is no weight
 TP2_PP2, EP2_PP2 = {"tensor": 2, "pipeline": 2}, {"expert": 2, "pipeline": 2}

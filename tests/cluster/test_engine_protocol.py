@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 psutil = pytest.importorskip("psutil")
 
-from roll_async.inference.backends import create_engine  # noqa: E402
-from roll_async.inference.protocol import PauseMode  # noqa: E402
-from roll_async.inference.settings import EngineSettings  # noqa: E402
-from roll_async.schema import FinishReason, GenerateRequest, SamplingParams  # noqa: E402
-from roll_async.weight_sync.bucket import UpdatePlan  # noqa: E402
-from roll_async.weight_sync.transports import open_sender  # noqa: E402
+from roll_async.inference.backends import create_engine
+from roll_async.inference.protocol import PauseMode
+from roll_async.inference.settings import EngineSettings
+from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
+from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.transports import open_sender
 
 LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
 EOS, CONTEXT, TOLERANCE = 2, 512, 1e-4

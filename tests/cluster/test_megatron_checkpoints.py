@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-import megatron_cases as cases  # noqa: E402
+import megatron_cases as cases
 
-from roll_async.checkpoint.conversion import ConversionOptions, megatron_to_hf  # noqa: E402
+from roll_async.checkpoint.conversion import ConversionOptions, megatron_to_hf
 
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
 P2 = (2, {"parallel": {"pipeline": 2}})

@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-import megatron_cases as cases  # noqa: E402
-import tiny_families  # noqa: E402
-from tiny_families import FAMILIES, MOE  # noqa: E402
+import megatron_cases as cases
+import tiny_families
+from tiny_families import FAMILIES, MOE
 
-from roll_async.checkpoint.hf_folder import HfFolder  # noqa: E402
-from roll_async.checkpoint.hf_names.families import family_of  # noqa: E402
-from roll_async.trainer.megatron.model_config import transformer_config  # noqa: E402
+from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.trainer.megatron.model_config import transformer_config
 
 LAYOUTS = {"1 rank": {}, "TP=2": {"tensor": 2}, "PP=2": {"pipeline": 2}, "EP=2": {"expert": 2}}
 CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if layout != "EP=2" or name in MOE]

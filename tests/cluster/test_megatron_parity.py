@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-import megatron_cases as cases  # noqa: E402
-from rank_pool import SUMMARY  # noqa: E402
+import megatron_cases as cases
+from rank_pool import SUMMARY
 
 PACKED = {"micro_batching": "packed", "max_tokens_per_microbatch": 96}
 DYNAMIC = {"micro_batching": "dynamic", "max_tokens_per_microbatch": 96}

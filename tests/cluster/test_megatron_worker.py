@@ -21,8 +21,9 @@ ROWS, WIDTH = 12, 30
 def model_folder(folder, *, tied: bool, kind: str = "Qwen2") -> str:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, tie_word_embeddings=tied, initializer_range=0.2, pad_token_id=None, max_position_embeddings=128, dtype="float32",
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied, initializer_range=0.2, pad_token_id=None,
+        max_position_embeddings=128, dtype="float32",
     )  # fmt: skip
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
@@ -74,7 +75,8 @@ def batch() -> tuple[TokenRows, PolicyRows]:
     rows = TokenRows(tokens=tokens, lengths=lengths, mask=mask)
     noise = torch.randn(ROWS, WIDTH, generator=generator)
     policy = PolicyRows(
-        tokens=tokens, lengths=lengths, mask=mask, advantages=torch.randn(ROWS, 1, generator=generator).expand(-1, WIDTH).contiguous(),
+        tokens=tokens, lengths=lengths, mask=mask,
+        advantages=torch.randn(ROWS, 1, generator=generator).expand(-1, WIDTH).contiguous(),
         behaviour_logprobs=-3 + 0.1 * noise, proximal_logprobs=-3 + 0.05 * noise, correction_weights=None,
         scores=torch.ones(ROWS), version_lag=torch.ones(ROWS, WIDTH, dtype=torch.int64),
     )  # fmt: skip

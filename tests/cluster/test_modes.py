@@ -15,13 +15,13 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 psutil = pytest.importorskip("psutil")
 
-from roll_async.assemble import RunClasses  # noqa: E402
-from roll_async.cluster.runtime import ray_runtime  # noqa: E402
-from roll_async.config.api import load  # noqa: E402
-from roll_async.pipelines.fully_async import FullyAsyncTrainer  # noqa: E402
-from roll_async.rollout.tools import ToolCall, ToolCompletionCallback  # noqa: E402
-from roll_async.schema import FinishReason  # noqa: E402
-from roll_async.sweep import Sweep  # noqa: E402
+from roll_async.assemble import RunClasses
+from roll_async.cluster.runtime import ray_runtime
+from roll_async.config.api import load
+from roll_async.pipelines.fully_async import FullyAsyncTrainer
+from roll_async.rollout.tools import ToolCall, ToolCompletionCallback
+from roll_async.schema import FinishReason
+from roll_async.sweep import Sweep
 
 STEPS = 5
 SMALL = (

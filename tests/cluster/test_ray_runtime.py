@@ -34,7 +34,8 @@ with ray_runtime(num_processes=2, env={"ROLE": "a"}):
     name, pid, child = ray.get(role.where.remote())
     folder = str(session_folder())
     ours = {p.pid for p in marked_processes(os.environ[MARKER_VARIABLE], [folder])} | {pid, child}
-    open_ports = [c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in ours | {os.getpid()}]
+    listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
+    open_ports = [c.laddr.ip for c in listening if c.pid in ours | {os.getpid()}]
     print(name, *sorted(ours - {os.getpid()}), "|", *sorted(set(open_ports)), flush=True)
     if sys.argv[1] == "hang":
         time.sleep(600)

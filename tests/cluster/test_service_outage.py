@@ -19,7 +19,7 @@ for module in ("fastapi", "uvicorn", "prometheus_client", "aiohttp"):
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "service"))
-from service_process import ServiceProcess  # noqa: E402
+from service_process import ServiceProcess
 
 OUTAGE_S = 5.0
 

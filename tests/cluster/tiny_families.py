@@ -117,6 +117,7 @@ def reshard(rank, world_size, port, layout, hf, source, target):
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
+
     from roll_async.trainer.megatron.torch_dist import TorchDistSave
 
     with joined(rank, world_size, port, layout) as parallel, torch.no_grad():

@@ -83,7 +83,7 @@ def raw(service, headers, body):
     head = b"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(head + headers + b"\r\n")
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may come before the body is through
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may come before the end
             connection.sendall(body)
         return connection.recv(1000).split(b"\r\n")[0]
 

@@ -7,11 +7,11 @@ import pytest
 
 hypothesis = pytest.importorskip("hypothesis")
 
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from roll_async.simulator.scenario import random_killed_scenario, random_scenario  # noqa: E402
-from roll_async.simulator.world import simulate  # noqa: E402
+from roll_async.simulator.scenario import random_killed_scenario, random_scenario
+from roll_async.simulator.world import simulate
 
 SEEDS = st.integers(0, 2**32 - 1)
 EVERY_SEED_COUNTS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -15,7 +15,11 @@ LAYER = {
     "trainer": 3, "inference": 3,
     "rollout": 4,
     "pipelines": 5, "cluster": 5,
-    "assemble_settings": 6, "simulator": 7, "support": 7, "assemble_checkpoint": 8, "assemble_roles": 8, "assemble": 9, "launch": 10, "bench": 10, "convert": 10, "sweep": 10,
+    "assemble_settings": 6,
+    "simulator": 7, "support": 7,
+    "assemble_checkpoint": 8, "assemble_roles": 8,
+    "assemble": 9,
+    "launch": 10, "bench": 10, "convert": 10, "sweep": 10,
     "fully_async": 11, "cli": 11,
 }  # fmt: skip
 

@@ -3,8 +3,8 @@
     python tools/bench/staleness_experiment.py [--steps 30] [--seeds 3] [--output output/staleness_experiment]
 
 Roles start once (`roll_async/sweep.py`); every run begins with the warm-started model. Staleness s is
-`async_generation_ratio: s` with one weight push per step, and the trainer waits until the queue is full before it takes a
-batch: from step s + 1 on every sample is exactly s versions old, however fast generation is on the machine at hand.
+`async_generation_ratio: s` with one weight push per step, and the trainer waits until the queue is full before it
+takes a batch: from step s + 1 on every sample is exactly s versions old, however fast generation is on this machine.
 Finished runs are kept in runs.jsonl and not repeated, so the script may be stopped and started again.
 Uses the demo assets (`make demo-assets`).
 """
@@ -50,20 +50,28 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
     class OldestAllowed(TrainLoop):
         """Takes a batch only when admission is exhausted and everything admitted is finished."""
 
-        async def _consume(self, step, clock):  # noqa: ANN001, ANN202
+        async def _consume(self, step, clock):
             queue, trained = self._parts.queue, (step - 1) * self._plan.groups_per_batch
             async with asyncio.timeout(300):
                 while queue.stats().buffered < queue.admission_limit - trained:
                     await asyncio.sleep(0.005)
             return await super()._consume(step, clock)
 
-    def config(loss: str, staleness: int, seed: int):  # noqa: ANN202
+    def config(loss: str, staleness: int, seed: int):
         overrides = (
-            f"async_generation_ratio={staleness}", f"seed={seed}", f"max_steps={args.steps}", f"output_dir={args.output}",
-            f"exp_name={loss.replace(', ', '_').replace(' ', '_')}_{staleness}_{seed}", f"rollout_batch_size={args.prompts}", "eval_steps=0", "save_steps=0",
+            f"async_generation_ratio={staleness}",
+            f"seed={seed}",
+            f"max_steps={args.steps}",
+            f"output_dir={args.output}",
+            f"exp_name={loss.replace(', ', '_').replace(' ', '_')}_{staleness}_{seed}",
+            f"rollout_batch_size={args.prompts}",
             f"actor_train.training_args.learning_rate={args.rate}",
-            f"actor_train.training_args.gradient_accumulation_steps={args.prompts * 8 // 64}", "ledger.enable=false", *LOSSES[loss],
-        )  # fmt: skip
+            f"actor_train.training_args.gradient_accumulation_steps={args.prompts * 8 // 64}",
+            "eval_steps=0",
+            "save_steps=0",
+            "ledger.enable=false",
+            *LOSSES[loss],
+        )
         return load(str(ROOT / "configs" / "rlvr_config_async_cpu.yaml"), overrides, "rlvr")
 
     done = {(r["loss"], r["staleness"], r["seed"]) for r in read(runs)}

@@ -45,13 +45,16 @@ class Clock(TrainerCallback):
         times.append(time.time())
 
 config = GRPOConfig(
-    output_dir=output, per_device_train_batch_size=256, gradient_accumulation_steps=1, num_generations=8, max_completion_length=96,
-    temperature=1.0, learning_rate=rate, lr_scheduler_type="constant", max_steps=steps, beta=0.0, use_cpu=True, bf16=False,
-    logging_steps=1, save_strategy="no", report_to="none", gradient_checkpointing=False, seed=42, disable_tqdm=True,
+    output_dir=output, per_device_train_batch_size=256, gradient_accumulation_steps=1, num_generations=8,
+    max_completion_length=96, temperature=1.0, learning_rate=rate, lr_scheduler_type="constant", max_steps=steps,
+    beta=0.0, use_cpu=True, bf16=False, logging_steps=1, save_strategy="no",
+    report_to="none", gradient_checkpointing=False, seed=42, disable_tqdm=True,
 )
 model = AutoModelForCausalLM.from_pretrained(f"{assets}/model", dtype=torch.float32)
 tokenizer = AutoTokenizer.from_pretrained(f"{assets}/model", padding_side="left")
-trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+trainer = GRPOTrainer(
+    model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
+)
 trainer.train()
 model.save_pretrained(output + "/final"); tokenizer.save_pretrained(output + "/final")
 rewards = [h["reward"] for h in trainer.state.log_history if "reward" in h]
@@ -86,7 +89,8 @@ def run_ours(assets: Path, output: Path, steps: int, rate: float, overrides: lis
         sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", "rlvr_config_async_cpu.yaml",
         f"pretrain={assets}/model", f"actor_train.data_args.file_name={assets}/train.jsonl",
         f"validation.data_args.file_name={assets}/validation.jsonl", f"output_dir={output}", "exp_name=ours",
-        f"max_steps={steps}", f"actor_train.training_args.learning_rate={rate}", "eval_steps=0", "save_steps=0", *overrides,
+        f"max_steps={steps}", f"actor_train.training_args.learning_rate={rate}", "eval_steps=0", "save_steps=0",
+        *overrides,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

@@ -8,7 +8,7 @@ from roll_async.trainer.megatron.settings import OptimizerSettings
 
 
 def learning_rate_at(step: int, settings: OptimizerSettings) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, or linear or cosine to 0 at total_steps."""
+    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to 0 at total_steps."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":

@@ -3,10 +3,10 @@
 import pytest
 
 transformers = pytest.importorskip("transformers")
-import torch  # noqa: E402
+import torch
 
-from roll_async.checkpoint.hf_config import HfConfig  # noqa: E402
-from roll_async.checkpoint.rotary import Rotary  # noqa: E402
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.rotary import Rotary
 
 CONTEXT = {"original_max_position_embeddings": 256}
 SCALINGS = [

@@ -13,7 +13,7 @@ from roll_async.schema import Completion, FinishReason, GenerateRequest, Samplin
 
 
 class FakeEngine:
-    """Answers after as many seconds as the request may have tokens; prompt [0] is refused, prompt [1] kills the engine."""
+    """Answers after as many seconds as the request may have tokens; prompt [0] is refused, [1] kills the engine."""
 
     def __init__(self):
         self.running, self.aborted, self.modes, self.closed = {}, [], [], False
