@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
+from roll_async.rewards.language import known_language, language_of
+
 _WORD = re.compile(r"\w+(?:['\u2019]\w+)*")
 _SENTENCE_END = re.compile(r"[.!?]+[\"'\u2019\u201d)\]]{0,3}(?=\s|$)")
 _UNORDERED = re.compile(r"^[ \t]{0,20}[*-][ \t]{1,20}\S", re.MULTILINE)
@@ -155,6 +157,11 @@ def english_lowercase(text: str) -> bool:
     return text.islower()
 
 
+def response_language(text: str, *, language: str) -> bool:
+    """Raises ValueError for a language that is not told apart."""
+    return language_of(text) == known_language(language)
+
+
 def no_comma(text: str) -> bool:
     return "," not in text and "\uff0c" not in text
 
@@ -184,5 +191,6 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "change_case:english_capital": english_capital,
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
+    "language:response_language": response_language,
 }
-"""By IFEval's `instruction_id`. `language:response_language` is not among them: it needs a trained model."""
+"""By IFEval's `instruction_id`: all of them."""

@@ -27,10 +27,11 @@ _WARM_UP = {
         (r"\{1,2\}", r"\{2,1\}"), ("(1,2)", "[1,2)"), (r"\frac{\pi}{3}", r"60^\circ"), (r"5\text{ cm}", "5"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", "7"), ("x=3", "3"), (r"12\%", "0.12"), ("2/3", r"\dfrac{4}{6}"),
         (r"x \le 3", r"(-\infty,3]"), (r"\log_2 8", "3"), ("-7", r"\frac{-14}{2}"),
-    )
+    ),
+    "ifeval": (("a word", '{"kind": "language:response_language", "language": "en"}'),),
 }  # fmt: skip
-"""First calls, (stated, reference): they import what is imported late and fill the caches of the LaTeX parser, seconds
-that must not count against a sample.
+"""First calls, (stated, reference): they load what is loaded late and fill the caches of the LaTeX parser, seconds that
+must not count against a sample.
 """
 
 

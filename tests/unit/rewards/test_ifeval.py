@@ -49,15 +49,22 @@ CASES = {
     "change_case:english_capital": ({}, "ALL, 3!", "ALL but One"),
     "change_case:english_lowercase": ({}, "all, 3!", "all but One"),
     "punctuation:no_comma": ({}, "one. two", "one, two"),
+    "language:response_language": (
+        {"language": "de"},
+        "Das Wetter war heute sch\u00f6n und wir gingen in den Park.",
+        "The weather was nice today and we went to the park.",
+    ),
 }
 
 
 def test_every_kind_has_a_case():
-    assert CASES.keys() == CONSTRAINTS.keys() and len(CASES) == 24
+    assert CASES.keys() == CONSTRAINTS.keys() and len(CASES) == 25
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_constraint_is_kept_by_one_text_and_broken_by_its_neighbour(kind):
+    if kind.startswith("language"):
+        pytest.importorskip("py3langid")
     arguments, good, bad = CASES[kind]
     truth = json.dumps({"kind": kind, **arguments})
     kept, broken = InstructionFollowing()(good, truth, {}), InstructionFollowing()(bad, truth, {})
@@ -101,7 +108,7 @@ def test_only_what_follows_the_thinking_is_looked_at():
 @pytest.mark.parametrize(
     ("truth", "message"),
     [
-        ('{"kind": "language:response_language", "language": "de"}', "language:response_language"),
+        ('{"kind": "language:accent", "language": "de"}', "'language:accent' is not one of"),
         ('{"kind": "keywords:frequency", "keyword": "x"}', "needs frequency"),
         ('{"kind": "keywords:frequency", "keyword": "x", "frequency": 1, "relation": "about"}', "'about'"),
         ('{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}', "1 constraints and 2 kwargs"),
@@ -122,3 +129,35 @@ def test_checking_is_linear_in_whatever_the_model_wrote(text):
     started = time.process_time()
     InstructionFollowing()(text, truth, {})
     assert time.process_time() - started < 2.0
+
+
+SENTENCES = {
+    "en": "ALL THE WEATHER WAS NICE TODAY",
+    "pt": "O tempo estava bom hoje e fomos ao parque com os nossos cachorros.",
+    "es": "El tiempo era bueno hoy y fuimos al parque con nuestros dos perros.",
+    "it": "Oggi il tempo era bello e siamo andati al parco con i nostri due cani.",
+    "sw": "Leo hali ya hewa ilikuwa nzuri na tulikwenda kwenye bustani na mbwa wetu.",
+    "zh-cn": "\u4eca\u5929\u5929\u6c14\u5f88\u597d\uff0c\u6211\u4eec\u5e26\u7740\u72d7\u53bb\u4e86\u516c\u56ed\u3002",
+    "uk": "\u0421\u044c\u043e\u0433\u043e\u0434\u043d\u0456 \u0431\u0443\u043b\u0430 \u0433\u0430\u0440\u043d\u0430"
+    " \u043f\u043e\u0433\u043e\u0434\u0430",
+    "iw": "\u05de\u05d6\u05d2 \u05d4\u05d0\u05d5\u05d5\u05d9\u05e8 \u05d4\u05d9\u05d4 \u05e0\u05e2\u05d9\u05dd",
+}
+
+
+def test_a_text_keeps_the_constraint_of_its_own_language_only():
+    pytest.importorskip("py3langid")
+    for written, text in SENTENCES.items():
+        kept = [
+            code
+            for code in SENTENCES
+            if InstructionFollowing()(
+                text, json.dumps({"kind": "language:response_language", "language": code}), {}
+            ).acc
+        ]
+        assert kept == [written]
+
+
+def test_a_language_that_cannot_be_told_is_an_error_of_the_row_and_not_a_broken_constraint():
+    pytest.importorskip("py3langid")
+    with pytest.raises(ValueError, match="language 'tlh' is not one of af ar"):
+        InstructionFollowing()("nuqneH", json.dumps({"kind": "language:response_language", "language": "tlh"}), {})

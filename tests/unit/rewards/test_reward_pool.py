@@ -266,6 +266,18 @@ def test_behind_a_hanging_expression_nobody_waits_for_its_time_out_and_two_more_
     assert (timeouts, crashes) == (3, 0)
 
 
+def test_a_confined_worker_can_tell_languages(scoring):
+    pytest.importorskip("py3langid")
+    truth = '{"kind": "language:response_language", "language": "fr"}'
+
+    async def work(pool):
+        return [
+            (await pool.score(text, truth, {})).score for text in ("Il fait beau aujourd'hui.", "It is fine today.")
+        ]
+
+    assert scoring(work, reward="ifeval") == [1.0, 0.0]
+
+
 def _workers():
     """Numbers of all processes below this one that judge, or that those are forked from."""
     parents = {}
