@@ -30,6 +30,7 @@ from typing import Annotated, Literal, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.registry import create_reward
 from roll_async.schema import Reward, RewardStatus
 
 try:
@@ -332,7 +333,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Options]:
         parser.error(f"--host {args.host} is not loopback: put a token into the environment variable {args.token_env}")
     if args.workers < 1 or args.timeout <= 0 or args.memory_mb < 512 or args.max_request_bytes < 1:
         parser.error("--workers >= 1, --timeout > 0, --memory-mb >= 512 and --max-request-bytes >= 1 are expected")
+    if not 0 <= args.port <= 65535:
+        parser.error(f"--port {args.port} is not between 0 and 65535")
     try:
+        create_reward(args.reward)
         options = Options(
             workers=args.workers,
             timeout_s=args.timeout,
