@@ -5,7 +5,7 @@
 #   MODEL_PATH=... HOME_DIR=... bash examples/async_dapo/test_7b.sh [KEY=VALUE ...]
 #
 # Without WANDB_API_KEY metrics go to TensorBoard. CONFIG, PYTHON and the variables below take other values without editing this file; on a
-# machine without GPUs: CONFIG=rlvr_config_async_cpu.yaml MATH_VERIFY_URL= n_resp_per_prompt=8 bash ...
+# machine without GPUs: CONFIG=async_dapo_cpu.yaml MATH_VERIFY_URL= n_resp_per_prompt=8 bash ...
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -1,6 +1,7 @@
 """The start scripts of the recipes: what they hand to the program is a valid run, by default and with overrides."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,8 +51,28 @@ def test_the_asynchronous_recipe_has_the_documents_numbers_and_the_service(start
                  "/home/me/data/skywork_or1_1_5b_diff_sys/train.parquet", "/home/me/data/aime24_sys/test.parquet",
                  "type: math_service", 'api_url: "http://127.0.0.1:8300"', "metric: score"):  # fmt: skip
         assert line in done.stdout, line
-    changed = start("async_dapo/test_7b.sh", n_resp_per_prompt="8", CONFIG="rlvr_config_async_cpu.yaml")
-    assert changed.returncode == 0 and "num_return_sequences_in_group: 8" in changed.stdout
+
+
+DEMOS = {
+    "dapo/run_dapo_qwen2.5_32b.sh": ("dapo_cpu", "token-mean", True),
+    "dapo/run_dapo_wo_ds_qwen2.5_32b.sh": ("dapo_wo_dynamic_sampling_cpu", "token-mean", False),
+    "dapo/run_dapo_early_qwen2.5_32b.sh": ("dapo_early_cpu", "seq-mean-token-mean", False),
+    "async_dapo/test_7b.sh": ("async_dapo_cpu", "token-mean", True),
+}
+
+
+@pytest.mark.parametrize("script", DEMOS)
+def test_the_command_for_a_laptop_that_a_script_names_is_the_same_algorithm_on_the_demo(start, script):
+    config, aggregation, dynamic = DEMOS[script]
+    named = re.search(r"CONFIG=(\w+)\.yaml", (ROOT / "examples" / script).read_text().partition("set -euo")[0])
+    assert named and named[1] == config
+    done = start(script, CONFIG=f"{config}.yaml", TRAIN_FILE="", TEST_FILE="", n_resp_per_prompt="8")
+    assert done.returncode == 0, done.stderr
+    section = done.stdout.partition("filter_groups:")[2].split("metric")[0]
+    assert f"enable: {str(dynamic).lower()}" in section and f"loss_agg_mode: {aggregation}" in done.stdout
+    for line in ("clip_high: 0.28", "num_return_sequences_in_group: 8", "./output/demo_assets/train.jsonl",
+                 "penalty_factor: 1", "world_size: 1"):  # fmt: skip
+        assert line in done.stdout, line
 
 
 def test_the_asynchronous_recipe_does_not_start_without_the_service(start, free_port):
