@@ -100,9 +100,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def rank_pool():
     """Processes that play the ranks of one layout after another, see rank_pool.py."""
-    pool = RankPool(4)
-    yield pool
-    pool.close(gently=True)
+    return RankPool()
 
 
 @pytest.fixture
