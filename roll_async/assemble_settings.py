@@ -60,6 +60,7 @@ def learner_options(config: RLVRConfig) -> LearnerOptions:
         correction=correction_options(config),
         overlong_len=algorithm.overlong_buffer.len if algorithm.overlong_buffer.enable else 0,
         overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,
+        router_replay=config.actor_train.router_replay,
         mask_older_than=staleness.max_versions if staleness.policy == "token_mask" else None,
         seed=config.seed,
     )
@@ -111,6 +112,7 @@ def megatron_settings(config: RLVRConfig, role: WorkerConfig) -> MegatronSetting
         top_k=max(0, sampling.top_k),
         top_p=sampling.top_p,
         moe_dispatcher=strategy.moe_token_dispatcher_type,
+        router_replay=role.router_replay,
         moe_aux_loss_coeff=strategy.moe_aux_loss_coeff if trains else 0.0,
         recompute=recompute,
         transformer_impl=strategy.transformer_impl,
@@ -175,6 +177,7 @@ def engine_settings(config: RLVRConfig) -> EngineSettings:
         "max_running": config.async_training.max_concurrent_per_server,
         "stop_strings": any(a.stop_strings for a in _all_generating_args(config)),
         "truncated_sampling": any(a.top_k > 0 or a.top_p < 1 for a in _all_generating_args(config)),
+        "record_experts": config.actor_train.router_replay,
         "extra": strategy.extra,
     }
     match strategy:

@@ -16,7 +16,7 @@ Shape letters: B rows (one row = one sample), T token positions of the padded ba
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -72,12 +72,49 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRecord:
+    """Which experts read the first tokens of a row: the choice of every router, as the engine made it.
+
+    Worked example: 2 layers, 2 experts per token; `ids=[0, 3, 1, 2, 2, 3, 0, 1]` says that position 0 went to experts 0
+    and 3 in the first layer and to 1 and 2 in the second, position 1 to 2 and 3, then to 0 and 1. The last token an
+    engine samples is never read by the model: n tokens have n - 1 positions.
+    """
+
+    ids: array  # [positions * num_layers * top_k], 'B' (up to 256 experts) or 'h'
+    num_layers: int
+    """All layers of the model, or only those that have experts."""
+    top_k: int
+
+    def __post_init__(self) -> None:
+        assert self.ids.typecode in "Bh" and len(self.ids) % (self.num_layers * self.top_k) == 0
+
+    @property
+    def num_positions(self) -> int:
+        """Positions recorded."""
+        return len(self.ids) // (self.num_layers * self.top_k)
+
+
+def join_records(records: Iterable[ExpertRecord | None]) -> ExpertRecord | None:
+    """One record after the other; what has none is left out. None when nothing is left."""
+    found = [record for record in records if record is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    ids = array(found[0].ids.typecode)
+    for record in found:
+        assert (record.num_layers, record.top_k) == (found[0].num_layers, found[0].top_k), "one model, one shape"
+        ids.extend(record.ids)
+    return ExpertRecord(ids=ids, num_layers=found[0].num_layers, top_k=found[0].top_k)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
     """One generation on one replica. Token in, token out."""
 
     request_id: str
     prompt_token_ids: array  # [P], for a resumed request: the prompt and the tokens generated so far
     sampling: SamplingParams
+    recorded_positions: int = 0
+    """Positions of the prompt whose experts are known: the record of this request begins after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +128,8 @@ class Completion:
     finish_reason: FinishReason
     generation_s: float
     """Seconds from submission to the end, on the engine's clock."""
+    experts: ExpertRecord | None = None
+    """From the request's `recorded_positions` on; None when the engine does not record."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == sum(n for _, n in self.version_runs), (
@@ -133,9 +172,12 @@ class Sample:
     generation_s: float
     reward: Reward | None = None
     num_turns: int = 1
+    experts: ExpertRecord | None = None
+    """Of the prompt's and the response's first positions, each from when the model first read it."""
 
     def __post_init__(self) -> None:
         size = len(self.response_token_ids)
+        assert self.experts is None or self.experts.num_positions < len(self.prompt_token_ids) + max(1, size)
         assert size == len(self.loss_mask) == len(self.behaviour_logprobs) == sum(n for _, n in self.version_runs)
 
     @property
@@ -179,6 +221,16 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRows:
+    """The records of B rows one after another: row b holds the first `num_positions[b]` positions. Shape letters: N
+    positions of all rows, L layers, K experts per token.
+    """
+
+    ids: Tensor  # [N,L,K] uint8 or int16
+    num_positions: Tensor  # [B] int64, 0 where nothing was recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
     """Whole groups as right-padded tensors; position t of every per-token field belongs to token t of the row.
 
@@ -198,6 +250,8 @@ class TrainBatch:
     domain_index: Tensor  # [B] int64, into `domains`
     domains: tuple[str, ...]
     baseline_scores: Tensor | None = None  # [B] float32, greedy score of the row's prompt (remax)
+    experts: ExpertRows | None = None
+    """The engines' choice of experts; None when no row has a record."""
 
     @property
     def response_lengths(self) -> Tensor:

@@ -4,7 +4,7 @@ ignored.
 
 from __future__ import annotations
 
-from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, RLVRConfig, WorkerConfig
+from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, RLVRConfig, VllmConfig, WorkerConfig
 from roll_async.inference.backends import ENGINES
 from roll_async.weight_sync.transports import SENDERS
 
@@ -47,8 +47,6 @@ def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | Meg
             problems.append(
                 f"{name}..overlap_param_gather=true needs use_distributed_optimizer and overlap_grad_reduce: true"
             )
-    if role.router_replay:
-        problems.append(f"{name}.router_replay=true is not there yet; set it to false")
     return problems
 
 
@@ -59,8 +57,25 @@ def _engine(config: RLVRConfig) -> list[str]:
         problems.append(
             f"actor_infer.strategy_args.strategy_name={strategy} is not there yet; use {' or '.join(ENGINES)}"
         )
+    if config.actor_train.router_replay:
+        problems += _cannot_record(config)
     if config.weight_sync.transport not in ("auto", *SENDERS):
         problems.append(
             f"weight_sync.transport={config.weight_sync.transport} is not there yet; use auto or {' or '.join(SENDERS)}"
         )
     return problems
+
+
+def _cannot_record(config: RLVRConfig) -> list[str]:
+    """Why vLLM could not tell which experts it took."""
+    key, strategy = "actor_infer.strategy_args.strategy_config", config.actor_infer.strategy_args.strategy_config
+    if not isinstance(strategy, VllmConfig):
+        return []
+    problems = []
+    if not strategy.enable_prefix_caching:
+        problems.append(f"{key}.enable_prefix_caching=false: vLLM records experts beside its prefix cache")
+    if strategy.pipeline_parallel_size > 1:
+        size = strategy.pipeline_parallel_size
+        problems.append(f"{key}.pipeline_parallel_size={size}: vLLM records experts of one stage only")
+    remedy = "set actor_train.router_replay: false"
+    return [f"{problem}; change it, or {remedy}" for problem in problems]

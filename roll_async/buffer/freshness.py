@@ -21,11 +21,13 @@ def length_bucket(length: int) -> int:
 
 
 def group_bytes(group: Group) -> int:
-    """Bytes of the token arrays of a group: ids and log-probs 4 each, loss mask 1."""
+    """Bytes of the token arrays of a group: ids and log-probs 4 each, loss mask 1, recorded experts 1 or 2 each."""
     size = 4 * len(group.prompt.token_ids)
     for sample in group.samples:
         shared = sample.prompt_token_ids is group.prompt.token_ids
         size += 9 * len(sample.response_token_ids) + (0 if shared else 4 * len(sample.prompt_token_ids))
+        if sample.experts is not None:
+            size += sample.experts.ids.itemsize * len(sample.experts.ids)
     return size
 
 

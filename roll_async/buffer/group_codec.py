@@ -1,7 +1,7 @@
 """One group as a JSON header and one block of bytes. No pickle: a ledger from elsewhere cannot run code.
 
 Block: prompt ids, then per sample its prompt ids (absent when equal to the prompt's), response ids (int32), behaviour
-log-probs (float32), loss mask (1 byte per token). Sizes are in the header.
+log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each). Sizes are in the header.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from array import array
 from dataclasses import asdict
 
-from roll_async.schema import FinishReason, Group, Prompt, Reward, RewardStatus, Sample
+from roll_async.schema import ExpertRecord, FinishReason, Group, Prompt, Reward, RewardStatus, Sample
 
 
 def encode_group(group: Group) -> tuple[str, bytes]:
@@ -31,8 +31,11 @@ def encode_group(group: Group) -> tuple[str, bytes]:
                 "generation_s": sample.generation_s,
                 "reward": None if sample.reward is None else asdict(sample.reward),
                 "num_turns": sample.num_turns,
+                "experts": None if sample.experts is None else _shape_of(sample.experts),
             }
         )
+        if sample.experts is not None:
+            parts.append(sample.experts.ids.tobytes())
     header = {
         "group_id": group.group_id,
         "prompt": {
@@ -52,6 +55,15 @@ def encode_group(group: Group) -> tuple[str, bytes]:
     return json.dumps(header), b"".join(parts)
 
 
+def _shape_of(record: ExpertRecord) -> dict[str, object]:
+    return {
+        "typecode": record.ids.typecode,
+        "positions": record.num_positions,
+        "num_layers": record.num_layers,
+        "top_k": record.top_k,
+    }
+
+
 class _Reader:
     """Cuts arrays off a block, in order."""
 
@@ -59,10 +71,16 @@ class _Reader:
         self._block, self._position = block, 0
 
     def numbers(self, typecode: str, count: int) -> array:
-        """[count] int32 ('i') or float32 ('f')."""
+        """[count] int32 ('i'), float32 ('f'), int16 ('h') or uint8 ('B')."""
         values = array(typecode)
-        values.frombytes(self.raw(4 * count))
+        values.frombytes(self.raw(values.itemsize * count))
         return values
+
+    def experts(self, shape: dict) -> ExpertRecord:
+        """What `_shape_of` describes."""
+        layers, top_k = shape["num_layers"], shape["top_k"]
+        ids = self.numbers(shape["typecode"], shape["positions"] * layers * top_k)
+        return ExpertRecord(ids=ids, num_layers=layers, top_k=top_k)
 
     def raw(self, size: int) -> bytes:
         part = self._block[self._position : self._position + size]
@@ -99,6 +117,7 @@ def decode_group(header: str, block: bytes) -> Group:
                 generation_s=item["generation_s"],
                 reward=None if reward is None else Reward(**{**reward, "status": RewardStatus(reward["status"])}),
                 num_turns=item["num_turns"],
+                experts=None if item.get("experts") is None else reader.experts(item["experts"]),
             )
         )
     return Group(

@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.digest import Digest
 from roll_async.weight_sync.sending import BucketReader
 from roll_async.weight_sync.transports import STAGED, open_receiver
+
+if TYPE_CHECKING:
+    from roll_async.inference.hf_experts import ExpertRecorder
 
 _PAGE_TOKENS = 32
 _GREEDY_TEMPERATURE = 1e-6
@@ -54,6 +58,7 @@ class HfEngine:
         self._running: dict[str, _Running] = {}
         self._truncating = settings.truncated_sampling
         self._receiver: BucketReader | None = None
+        self._recorder: ExpertRecorder | None = None
         self._serving, self._settled, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._settled.set()
         self._idle.set()
@@ -84,6 +89,10 @@ class HfEngine:
             model = AutoModelForCausalLM.from_pretrained(settings.model_folder, dtype=dtype, attn_implementation="sdpa")
         self._model = model.eval().to(settings.device)
         self._eos_ids = _stop_ids(self._model)
+        if settings.record_experts:
+            from roll_async.inference.hf_experts import ExpertRecorder
+
+            self._recorder = ExpertRecorder(self._model, lambda: self._manager)
         self._manager = self._new_manager()
 
     def _new_manager(self):  # noqa: ANN202 (ContinuousBatchingManager, imported late)
@@ -145,6 +154,8 @@ class HfEngine:
             if run.submitted and not run.finished.is_set():  # the caller was cancelled
                 self._manager.cancel_request(request.request_id)
                 run.finished.set()
+            if self._recorder is not None:
+                self._recorder.forget(request.request_id)
             del self._running[request.request_id]
             run.returned.set()
             self._note_idle()
@@ -182,6 +193,8 @@ class HfEngine:
             options |= {"top_k": top_k, "top_p": sampling.top_p}
         run.submitted, run.version = True, self._version or 0
         self._idle.clear()
+        if self._recorder is not None:
+            self._recorder.announce(request_id, run.request.recorded_positions)
         self._manager.register_result_handler(request_id, lambda output: self._received(run, output))
         taken = self._manager.add_request(
             list(run.request.prompt_token_ids),
@@ -213,6 +226,10 @@ class HfEngine:
             reason = FinishReason.STOP
         else:
             reason = FinishReason.LENGTH if len(tokens) >= run.budget else FinishReason.ABORT
+        experts = None
+        if self._recorder is not None:
+            fed = len(run.request.prompt_token_ids) + len(tokens) - 1 if tokens else run.request.recorded_positions
+            experts = self._recorder.take(run.request.request_id, fed)
         return Completion(
             request_id=run.request.request_id,
             token_ids=array("i", tokens),
@@ -220,6 +237,7 @@ class HfEngine:
             version_runs=((run.version, len(tokens)),) if tokens else (),
             finish_reason=reason,
             generation_s=self._loop.time() - run.started_s,
+            experts=experts,
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -77,6 +77,7 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Run one request to its end, or to an abort. One log-prob and one weight version per token.
+        With `EngineSettings.record_experts` also the experts of every position read from `recorded_positions` on.
 
         Raises ValueError when the request can not fit (prompt longer than the context).
         """

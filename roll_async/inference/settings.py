@@ -38,6 +38,8 @@ class EngineSettings:
     """Requests may carry stop strings: a tokenizer is loaded to find them."""
     truncated_sampling: bool = False
     """top_k or top_p in use: log-probs are those of the truncated distribution."""
+    record_experts: bool = False
+    """Completions carry the experts their tokens went to (mixture-of-experts models only)."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Handed to the library unchanged."""
 

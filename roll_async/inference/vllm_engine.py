@@ -16,9 +16,19 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import groupby
 
+import numpy as np
+
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
-from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, VersionRuns, WeightVersion
+from roll_async.schema import (
+    Completion,
+    ExpertRecord,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    VersionRuns,
+    WeightVersion,
+)
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.transports import STAGED
 
@@ -101,6 +111,8 @@ class VllmEngine:
             "disable_log_stats": True,
             "worker_extension_cls": "roll_async.inference.vllm_worker_extension.WeightUpdateExtension",
         }
+        if settings.record_experts:
+            arguments["enable_return_routed_experts"] = True
         if settings.block_size is not None:
             arguments["block_size"] = settings.block_size
         if settings.device == "cpu":
@@ -113,7 +125,8 @@ class VllmEngine:
         try:
             engine_arguments = AsyncEngineArgs(**arguments, **settings.extra)  # type: ignore[arg-type]
         except TypeError as error:
-            raise ValueError(f"strategy_config.extra: {error}") from error
+            where = "strategy_config.extra" + (" or actor_train.router_replay" if settings.record_experts else "")
+            raise ValueError(f"{where}: {error}") from error
         with _core_placement(settings.device):
             self._llm = AsyncLLM.from_engine_args(engine_arguments)
         if settings.device == "cpu" and self._llm.model_config.get_num_experts() > 0:
@@ -148,7 +161,9 @@ class VllmEngine:
         try:
             if not await self._admitted(ticket):
                 return _nothing(request.request_id, loop.time() - submitted)
-            output = await self._run(request.request_id, prompt, _sampling(request.sampling, max_tokens), ticket)
+            recorded_from = request.recorded_positions if self._settings.record_experts else None
+            sampling = _sampling(request.sampling, max_tokens, recorded_from)
+            output = await self._run(request.request_id, prompt, sampling, ticket)
             return self._completion(request.request_id, output, ticket.version, loop.time() - submitted)
         finally:
             del self._running[request.request_id]
@@ -279,7 +294,20 @@ class VllmEngine:
             version_runs=_merge(runs),
             finish_reason=_REASONS[output.finish_reason],
             generation_s=seconds,
+            experts=expert_record(output.routed_experts) if self._settings.record_experts else None,
         )
+
+
+def expert_record(routed: np.ndarray | None) -> ExpertRecord | None:
+    """From vLLM's [positions, layers, experts per token], uint8 or uint16; layers without experts hold nothing of
+    meaning.
+    """
+    if routed is None:
+        return None
+    kind, typecode = (np.uint8, "B") if routed.dtype == np.uint8 else (np.int16, "h")
+    ids = array(typecode)
+    ids.frombytes(np.ascontiguousarray(routed, dtype=kind).tobytes())
+    return ExpertRecord(ids=ids, num_layers=routed.shape[1], top_k=routed.shape[2])
 
 
 def _core_placement(device: str) -> contextlib.AbstractContextManager[None]:
@@ -304,7 +332,8 @@ def _nothing(request_id: str, seconds: float) -> Completion:
 
 
 @lru_cache(maxsize=1024)
-def _sampling(params: SamplingParams, max_tokens: int):  # noqa: ANN202 (vLLM's SamplingParams, imported late)
+def _sampling(params: SamplingParams, max_tokens: int, recorded_from: int | None):  # noqa: ANN202 (vLLM's, imported late)
+    """`recorded_from`: position that the record of experts begins with; None = nothing is recorded."""
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
@@ -321,6 +350,7 @@ def _sampling(params: SamplingParams, max_tokens: int):  # noqa: ANN202 (vLLM's 
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **({} if recorded_from is None else {"routed_experts_prompt_start": recorded_from}),
     )
 
 

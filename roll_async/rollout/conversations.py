@@ -98,6 +98,7 @@ class Conversations:
                 request_id=self._requests[name],
                 prompt_token_ids=transcript.token_ids,
                 sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - len(transcript)),
+                recorded_positions=transcript.recorded_positions,
             )
             completion = await self._manager.generate(request, affinity=affinity, foreground=foreground)
             transcript.add_completion(completion)

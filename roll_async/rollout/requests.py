@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from roll_async.schema import Completion, FinishReason, GenerateRequest
+from roll_async.schema import Completion, FinishReason, GenerateRequest, join_records
 
 
 class GenerationFailed(RuntimeError):
@@ -52,12 +52,16 @@ class PendingRequest:
         self.wire_id = f"{self.request.request_id}#{self.attempt}"
         prompt, sampling = self.request.prompt_token_ids, self.request.sampling
         if not self.pieces:
-            return GenerateRequest(request_id=self.wire_id, prompt_token_ids=prompt, sampling=sampling)
+            return replace(self.request, request_id=self.wire_id)
         for piece in self.pieces:
             prompt = prompt + piece.token_ids
         left = sampling.max_new_tokens - self.num_generated
+        recorded = sum(piece.experts.num_positions for piece in self.pieces if piece.experts is not None)
         return GenerateRequest(
-            request_id=self.wire_id, prompt_token_ids=prompt, sampling=replace(sampling, max_new_tokens=left)
+            request_id=self.wire_id,
+            prompt_token_ids=prompt,
+            sampling=replace(sampling, max_new_tokens=left),
+            recorded_positions=self.request.recorded_positions + recorded,
         )
 
     def keep(self, piece: Completion) -> None:
@@ -68,14 +72,7 @@ class PendingRequest:
     def merged(self, last: Completion) -> Completion:
         """All pieces and the last one as one completion of the original request."""
         if not self.pieces:
-            return Completion(
-                request_id=self.request.request_id,
-                token_ids=last.token_ids,
-                logprobs=last.logprobs,
-                version_runs=last.version_runs,
-                finish_reason=last.finish_reason,
-                generation_s=last.generation_s,
-            )
+            return replace(last, request_id=self.request.request_id)
         parts = [*self.pieces, last]
         tokens, logprobs = array("i"), array("f")
         for part in parts:
@@ -89,6 +86,7 @@ class PendingRequest:
             version_runs=tuple((v, sum(n for _, n in same)) for v, same in groupby(runs, key=lambda run: run[0])),
             finish_reason=last.finish_reason,
             generation_s=sum(part.generation_s for part in parts),
+            experts=join_records(part.experts for part in parts),
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from roll_async.schema import Completion, FinishReason, Prompt, Sample, VersionRuns
+from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sample, VersionRuns, join_records
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Transcript:
         self.prompt = prompt
         self._tokens, self._logprobs, self._mask = array("i"), array("f"), bytearray()
         self._runs: list[tuple[int, int]] = []
+        self._experts: list[ExpertRecord] = []
         self._generation_s = 0.0
         self._finish_reason = FinishReason.ABORT
         self.num_turns = 0
@@ -72,12 +73,19 @@ class Transcript:
         """Prompt and everything after it: what the next turn continues."""
         return self.prompt.token_ids + self._tokens if self._tokens else self.prompt.token_ids
 
+    @property
+    def recorded_positions(self) -> int:
+        """Positions whose experts the turns so far have recorded."""
+        return sum(record.num_positions for record in self._experts)
+
     def add_completion(self, completion: Completion) -> None:
         """A turn of the model."""
         self._tokens += completion.token_ids
         self._logprobs += completion.logprobs
         self._mask += b"\x01" * len(completion.token_ids)
         self._runs += completion.version_runs
+        if completion.experts is not None:
+            self._experts.append(completion.experts)
         self._generation_s += completion.generation_s
         self._finish_reason = completion.finish_reason
         self.num_turns += 1
@@ -109,6 +117,7 @@ class Transcript:
             finish_reason=self._finish_reason,
             generation_s=self._generation_s,
             num_turns=self.num_turns,
+            experts=join_records(self._experts),
         )
 
 

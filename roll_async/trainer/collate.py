@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from roll_async.schema import Group, Sample, TrainBatch, VersionRuns
+from roll_async.schema import ExpertRecord, ExpertRows, Group, Sample, TrainBatch, VersionRuns
 
 
 def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> TrainBatch:
@@ -51,6 +51,7 @@ def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> Tr
         domain_index=torch.tensor([domains.index(g.prompt.domain) for g, _ in samples]),
         domains=tuple(domains),
         baseline_scores=_baselines(groups),
+        experts=_experts([sample.experts for _, sample in samples]),
     )
 
 
@@ -60,6 +61,29 @@ def _int_tensor(ids: array) -> Tensor:
 
 def _expand_runs(runs: VersionRuns) -> Tensor:
     return torch.repeat_interleave(torch.tensor([v for v, _ in runs]), torch.tensor([n for _, n in runs]))
+
+
+def _experts(records: Sequence[ExpertRecord | None]) -> ExpertRows | None:
+    """All records one after another. Raises ValueError for records of different models."""
+    found = [record for record in records if record is not None]
+    if not found:
+        return None
+    shapes = {(record.ids.typecode, record.num_layers, record.top_k) for record in found}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"samples carry experts of different models: (type, layers, experts per token) {sorted(shapes)}"
+        )
+    typecode, layers, top_k = shapes.pop()
+    parts = [
+        torch.frombuffer(record.ids, dtype=torch.uint8 if typecode == "B" else torch.int16)
+        for record in found
+        if record.num_positions
+    ]
+    ids = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+    return ExpertRows(
+        ids=ids.view(-1, layers, top_k),
+        num_positions=torch.tensor([0 if record is None else record.num_positions for record in records]),
+    )
 
 
 def _baselines(groups: Sequence[Group]) -> Tensor | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from roll_async.algorithms.correction import CorrectionOptions, correct, correct
 from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
 from roll_async.algorithms.masked import masked_mean, segment_ids_from_mask, whiten
 from roll_async.algorithms.rewards import RunningMoments
-from roll_async.schema import Group, TrainBatch
+from roll_async.schema import ExpertRows, Group, TrainBatch
 from roll_async.trainer.collate import collate
 from roll_async.trainer.protocol import (
     CriticGroup,
@@ -70,6 +70,8 @@ class LearnerOptions:
     mask_older_than: int | None = None
     """Versions; tokens over it leave the loss (staleness policy token_mask). None = off."""
     critic_warmup: int = 0
+    router_replay: bool = False
+    """The actor's routers take the experts the engines took."""
     seed: int = 42
 
 
@@ -160,13 +162,24 @@ class Learner:
         """[B,T] log-probs of the weights at the start of the step; None when each micro-batch interpolates its own."""
         match self._options.proximal_logprobs:
             case "recompute":
-                return await self._parts.actor.compute_logprobs(rows)
+                return await self._parts.actor.compute_logprobs(replace(rows, experts=self._replayed(batch)))
             case "behaviour":
                 return batch.behaviour_logprobs
             case "interpolate":
                 return None
             case other:
                 raise ValueError(f"proximal_logprobs {other!r}: expected recompute, interpolate or behaviour")
+
+    def _replayed(self, batch: TrainBatch) -> ExpertRows | None:
+        """The engines' choice of experts, where the actor is to take it too."""
+        if not self._options.router_replay:
+            return None
+        if batch.experts is None:
+            raise RuntimeError(
+                "router_replay is on, but no sample of the batch has a record of its experts; if the ledger is that of "
+                "a run without it, remove the ledger"
+            )
+        return batch.experts
 
     def _signal(
         self, batch: TrainBatch, known: Tensor, reference: Tensor | None, teacher: Tensor | None, values: Tensor | None
@@ -312,6 +325,7 @@ class Learner:
             ref_logprobs=reference if options.kl_loss_coef > 0 else None,
             segment_ids=segments,
             selection=selection,
+            experts=self._replayed(batch),
         )
         return rows, metrics
 

@@ -11,6 +11,8 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from roll_async.schema import ExpertRows
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRows:
@@ -19,6 +21,8 @@ class TokenRows:
     tokens: Tensor  # [B,T] int64, right-padded
     lengths: Tensor  # [B] int64
     mask: Tensor  # [B,T] bool, where a log-prob is wanted
+    experts: ExpertRows | None = None
+    """Choice of experts to replay; None = the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,8 @@ class PolicyRows:
     ref_logprobs: Tensor | None = None  # [B,T]
     segment_ids: Tensor | None = None  # [B,T] int64
     selection: Tensor | None = None  # [B,T] bool
+    experts: ExpertRows | None = None
+    """Choice of experts to replay; None = the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from dataclasses import replace
 
 import torch
 
@@ -193,3 +194,22 @@ def threads_after_stops(rank, world_size, port, settings):
         counts.append(len(os.listdir("/proc/self/task")))
     gc.enable()
     return counts
+
+
+def replay(rank, world_size, port, settings, experts):
+    """Log-probs and one optimizer step, where routers take `experts`; then log-probs where they choose themselves."""
+    worker = start_worker(rank, world_size, port, settings)
+    rows, policy = batch()
+    before = worker.compute_logprobs(replace(rows, experts=experts))
+    step = worker.update_policy(replace(policy, experts=experts), 1)
+    after = worker.compute_logprobs(rows)
+    worker.stop()
+    return {"before": before, "step": step, "after": after} if rank == 0 else None
+
+
+def score(rank, world_size, port, settings, rows):
+    """Log-probs of given rows."""
+    worker = start_worker(rank, world_size, port, settings)
+    found = worker.compute_logprobs(rows)
+    worker.stop()
+    return found

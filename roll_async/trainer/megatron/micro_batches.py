@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roll_async.schema import ExpertRows
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shapes import pack_multiple, padded_length
 
@@ -25,6 +26,8 @@ class StepRows:
     lengths: Tensor  # [B] int64
     mask: Tensor  # [B,T] bool
     fields: Mapping[str, Tensor]  # [B,T] or [B], whatever the loss reads
+    experts: ExpertRows | None = None
+    """Choice of experts to replay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +49,7 @@ class ModelFeed:
     padding: Tensor  # like tokens, bool: not a token of any row
     bounds: tuple[int, ...] | None
     """packed: where each sequence starts in the pack (over all context ranks), and the end; None: padded rows."""
+    experts: Tensor | None = None  # [b,s,L,K] int16, -1 where nothing is recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +89,7 @@ def cut(
     def lay(values: Tensor, filler: int | bool) -> Tensor:
         """[b,t] values into the feed's grid, this context rank's share."""
         flat = torch.cat([values.reshape(-1), values.new_full((1,), filler)])
-        return flat[grid.reshape(-1)].view(grid.shape).gather(1, share).to(device)
+        return flat[grid.reshape(-1)].view(grid.shape).gather(1, share)
 
     valid = (
         torch.arange(width)[None] < torch.tensor(lengths)[:, None]
@@ -93,12 +97,15 @@ def cut(
         else torch.zeros(0, width, dtype=torch.bool)
     )
     feed = ModelFeed(
-        tokens=lay(tokens, 0),
-        positions=lay(torch.arange(width).expand(len(lengths), -1), 0),
-        targets=lay(following, 0),
-        wanted=lay(predicts, False),
-        padding=~lay(valid, False),
+        tokens=lay(tokens, 0).to(device),
+        positions=lay(torch.arange(width).expand(len(lengths), -1), 0).to(device),
+        targets=lay(following, 0).to(device),
+        wanted=lay(predicts, False).to(device),
+        padding=~lay(valid, False).to(device),
         bounds=bounds,
+        experts=None
+        if step.experts is None
+        else _experts_at(step.experts, lay(_recorded(step.experts, index, width), -1)).to(device),
     )
     return MicroBatch(
         rows=index,
@@ -108,6 +115,22 @@ def cut(
         feed=feed,
         source=_in_gathered(source, grid.shape, bounds, context).to(device),
     )
+
+
+def _recorded(experts: ExpertRows, index: Tensor, width: int) -> Tensor:
+    """[b,t] where the record of each token of the rows lies in `experts.ids`; -1 where there is none."""
+    count = experts.num_positions
+    first = (count.cumsum(0) - count)[index, None]
+    position = torch.arange(width)[None]
+    return torch.where(position < count[index, None], first + position, -1)
+
+
+def _experts_at(experts: ExpertRows, places: Tensor) -> Tensor:
+    """[b,s,L,K] int16 records at `places` [b,s]; -1 where that is -1."""
+    if not len(experts.ids):
+        return torch.full((*places.shape, *experts.ids.shape[1:]), -1, dtype=torch.int16)
+    found = experts.ids[places.clamp(min=0)].to(torch.int16)
+    return found.masked_fill_((places < 0)[..., None, None], -1)
 
 
 def rows_of(batch: MicroBatch, gathered: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shape letters: b rows of a micro-batch, t its width, s fed positions, V the loca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
 from roll_async.trainer.megatron.partition import RowPlan, plan_rows
 from roll_async.trainer.megatron.ranks import context_share
+from roll_async.trainer.megatron.router_replay import RouterReplay
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shapes import padded_length
 
@@ -32,9 +34,13 @@ class Runner:
     """Feeds the parts of a model on this rank. `network`: one module, or one per virtual pipeline stage."""
 
     def __init__(
-        self, network: Sequence[torch.nn.Module], config: TransformerConfig, settings: MegatronSettings
+        self,
+        network: Sequence[torch.nn.Module],
+        config: TransformerConfig,
+        settings: MegatronSettings,
+        replay: RouterReplay | None = None,
     ) -> None:
-        self._network, self._config, self._settings = list(network), config, settings
+        self._network, self._config, self._settings, self._replay = list(network), config, settings, replay
         self._device = next(p for part in self._network for p in part.parameters()).device
 
     def micro_batches(self, step: StepRows, rows: Sequence[int], rows_per_batch: int) -> list[MicroBatch]:
@@ -90,8 +96,11 @@ class Runner:
 
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module):  # noqa: ANN202
             batch = next(iterator)
-            return self._forward(model, batch.feed), partial(loss_function, batch)
+            with self._replaying(batch.feed, may_recompute=not forward_only):
+                return self._forward(model, batch.feed), partial(loss_function, batch)
 
+        if self._replay is not None:
+            self._replay.begin()
         interleaved = len(self._network) > 1
         feeds = [b.feed.tokens.shape for b in batches]
         get_forward_backward_func()(
@@ -122,6 +131,12 @@ class Runner:
         if self._config.num_moe_experts is not None and self._config.moe_aux_loss_coeff:
             keywords["padding_mask"] = self._padding_of_stage(model, feed)
         return model(feed.tokens, feed.positions, None, **keywords)
+
+    def _replaying(self, feed: ModelFeed, *, may_recompute: bool) -> AbstractContextManager[None]:
+        """Inside, routers take the experts of the feed's record."""
+        if self._replay is None:
+            return nullcontext()
+        return self._replay.feeding(feed.experts, may_recompute=may_recompute)
 
     def _padding_of_stage(self, model: torch.nn.Module, feed: ModelFeed) -> Tensor:
         """Megatron cuts the mask for sequence parallelism on the first stage only."""

@@ -87,6 +87,8 @@ class MegatronSettings:
     top_p: float = 1.0
     moe_dispatcher: str = "alltoall"
     """How tokens reach experts: alltoall or allgather."""
+    router_replay: bool = False
+    """Routers take the experts that rows carry a record of."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the routers' load-balancing loss, per token; 0 = off."""
     recompute: Mapping[str, object] = field(default_factory=dict)

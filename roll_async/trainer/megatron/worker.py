@@ -22,6 +22,7 @@ from roll_async.algorithms.aggregation import Denominators, aggregate, count_den
 from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
+from roll_async.schema import ExpertRows  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
 from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
@@ -30,6 +31,7 @@ from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noq
 from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
 from roll_async.trainer.megatron.policy_step import policy_loss  # noqa: E402
 from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
+from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
 from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa: E402
 from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
@@ -60,15 +62,16 @@ class MegatronWorker:
         ranks.join(self._spec, self._settings.parallel, self._settings.seed)
         self._device = torch.device(self._spec.device)
         self._model = HfBackedModel(self._settings, self._device)
+        self._replay = RouterReplay(self._model.chunks, self._model.config) if self._settings.router_replay else None
         self._network = []
         if self._settings.optimizer is None:
             for chunk in self._model.chunks:
                 chunk.requires_grad_(False)
-            self._runner = Runner(self._model.chunks, self._model.config, self._settings)
+            self._runner = Runner(self._model.chunks, self._model.config, self._settings, self._replay)
             return
         self._network = wrap(self._model.chunks, self._model.config, self._settings.optimizer)
         self._optimizer, self._grad_scale = build_optimizer(self._network, self._model.config, self._settings.optimizer)
-        self._runner = Runner(self._network, self._model.config, self._settings)
+        self._runner = Runner(self._network, self._model.config, self._settings, self._replay)
         self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings.model_folder)
 
     def stop(self) -> None:
@@ -92,7 +95,8 @@ class MegatronWorker:
 
     def _score(self, rows: TokenRows, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
         self._model.train(False)
-        step = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields={})
+        experts = self._experts_of(rows)
+        step = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields={}, experts=experts)
         batches = self._runner.micro_batches(step, range(len(rows.lengths)), self._settings.scoring_rows)
         result = torch.zeros(rows.tokens.shape)
 
@@ -110,6 +114,13 @@ class MegatronWorker:
             result = shared.cpu()
         return result if self._spec.rank == 0 else None
 
+    def _experts_of(self, rows: TokenRows | PolicyRows) -> ExpertRows | None:
+        """What the routers shall replay."""
+        if self._replay is None or rows.experts is None:
+            return None
+        self._replay.check(rows.experts)
+        return rows.experts
+
     # Training
 
     def update_policy(self, rows: PolicyRows, step: int) -> dict[str, float]:
@@ -117,7 +128,8 @@ class MegatronWorker:
         settings = self._settings.loss
         assert settings is not None, "a role without a loss cannot train"
         fields = {name: x for name in _POLICY_FIELDS if (x := getattr(rows, name)) is not None}
-        whole = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields)
+        experts = self._experts_of(rows)
+        whole = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields, experts=experts)
 
         def loss_for(denominators: Denominators) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -234,6 +246,7 @@ class MegatronWorker:
             "trainer/learning_rate": rate,
             "trainer/skipped_steps": float(not stepped),
             **reduce_metrics(parts=parts, denominators=seen),
+            **(self._replay.metrics() if self._replay is not None else {}),
         }
 
     def _collect(self, losses: list[Tensor], parts: list[dict[str, Tensor]]) -> tuple[float, list[dict[str, Tensor]]]:

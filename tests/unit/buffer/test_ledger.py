@@ -15,7 +15,7 @@ from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.buffer.ledger import SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, QueueOptions
-from roll_async.schema import FinishReason, Reward, RewardStatus
+from roll_async.schema import ExpertRecord, FinishReason, Reward, RewardStatus
 
 
 @pytest.fixture
@@ -37,8 +37,16 @@ def rich_group(build):
         num_turns=2,
         finish_reason=FinishReason.LENGTH,
         reward=Reward(score=0.1, metrics={"acc": 1.0}, reason="because", scoring_s=0.25),
+        experts=ExpertRecord(ids=array("B", range(6 * 4)), num_layers=2, top_k=2),
     )
-    empty = build.sample(prompt, (), (), None, reward=Reward(score=0.0, status=RewardStatus.TIMEOUT))
+    empty = build.sample(
+        prompt,
+        (),
+        (),
+        None,
+        reward=Reward(score=0.0, status=RewardStatus.TIMEOUT),
+        experts=ExpertRecord(ids=array("h", [300, 7, 0, 1]), num_layers=1, top_k=2),
+    )
     return build.group(
         12, 2, prompt=prompt, samples=(build.sample(prompt), tool, empty), baseline_score=0.5, admitted_s=1.5
     )
@@ -51,6 +59,14 @@ def test_a_group_comes_back_equal_in_every_field(build):
         decode_group(*encode_group(build.group(samples=(build.sample(build.prompt(), score=None),)))).samples[0].reward
         is None
     )
+
+
+def test_a_group_written_before_experts_were_recorded_can_be_read(build):
+    header, block = encode_group(build.group())
+    fields = json.loads(header)
+    for sample in fields["samples"]:
+        del sample["experts"]
+    assert decode_group(json.dumps(fields), block) == build.group()
 
 
 def test_a_truncated_block_is_refused(build):

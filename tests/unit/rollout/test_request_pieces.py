@@ -2,11 +2,12 @@
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from roll_async.rollout.requests import PendingRequest, empty_completion
-from roll_async.schema import Completion, FinishReason
+from roll_async.schema import Completion, ExpertRecord, FinishReason
 
 
 def piece(tokens, version, reason=FinishReason.ABORT):
@@ -49,6 +50,24 @@ def test_the_pieces_join_into_one_completion_with_runs_of_equal_versions_merged(
     assert list(merged.token_ids) == [4, 5, 6, 7, 8] and merged.logprobs.tolist() == [-4, -5, -6, -7, -8]
     assert merged.version_runs == ((3, 3), (4, 2)) and merged.finish_reason is FinishReason.STOP
     assert merged.request_id == "r" and merged.generation_s == 6.0
+
+
+def test_the_next_piece_records_from_the_token_that_the_last_one_did_not_read(pending):
+    """The experts of a position are those of the piece that first read it."""
+
+    def recorded(tokens, first, last):
+        ids = array("B", [e for position in range(first, last) for e in (position, 100 + position)])
+        return replace(piece(tokens, 0), experts=ExpertRecord(ids=ids, num_layers=2, top_k=1))
+
+    assert pending.next_attempt().recorded_positions == 0
+    pending.keep(recorded([4, 5], 0, 4))  # 3 tokens of the prompt, and token 4
+    pending.keep(piece([], 0))
+    second = pending.next_attempt()
+    assert second.recorded_positions == 4
+    merged = pending.merged(recorded([6], second.recorded_positions, 5))
+    assert merged.experts.ids.tolist() == [0, 100, 1, 101, 2, 102, 3, 103, 4, 104]
+    assert (merged.experts.num_positions, merged.experts.num_layers) == (5, 2)
+    assert pending.merged(empty_completion("r#2", FinishReason.LENGTH)).experts.num_positions == 4
 
 
 def test_a_request_that_ends_without_a_new_token_keeps_the_old_ones(pending):

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from roll_async.schema import ExpertRecord
 from roll_async.trainer.collate import collate
 
 
@@ -25,6 +26,19 @@ def mixed_groups(build):
         build.group(11, 3, prompt=prompt, samples=(tool, empty), baseline_score=0.5),
         build.group(4, 2, prompt=other, samples=(build.sample(other, (9,), ((2, 1),), 1.0),), baseline_score=0.0),
     ]
+
+
+def test_records_of_experts_stand_one_after_another_and_rows_without_one_hold_nothing(build):
+    prompt = build.prompt(ids=(5, 6))
+    ids = array("B", [0, 3, 1, 2, 2, 3, 0, 1])
+    with_record = build.sample(prompt, (7,), ((0, 1),), 1.0, experts=ExpertRecord(ids=ids, num_layers=2, top_k=2))
+    samples = (with_record, build.sample(prompt, (7, 8), ((0, 2),), 1.0), with_record)
+    found = collate([build.group(0, 0, prompt=prompt, samples=samples)], step=1, domains=(prompt.domain,)).experts
+    assert found.num_positions.tolist() == [2, 0, 2] and found.ids.dtype == torch.uint8
+    assert found.ids.tolist() == [[[0, 3], [1, 2]], [[2, 3], [0, 1]]] * 2
+    other = build.sample(prompt, (7,), ((0, 1),), 1.0, experts=ExpertRecord(ids=ids, num_layers=1, top_k=4))
+    with pytest.raises(ValueError, match="experts of different models"):
+        collate([build.group(samples=(with_record, other))], step=1, domains=(prompt.domain,))
 
 
 def test_the_worked_example_of_the_docstring(build):

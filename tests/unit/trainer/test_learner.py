@@ -1,12 +1,14 @@
 """One training step on fake ranks: what reaches the loss, and what the step says about itself."""
 
 import asyncio
+from array import array
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from roll_async.algorithms.correction import CorrectionOptions
+from roll_async.schema import ExpertRecord
 from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts, LearnerState
 
 
@@ -17,7 +19,7 @@ class FakeScoring:
         self.log, self.name, self.shift = log, name, shift
 
     async def compute_logprobs(self, rows):
-        self.log.append((self.name, "logprobs"))
+        self.log.append((self.name, "logprobs" if rows.experts is None else "logprobs, replayed"))
         return torch.where(rows.mask, -0.5 + self.shift, 0.0)
 
 
@@ -96,6 +98,21 @@ def test_the_better_answer_of_a_group_is_pushed_up_and_the_other_down(build):
     per_row = [rows.advantages[i][rows.mask[i]] for i in range(4)]
     assert (per_row[0] > 0).all() and (per_row[1] < 0).all()
     assert torch.allclose(per_row[0], -per_row[1]) and per_row[2].abs().max() == per_row[3].abs().max() == 0
+
+
+def test_the_actor_replays_the_engines_experts_and_the_reference_does_not(build):
+    prompt = build.prompt(ids=(5, 6))
+    record = ExpertRecord(ids=array("B", [0, 1, 1, 2]), num_layers=1, top_k=2)
+    group = build.group(
+        prompt=prompt, samples=tuple(build.sample(prompt, (7,), experts=record, score=x) for x in (0.0, 1.0))
+    )
+    trial = Trial(reference=0.0, kl_loss_coef=0.1, router_replay=True)
+    rows = trial.step([group])
+    assert trial.log == [("actor", "logprobs, replayed"), ("reference", "logprobs"), ("actor", "update 1")]
+    assert rows.experts.ids.tolist() == [[[0, 1]], [[1, 2]]] * 2
+    assert Trial().step([group]).experts is None
+    with pytest.raises(RuntimeError, match="no sample of the batch has a record of its experts"):
+        trial.step([build.group(0)])
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 the token before it was read.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from roll_async.schema import ExpertRows
 from roll_async.trainer.megatron.micro_batches import ContextShare, StepRows, cut, rows_of
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
@@ -105,3 +108,33 @@ def test_filler_feeds_padding_only(mode):
     (part,) = feeds([], mode, 1)
     assert len(part.rows) == 0 and part.feed.padding.all() and not part.feed.wanted.any()
     assert part.feed.tokens.shape[1] == 8
+
+
+@pytest.mark.parametrize("mode", ["fixed", "packed"])
+@pytest.mark.parametrize("context", [1, 2])
+def test_recorded_experts_lie_where_their_tokens_are_fed(mode, context):
+    whole, rows, shape = step(), [3, 1, 0], None if mode == "packed" else (4, 32)
+    counts = [6, 20, 0, 14, 9]  # row 2 has no record, the others lack their last tokens
+    ids = torch.tensor([[[b, t, 0], [7, b, t]] for b, n in enumerate(counts) for t in range(n)], dtype=torch.uint8)
+    experts = ExpertRows(ids=ids, num_positions=torch.tensor(counts))
+    settings = MegatronSettings(
+        model_folder="", micro_batching=mode, max_tokens_per_microbatch=64, parallel=ParallelSizes(context=context)
+    )
+    seen = 0
+    for rank in range(context):
+        share = ContextShare(rank=rank, size=context)
+        feed = cut(rows, replace(whole, experts=experts), settings, device=CPU, context=share, feed_shape=shape).feed
+        assert feed.experts.shape == (*feed.tokens.shape, 2, 3) and feed.experts.dtype == torch.int16
+        for token, position, padding, found in zip(
+            *(x.reshape(-1).tolist() for x in (feed.tokens, feed.positions, feed.padding)),
+            feed.experts.view(-1, 2, 3).tolist(),
+            strict=True,
+        ):
+            b = found[0][0]
+            if b < 0:
+                assert found == [[-1] * 3] * 2
+                continue
+            assert not padding and found == [[b, position, 0], [7, b, position]]
+            assert position < counts[b] and token == whole.tokens[b, position]
+            seen += 1
+    assert seen == sum(counts[b] for b in rows)
