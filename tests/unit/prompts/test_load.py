@@ -114,6 +114,13 @@ def test_templates_give_the_exact_text_and_special_tokens_are_single_ids(folder,
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == text.count("<|im_start|>")
 
 
+def test_the_native_template_is_the_tokenizers_own(folder):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "own|{{ messages[0].content }}"
+    (ids,) = Renderer(tokenizer, "native").render([[{"role": "user", "content": "q"}]])
+    assert tokenizer.decode(ids) == "own|q"
+
+
 def test_a_system_turn_of_the_row_replaces_the_default_one(folder):
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
     tokenizer = load_tokenizer(folder)

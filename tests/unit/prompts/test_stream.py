@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections import Counter
 
 import pytest
 
@@ -49,13 +50,22 @@ def test_without_probabilities_one_epoch_over_all_domains_is_every_row_once():
         assert len(set(found)) == 39
 
 
-@pytest.mark.parametrize("probabilities", [{"a": 0.9, "b": 0.1}, {"a": 0.25, "b": 0.75}, {"a": 1.0, "b": 0.0}])
+@pytest.mark.parametrize(
+    "probabilities",
+    [{"a": 0.9, "b": 0.1}, {"a": 0.25, "b": 0.75}, {"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.25, "c": 0.25}],
+)
 def test_every_prefix_holds_each_domain_within_one_of_its_share(probabilities):
-    stream = ShuffledPrompts({"a": prompts("a", 3), "b": prompts("b", 3)}, seed=0, probabilities=probabilities)
-    seen = {"a": 0, "b": 0}
+    stream = ShuffledPrompts({d: prompts(d, 3) for d in probabilities}, seed=0, probabilities=probabilities)
+    seen = dict.fromkeys(probabilities, 0)
     for position in range(1, 500):
         seen[stream.at(position - 1).domain] += 1
         assert all(abs(seen[d] - probabilities[d] * position) <= 1 for d in seen)
+
+
+def test_a_small_domain_with_a_large_share_repeats_its_rows_evenly():
+    by_domain = {"a": prompts("a", 4), "b": prompts("b", 96)}
+    counts = Counter(ids(ShuffledPrompts(by_domain, seed=1, probabilities={"a": 0.5, "b": 0.5}), 0, 200))
+    assert {counts[f"a{i}"] for i in range(4)} == {25}
 
 
 def test_the_end_of_the_data_is_none_from_there_on():
