@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from roll_async.inference.protocol import EngineReport, PauseMode
@@ -77,11 +77,19 @@ class ReplicaLink:
         """Pause the replica. A request that arrived behind the pause would wait there for its end, and the caller for
         it, so with ABORT these are aborted too.
         """
-        await self.call(self.client.pause(mode))
+        await self._call(self.client.pause(mode))
         if mode is PauseMode.ABORT:
             await self._quiet.wait()
             if late := [p.wire_id for p in self.in_flight.values()]:
-                await self.call(self.client.abort(late))
+                await self.abort(late)
+
+    async def resume(self) -> None:
+        """Let the replica run again."""
+        await self._call(self.client.resume())
+
+    async def abort(self, wire_ids: Sequence[str]) -> None:
+        """End these attempts."""
+        await self._call(self.client.abort(wire_ids))
 
     def take(self, wire_id: str) -> PendingRequest | None:
         """This attempt ends here; later replies of it are late. None when it was not in flight."""
@@ -90,7 +98,7 @@ class ReplicaLink:
             self.drained.set()
         return pending
 
-    async def call(self, work: Coroutine[object, object, None]) -> None:
+    async def _call(self, work: Coroutine[object, object, None]) -> None:
         """A control call."""
         try:
             await work

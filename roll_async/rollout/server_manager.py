@@ -202,7 +202,7 @@ class AsyncLLMServerManager:
     async def resume(self) -> None:
         """Let the replicas run again and dispatch what waits. One that does not acknowledge in time is taken out."""
         timeout_s = self._options.interrupt_timeout_s
-        await self._command("resume", lambda link: link.call(link.client.resume()), timeout_s, of_s=timeout_s)
+        await self._command("resume", ReplicaLink.resume, timeout_s, of_s=timeout_s)
         self._interrupt_mode = None
         self._dispatching = True
         self._pump()
@@ -385,7 +385,7 @@ class AsyncLLMServerManager:
         link, wire_id = self._links.get(pending.server or ""), pending.wire_id
         self._detach(pending)
         if link is not None:
-            self._spawn(link.call(link.client.abort([wire_id])), f"abort on {link.name}")
+            self._spawn(link.abort([wire_id]), f"abort on {link.name}")
         self._pump()
 
     def lost(self, link: ReplicaLink, reason: str) -> None:
@@ -446,11 +446,7 @@ class AsyncLLMServerManager:
         for pending in running:
             if pending.server is not None:
                 by_server.setdefault(pending.server, []).append(pending.wire_id)
-        calls = [
-            self._links[name].call(self._links[name].client.abort(ids))
-            for name, ids in by_server.items()
-            if name in self._links
-        ]
+        calls = [self._links[name].abort(ids) for name, ids in by_server.items() if name in self._links]
         try:
             async with asyncio.timeout(self._options.interrupt_timeout_s):
                 await asyncio.gather(*calls)
