@@ -2,7 +2,7 @@
 
 import random
 
-from roll_async.rollout.load_index import LoadIndex
+from roll_async.rollout.load_index import LoadIndex, ReplicaChoice
 
 
 def test_least_is_a_key_of_the_lowest_load_whatever_happened_before():
@@ -53,3 +53,31 @@ def test_a_key_to_avoid_comes_only_when_it_is_the_only_one():
     assert index.least(but="silent") == "busy" and index.least() == "silent"
     index.remove("silent")
     assert index.least(but="silent") == "busy"
+
+
+def test_a_full_replica_is_not_chosen_and_a_key_keeps_its_home_while_there_is_room():
+    choice = ReplicaChoice(limit=2)
+    choice.set("a", 0)
+    choice.set("b", 1)
+    assert choice.choose("x", None) == "a"
+    choice.set("a", 1)
+    choice.set("b", 0)
+    assert choice.choose("x", None) == "a" and choice.choose("y", None) == "b", "a key stays, a new one goes by load"
+    assert choice.choose("x", "a") == "b", "not back to where it failed"
+    choice.set("a", 2)
+    choice.set("b", 2)
+    assert choice.choose("x", None) is None and choice.choose(None, None) is None
+
+
+def test_a_replica_that_is_gone_is_no_home_and_a_forgotten_key_has_none():
+    choice = ReplicaChoice(limit=4)
+    choice.set("a", 0)
+    assert choice.choose("x", None) == "a"
+    choice.remove("a")
+    assert choice.choose("x", None) is None
+    choice.set("b", 0)
+    assert choice.choose("x", None) == "b"
+    choice.set("c", 0)
+    choice.set("b", 1)
+    choice.forget("x")
+    assert choice.choose("x", None) == "c"

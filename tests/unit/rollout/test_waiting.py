@@ -1,0 +1,48 @@
+"""Requests that wait: in order, the foreground first, and each of them can leave at once."""
+
+import pytest
+
+from roll_async.rollout.requests import PendingRequest
+from roll_async.rollout.waiting import WaitingRequests
+
+
+@pytest.fixture
+def pending(make):
+    return lambda name, foreground=False: PendingRequest(make(name), None, None, foreground)
+
+
+def drain(waiting, **options):
+    names = []
+    while (first := waiting.first(**options)) is not None:
+        names.append(first.request.request_id)
+        assert waiting.discard(first)
+    return names
+
+
+def test_the_oldest_comes_first_and_what_is_put_back_before_it(pending):
+    waiting = WaitingRequests()
+    for name in "abc":
+        waiting.add(pending(name))
+    waiting.put_back(pending("interrupted"))
+    assert len(waiting) == 4 and [p.request.request_id for p in waiting] == ["interrupted", "a", "b", "c"]
+    assert drain(waiting, foreground_only=False) == ["interrupted", "a", "b", "c"] and len(waiting) == 0
+
+
+def test_the_foreground_goes_before_all_others_and_alone_when_they_are_set_aside(pending):
+    waiting = WaitingRequests()
+    waiting.add(pending("a"))
+    waiting.add(pending("v", foreground=True))
+    assert drain(waiting, foreground_only=True) == ["v"] and len(waiting) == 1
+    waiting.add(pending("w", foreground=True))
+    assert drain(waiting, foreground_only=False) == ["w", "a"]
+
+
+def test_one_in_the_middle_leaves_and_cannot_leave_twice(pending):
+    waiting, middle = WaitingRequests(), pending("b")
+    for one in (pending("a"), middle, pending("c")):
+        waiting.add(one)
+    assert waiting.discard(middle) and not waiting.discard(middle)
+    assert drain(waiting, foreground_only=False) == ["a", "c"]
+    waiting.add(middle)
+    waiting.clear()
+    assert len(waiting) == 0 and waiting.first(foreground_only=False) is None
