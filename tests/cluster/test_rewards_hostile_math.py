@@ -14,7 +14,7 @@ from roll_async.schema import RewardStatus
 
 pytest.importorskip("math_verify")
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 2.5
 HOSTILE = {
     "power tower": r"\boxed{9**9**9**9}",
     "power tower in LaTeX": r"\boxed{9^{9^{9^{9}}}}",

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from fractions import Fraction
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.rewards.math_rule import reference_answer
 from roll_async.rewards.pool import PoolOptions, RewardPool
 from roll_async.schema import RewardStatus
