@@ -25,9 +25,9 @@ from roll_async.schema import Prompt, Reward, RewardStatus
 
 logger = logging.getLogger(__name__)
 
-_RULE_DEPTH, _DEPTH = 8, 2
-"""Tasks a worker has at once: the next ones are there when it answers, so no round trip is waited for. Few where each
-may take long: what is behind a long one cannot go to an idle worker.
+_RULE_DEPTH, _DEPTH = 8, 1
+"""Tasks a worker has at once. Rules judge in less than a round trip, so the next ones are there when it answers; where
+each may take seconds nothing waits behind another one while a worker is idle.
 """
 _PATIENCE, _PATIENCE_S = 0.1, 1.0
 """A rule judges in milliseconds. One that takes this share of its time-out, or these seconds, goes on aside."""
