@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from roll_async.rewards.launchers import Launcher, Spawner, Template
 from roll_async.rewards.registry import create_reward, is_rule
-from roll_async.rewards.worker_process import Launcher, Spawner, Task, Template, Worker, WorkerOptions
+from roll_async.rewards.worker_process import Task, Worker, WorkerOptions
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,8 @@ class RewardPool:
         """From now on it gets tasks."""
         worker.on_answer, worker.on_end = self._answered, self._ended
         self._workers.add(worker)
+        if worker.ended:  # while it was a spare
+            self._ended(worker)
         self._hand_out_soon()
 
     def _hand_out_soon(self) -> None:

@@ -266,6 +266,19 @@ def test_behind_a_hanging_expression_nobody_waits_for_its_time_out_and_two_more_
     assert (timeouts, crashes) == (3, 0)
 
 
+def test_a_spare_that_died_while_it_waited_does_not_take_a_sample_with_it(scoring):
+    async def work(pool):
+        while len(_workers()) < 2:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # the spare is ready
+        for pid in sorted(map(int, _workers()), reverse=True):  # the spare first
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+        return await pool.score("7", "", {})
+
+    assert scoring(work, timeout_s=5.0).score == 7
+
+
 def test_a_confined_worker_can_tell_languages(scoring):
     pytest.importorskip("py3langid")
     truth = '{"kind": "language:response_language", "language": "fr"}'
