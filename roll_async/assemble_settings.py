@@ -100,6 +100,7 @@ def megatron_settings(config: RLVRConfig, role: WorkerConfig) -> MegatronSetting
         lora_rank=role.model_args.lora_rank if trains else 0,
         lora_alpha=float(role.model_args.lora_alpha or 0),
         lora_targets=tuple(role.model_args.lora_target),
+        lora_dropout=role.model_args.lora_dropout,
         frozen=tuple(role.model_args.freeze_module_prefix) if trains else (),
         value_clip=config.algorithm.value_clip,
         micro_batch_rows=role.training_args.per_device_train_batch_size,
@@ -142,6 +143,7 @@ def _optimizer(config: RLVRConfig, role: WorkerConfig, strategy: MegatronTrainCo
         distributed=strategy.use_distributed_optimizer,
         overlap_grad_reduce=strategy.overlap_grad_reduce,
         overlap_param_gather=strategy.overlap_param_gather,
+        cpu_offload=strategy.optimizer_cpu_offload,
     )
 
 

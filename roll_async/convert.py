@@ -62,7 +62,10 @@ def _parser() -> argparse.ArgumentParser:
         "--adapter-path", type=Path, metavar="DIR", help="a PEFT LoRA adapter to merge into the weights"
     )
     parser.add_argument(
-        "--lora-alpha", type=float, metavar="A", help="merge the adapters a run's checkpoint holds, scaled by A / rank"
+        "--lora-alpha",
+        type=float,
+        metavar="A",
+        help="merge adapters, scaled by A / rank (default: what the run recorded)",
     )
     parser.add_argument(
         "--like", type=Path, metavar="DIR", help="config.json and tokenizer for a Megatron SOURCE that carries none"
@@ -150,13 +153,18 @@ class _Bar:
 
 def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, source_is_hf: bool) -> None:
     from roll_async.checkpoint.comparison import compare
+    from roll_async.checkpoint.hf_folder import HfFolder
+    from roll_async.checkpoint.hf_names.value_head import has_value_head
 
     result = compare(megatron, hf, files, options, source_is_hf=source_is_hf)
     if result.differing:
         raise VerificationError(f"{len(result.differing)} tensors differ, the first is {result.differing[0]}")
     print(f"digest {result.found} on both sides, {result.num_tensors} tensors")
-    if options.adapter is not None or options.lora_alpha is not None or options.dtype is not None:
+    if options.adapter is not None or result.merged_adapters or options.dtype is not None:
         print("logits not compared: source and target differ by intent")
+        return
+    if has_value_head(HfFolder(files).config.architecture()):
+        print("logits not compared: the model is a critic")
         return
     from roll_async.trainer.megatron.logits_probe import largest_difference
 

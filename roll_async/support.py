@@ -19,7 +19,6 @@ def refuse_unsupported(config: RLVRConfig) -> None:
 def _roles(config: RLVRConfig) -> list[str]:
     problems = []
     for name, role in config.roles():
-        problems += _model(name, role)
         strategy = role.strategy_args.strategy_config
         if isinstance(strategy, MegatronTrainConfig | MegatronInferConfig):
             problems += _megatron(name, role, strategy)
@@ -31,18 +30,9 @@ def _roles(config: RLVRConfig) -> list[str]:
     return problems
 
 
-def _model(name: str, role: WorkerConfig) -> list[str]:
-    problems = []
-    if role.model_args.lora_rank and role.model_args.lora_dropout:
-        problems.append(f"{name}.model_args.lora_dropout={role.model_args.lora_dropout} is not there yet; set it to 0")
-    return problems
-
-
 def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | MegatronInferConfig) -> list[str]:
     problems = []
     if isinstance(strategy, MegatronTrainConfig):
-        if strategy.optimizer_cpu_offload:
-            problems.append(f"{name}..optimizer_cpu_offload=true is not there yet; set it to false")
         if strategy.overlap_param_gather and not (strategy.use_distributed_optimizer and strategy.overlap_grad_reduce):
             problems.append(
                 f"{name}..overlap_param_gather=true needs use_distributed_optimizer and overlap_grad_reduce: true"

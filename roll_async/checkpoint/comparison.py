@@ -23,6 +23,8 @@ class Comparison:
     found: str
     differing: tuple[str, ...]
     """Names of tensors that differ."""
+    merged_adapters: bool
+    """The Megatron side holds adapters, which the other has in its weights."""
 
 
 def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, *, source_is_hf: bool) -> Comparison:
@@ -44,7 +46,11 @@ def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, 
             differing.append(name)
         count += 1
     return Comparison(
-        num_tensors=count, expected=sides[0].hexdigest(), found=sides[1].hexdigest(), differing=tuple(differing)
+        num_tensors=count,
+        expected=sides[0].hexdigest(),
+        found=sides[1].hexdigest(),
+        differing=tuple(differing),
+        merged_adapters=one.has_adapters,
     )
 
 

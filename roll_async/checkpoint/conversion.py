@@ -20,7 +20,9 @@ from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_folder import HfFolder, copy_side_files, write_known_tensors
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
+from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
 from roll_async.checkpoint.lora import LoraAdapter
+from roll_async.checkpoint.manifest import recorded_alpha
 from roll_async.checkpoint.megatron_folder import CONFIG, MegatronFolder, Piece, sync, write_megatron_folder
 from roll_async.checkpoint.safetensors_files import TensorSpec
 from roll_async.checkpoint.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
@@ -44,7 +46,7 @@ class ConversionOptions:
     adapter: Path | None = None
     """A PEFT LoRA adapter to merge into the weights."""
     lora_alpha: float | None = None
-    """Merge the adapters that a Megatron checkpoint of a run holds."""
+    """Merge the adapters that a Megatron folder holds with this alpha; None: with the one its run recorded."""
     file_bytes: int = 4 << 30
     """Files are closed before they grow beyond this."""
     progress: Progress = lambda num_bytes, total: None
@@ -58,23 +60,30 @@ class _Model:
     shape: ModelShape
     heads: HeadLayout
     tied: bool
+    critic: bool
+    """A value head stands in the place of the output layer."""
 
     @classmethod
     def of(cls, config: HfConfig) -> _Model:
         if "quantization_config" in config:
             raise ValueError(f"{config.source}: the model is quantised; convert it to bf16 first")
-        family = family_of(config.architecture())
+        family = family_of(language_model(config.architecture()))
         return cls(
             family=family,
             shape=shape_of(config.integer("num_hidden_layers"), family.fields(config)),
             heads=HeadLayout.of(config),
             tied=config.flag("tie_word_embeddings"),
+            critic=has_value_head(config.architecture()),
         )
 
     def parameters(self) -> Iterator[Match]:
-        """Those that a checkpoint holds: a tied output layer is the embedding."""
+        """Those that a checkpoint holds: a tied output layer is the embedding, a critic's is its head."""
         for match in self.family.parameters(self.shape):
-            if not (self.tied and match.name == "output_layer.weight"):
+            if match.name != VALUE_HEAD.name:
+                yield match
+            elif self.critic:
+                yield VALUE_HEAD
+            elif not self.tied:
                 yield match
 
 
@@ -82,7 +91,8 @@ class MegatronAsHf:
     """A Megatron checkpoint seen as Hugging Face tensors, converted one at a time when asked for.
 
     A run with `model_args.lora_rank` stores each adapter beside its weight, as `adapter.up` [out, rank] and
-    `adapter.down` [rank, in]; they are merged, for which `lora_alpha` must be given: the checkpoint does not hold it.
+    `adapter.down` [rank, in]; they are merged, with the alpha in the manifest of the checkpoint or, without one, the
+    `lora_alpha` given.
     """
 
     def __init__(self, folder: Path, config: HfConfig, lora_alpha: float | None = None) -> None:
@@ -90,13 +100,7 @@ class MegatronAsHf:
         self._found: list[tuple[Match, StoredKey]] = []
         keys = {key for key in self._source.keys() if is_parameter(key)}
         self._adapters = {key for key in keys if key.endswith((_UP, _DOWN))}
-        self._alpha = lora_alpha
-        if bool(self._adapters) != (lora_alpha is not None):
-            held = "holds LoRA adapters" if self._adapters else "holds no LoRA adapters"
-            remedy = (
-                "pass --lora-alpha, model_args.lora_alpha of the run" if self._adapters else "--lora-alpha is in vain"
-            )
-            raise ValueError(f"{folder} {held}: {remedy}")
+        self._alpha = self._known_alpha(folder, lora_alpha)
         keys -= self._adapters
         for match in self._model.parameters():
             stored = next((k for k in keys_to_read(match, self._model.shape) if self._fits(k, keys)), None)
@@ -114,6 +118,23 @@ class MegatronAsHf:
         unknown = sorted((keys - weights) | (beside - weights))
         if unknown:
             raise ValueError(f"{folder}: {unknown[0]} has no Hugging Face name ({len(unknown)} such tensors)")
+
+    def _known_alpha(self, folder: Path, given: float | None) -> float | None:
+        if not self._adapters:
+            if given is not None:
+                raise ValueError(f"{folder} holds no LoRA adapters: --lora-alpha is in vain")
+            return None
+        recorded = recorded_alpha(folder)
+        if recorded is None and given is None:
+            raise ValueError(f"{folder} holds LoRA adapters: pass --lora-alpha, model_args.lora_alpha of the run")
+        if recorded is not None and given not in (None, recorded):
+            raise ValueError(f"{folder}: --lora-alpha {given:g} is not the run's {recorded:g}; leave it out")
+        return given if recorded is None else recorded
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the tensors differ from the stored ones."""
+        return bool(self._adapters)
 
     def _fits(self, stored: StoredKey, keys: set[str]) -> bool:
         return stored.key in keys and self._source.shape(stored.key)[: len(stored.index)] == stored.stack

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.value_head import as_critic
 from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec, split_files
 
 INDEX = "model.safetensors.index.json"
@@ -98,9 +99,13 @@ class HfFolder:
             self._open = None
 
 
-def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = None) -> None:
-    """config.json (with another dtype, if given), tokenizer and generation settings."""
+def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = None, critic: bool = False) -> None:
+    """config.json (with another dtype, if given, and for a critic the architecture of one), tokenizer and generation
+    settings.
+    """
     config = _json(source / "config.json")
+    if critic:
+        config = as_critic(config)
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -135,10 +140,16 @@ def write_known_tensors(
 
 
 def write_hf_folder(
-    target: str, tensors: Iterator[tuple[str, Tensor]], *, like: str, dtype: str, shard_bytes: int = 4 << 30
+    target: str,
+    tensors: Iterator[tuple[str, Tensor]],
+    *,
+    like: str,
+    dtype: str,
+    critic: bool = False,
+    shard_bytes: int = 4 << 30,
 ) -> None:
-    """Stream tensors whose names and shapes are not known beforehand into a folder with the configuration and tokenizer
-    of `like`. Peak memory: one shard. `dtype` is a torch name.
+    """Stream tensors whose names and shapes are not known beforehand into a folder with the configuration (of a critic:
+    with its head) and tokenizer of `like`. Peak memory: one shard. `dtype` is a torch name.
     """
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +182,7 @@ def write_hf_folder(
         weight_map |= dict.fromkeys(names, final)
     if len(shards) > 1:
         _write_index(folder, weight_map, total_bytes)
-    copy_side_files(Path(like), folder, dtype=getattr(torch, dtype))
+    copy_side_files(Path(like), folder, dtype=getattr(torch, dtype), critic=critic)
 
 
 def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:

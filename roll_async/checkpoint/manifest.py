@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+LORA = "lora"
+"""In a manifest: rank, alpha and layers of the adapters that the checkpoint holds; null without any."""
 _FORMAT = "roll_async checkpoint 2"
 
 
@@ -41,6 +43,14 @@ def read_manifest(folder: Path) -> dict:
     if manifest.get("format") != _FORMAT:
         raise ValueError(f"{file} is the manifest of something else: {manifest.get('format')!r}, not {_FORMAT!r}")
     return manifest
+
+
+def recorded_alpha(megatron: Path) -> float | None:
+    """`lora_alpha` of the run that wrote a Megatron folder; None when it is not part of a checkpoint that says so."""
+    if not (megatron.parent / MANIFEST).is_file():
+        return None
+    lora = read_manifest(megatron.parent).get(LORA)
+    return None if lora is None else float(lora["alpha"])
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:

@@ -9,9 +9,11 @@ import torch
 
 from roll_async.algorithms.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
+from roll_async.trainer.megatron.host_state import HostState
+from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
-from roll_async.trainer.protocol import PolicyRows, TokenRows
+from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 
 NUM_ROWS, WIDTH, VOCABULARY = 16, 30, 64
 
@@ -212,4 +214,111 @@ def score(rank, world_size, port, settings, rows):
     worker = start_worker(rank, world_size, port, settings)
     found = worker.compute_logprobs(rows)
     worker.stop()
+    return found
+
+
+def dropped_layers(rank, world_size, port, settings):
+    """How far an adapted layer under dropout is from the one without, relative to the adapter's part: when
+    scoring, in the mean of many draws, in one draw, and from the definition on the same draw.
+    """
+    from torch.nn.functional import dropout, linear
+
+    worker = start_worker(rank, world_size, port, settings)
+    found, layer = {}, worker._model.module.decoder.layers[0]
+    with torch.no_grad():
+        for name, part in (("column", layer.mlp.linear_fc1), ("row", layer.mlp.linear_fc2)):
+            torch.manual_seed(1)
+            part.adapter.up.copy_(torch.randn_like(part.adapter.up))
+            x = torch.randn(
+                8, 1, part.weight.shape[1], generator=torch.Generator().manual_seed(2 + rank * (name == "row"))
+            )
+            base = part._parameters["weight"]
+            part.eval()
+            plain = part(x)[0]
+            part.adapter.on = False
+            scale = (plain - part(x)[0]).abs().mean()
+            part.adapter.on = True
+            whole = linear(x, part.weight)
+            if name == "row" and world_size > 1:
+                torch.distributed.all_reduce(whole)
+            gaps = {"scoring": (plain - whole).abs().mean() / scale}
+            part.train()
+            draws = [part(x)[0] for _ in range(400)]
+            gaps["mean"] = (sum(draws) / len(draws) - plain).abs().mean() / scale
+            gaps["one draw"] = (draws[0] - plain).abs().mean() / scale
+            torch.manual_seed(3)
+            drawn = part(x)[0]
+            torch.manual_seed(3)
+            by_hand = linear(x, base) + linear(dropout(x, settings.lora_dropout), part.adapter.delta())
+            gaps["column, same draw"] = (drawn - by_hand).abs().mean() / scale if name == "column" else torch.zeros(())
+            found[name] = {key: value.item() for key, value in gaps.items()}
+    worker.stop()
+    return found
+
+
+def steps_from_host_memory(rank, world_size, port, settings):
+    """Two steps as ever, and two where the optimizer's state moves away after each; whether it was away then."""
+    found = {}
+    for name in ("plain", "moved"):
+        worker = start_worker(rank, world_size, port, settings)
+        if name == "moved":
+            # Moving is by device; two places of host memory are as far apart as one machine without another allows.
+            worker._host_state = HostState(worker._optimizer, torch.device("cpu"))
+        rows, policy = batch()
+        found[name] = [worker.update_policy(policy, step)["trainer/loss"] for step in (1, 2)]
+        found[name].append(worker.compute_logprobs(rows))
+        if name == "moved":
+            buffers = {buffer.data_ptr() for buffer in worker._host_state._buffers.values()}
+            states = list(worker._host_state._tensors())
+            found["tensors"] = len(states)
+            found["away"] = all(tensor.data_ptr() in buffers for tensor in states)
+        worker.stop()
+        port += 1
+    return found
+
+
+def critic_values(rank, world_size, port, settings):
+    """What a critic says of the batch."""
+    worker = start_worker(rank, world_size, port, settings)
+    values = worker.compute_values(batch()[0])
+    worker.stop()
+    return values
+
+
+def critic_export(rank, world_size, port, settings, folder, export):
+    """Two steps of a critic; its values then, its checkpoint and its Hugging Face folder."""
+    worker = start_worker(rank, world_size, port, settings)
+    rows, policy = batch()
+    for step in (1, 2):
+        worker.update_values(
+            ValueRows(
+                tokens=rows.tokens,
+                lengths=rows.lengths,
+                mask=rows.mask,
+                old_values=torch.zeros(rows.tokens.shape),
+                returns=policy.advantages,
+            ),
+            step,
+        )
+    values = worker.compute_values(rows)
+    worker.save(folder, 2, b"")
+    worker.export_hf(export)
+    worker.stop()
+    return values
+
+
+def sharded_logprobs(rank, world_size, port, logits, tokens, mask, settings):
+    """Log-probs and entropies of each setting, and the gradient of their weighted sum, on this rank's part of the
+    vocabulary.
+    """
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    found = []
+    for sampling in settings:
+        part = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
+        result = next_token_logprobs(part, tokens, mask, sampling, torch.distributed.group.WORLD, with_entropy=True)
+        (result.logprobs * 2 + result.entropy * 3).sum().backward()
+        found.append((result.logprobs.detach(), result.entropy.detach(), part.grad))
+    torch.distributed.destroy_process_group()
     return found

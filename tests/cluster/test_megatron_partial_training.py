@@ -17,6 +17,7 @@ C2 = (2, {"parallel": {"context": 2}})
 D2 = (2, DISTRIBUTED)
 T2X2 = (2, {"parallel": {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}})
 T2E2X2D2 = (4, {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, **DISTRIBUTED})
+FULL = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 
 
@@ -66,7 +67,7 @@ def test_adapters_move_their_layers_only_and_off_they_leave_the_model_as_it_was(
     assert moved == {name for name in found["exported"] if name.endswith(targets)}
 
 
-@pytest.mark.parametrize("layout", [(1, {}), P2])
+@pytest.mark.parametrize("layout", [(1, FULL), P2])
 def test_frozen_prefixes_do_not_train_and_the_rest_does(measured, layout):
     prefixes = ("model.embed_tokens", "model.layers.1.", "decoder.layers.3.mlp")
     found = measured("dense", layout, frozen=prefixes)
@@ -99,3 +100,51 @@ def test_adapters_survive_a_checkpoint_and_a_change_of_layout(rank_pool, folders
     expected = run(cases.train_and_save, T2)
     for mine, theirs in zip(run(cases.load_and_train, (1, {})), expected, strict=True):
         assert mine["trainer/loss"] == pytest.approx(theirs["trainer/loss"], abs=3e-6)
+
+
+def test_a_run_with_other_adapters_does_not_load_a_checkpoint(rank_pool, folders, tmp_path):
+    """The files would fit another alpha, and be another model."""
+
+    def run(function, **lora):
+        settings = cases.settings_of(folders["dense"], **lora)
+        return rank_pool.run(function, 1, settings=settings, folder=str(tmp_path / "step"))[0]
+
+    run(cases.train_and_save, **LORA)
+    for lora in ({**LORA, "lora_alpha": 16.0}, {**LORA, "lora_targets": ("o_proj",)}, {}):
+        said = run(cases.load_and_train, **lora)
+        assert "was written with lora_rank=4, lora_alpha=8.0, lora_target=all-linear, this run has lora_rank=" in said
+
+
+@pytest.mark.parametrize("layout", [(1, {}), T2_PLAIN])
+def test_dropout_leaves_out_inputs_of_the_adapter_only(rank_pool, folders, layout):
+    """One layer cut by columns and one cut by rows, in every tensor-parallel rank."""
+    settings = cases.settings_of(folders["dense"], **layout[1], **LORA, lora_dropout=0.5)
+    for answers in rank_pool.run(cases.dropped_layers, layout[0], settings=settings):
+        for name, gaps in answers.items():
+            assert gaps["scoring"] < 1e-5 and gaps["mean"] < 0.1 < gaps["one draw"], (name, gaps)
+            assert gaps["column, same draw"] < 1e-5, name
+
+
+def test_dropout_moves_a_step_and_is_drawn_alike_when_activations_are_computed_again(measured):
+    plain, dropped = measured("dense", (1, {}), **LORA), measured("dense", (1, {}), **LORA, lora_dropout=0.3)
+    assert (dropped["before"] == plain["before"]).all()
+    assert (dropped["after"] - plain["after"]).abs().max() > 1e-3
+    again = measured("dense", (1, {}), **LORA, lora_dropout=0.3, **FULL)
+    assert (again["after"] == dropped["after"]).all()
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [((1, {}), "bf16"), (D2, "bf16"), ((1, {}), "fp32")])
+def test_steps_are_the_same_when_the_optimizers_state_lives_elsewhere_between_them(rank_pool, folders, layout, dtype):
+    settings = cases.settings_of(folders["dense"], **layout[1], dtype=dtype)
+    found = rank_pool.run(cases.steps_from_host_memory, layout[0], settings=settings)
+    for rank in found:
+        assert rank["away"] and rank["moved"][:2] == rank["plain"][:2]
+        assert rank["tensors"] > 0
+    assert (found[0]["moved"][2] == found[0]["plain"][2]).all()
+
+
+def test_on_cpu_the_offload_has_nothing_to_do(rank_pool, folders):
+    settings = cases.settings_of(folders["dense"], optimizer={"cpu_offload": True})
+    plain = cases.settings_of(folders["dense"])
+    steps = [rank_pool.run(cases.measure, 1, settings=x)[0]["steps"] for x in (settings, plain)]
+    assert steps[0] == steps[1]

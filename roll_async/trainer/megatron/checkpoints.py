@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,10 +27,12 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from roll_async.checkpoint.hf_folder import copy_side_files
-from roll_async.checkpoint.manifest import check_files, fingerprint, read_manifest, sync_folder, write_manifest
+from roll_async.checkpoint.manifest import LORA, check_files, fingerprint, read_manifest, sync_folder, write_manifest
 from roll_async.trainer.megatron import ranks
+from roll_async.trainer.megatron.lora import target_layers
 from roll_async.trainer.megatron.model import HfBackedModel
 from roll_async.trainer.megatron.optimizer_state import ParameterState, parameter_states, parts_of, restore_steps
+from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.torch_dist import TorchDistSave
 
 logger = logging.getLogger(__name__)
@@ -38,11 +40,30 @@ logger = logging.getLogger(__name__)
 _MEGATRON, _HF, _STATE = "megatron", "huggingface", "state.bin"
 
 
+def _described(settings: MegatronSettings) -> dict[str, object] | None:
+    """The adapters of a role, for the manifest."""
+    if not settings.lora_rank:
+        return None
+    layers = target_layers(settings.lora_targets)
+    return {
+        "rank": settings.lora_rank,
+        "alpha": settings.lora_alpha,
+        "layers": "all-linear" if layers is None else sorted(layers),
+    }
+
+
+def _said(lora: Mapping[str, object] | None) -> str:
+    if lora is None:
+        return "lora_rank=0"
+    return f"lora_rank={lora['rank']}, lora_alpha={lora['alpha']}, lora_target={lora['layers']}"
+
+
 class RoleCheckpoint:
     """Saves and loads what one rank of a role holds. All methods are collective."""
 
-    def __init__(self, model: HfBackedModel, optimizer: MegatronOptimizer, model_folder: str) -> None:
-        self._model, self._optimizer, self._model_folder = model, optimizer, model_folder
+    def __init__(self, model: HfBackedModel, optimizer: MegatronOptimizer, settings: MegatronSettings) -> None:
+        self._model, self._optimizer, self._model_folder = model, optimizer, settings.model_folder
+        self._lora, self._is_critic = _described(settings), settings.with_value_head
         self._open: Callable[[], None] | None = None
         self._writing: TorchDistSave | None = None
 
@@ -76,11 +97,12 @@ class RoleCheckpoint:
         if dist.get_rank() == 0:
             (temporary / _STATE).write_bytes(state)
             (temporary / _HF).mkdir()
-            copy_side_files(Path(self._model_folder), temporary / _HF, dtype=None)
+            copy_side_files(Path(self._model_folder), temporary / _HF, critic=self._is_critic)
             rest = [_STATE, *(f"{_HF}/{path.name}" for path in (temporary / _HF).iterdir())]
             prints = {f"{_MEGATRON}/{name}": value for name, value in files.items()}
             prints |= {name: fingerprint(temporary / name) for name in rest}
-            write_manifest(temporary, prints, {"step": step, "world_size": dist.get_world_size()})
+            about = {"step": step, "world_size": dist.get_world_size(), LORA: self._lora}
+            write_manifest(temporary, prints, about)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(temporary, target)
             sync_folder(target.parent)
@@ -117,6 +139,7 @@ class RoleCheckpoint:
         problem, manifest = None, {}
         try:
             manifest = read_manifest(path)
+            self._check_adapters(path, manifest)
             names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
             check_files(path, {name: manifest["files"][name] for name in names})
         except ValueError as error:
@@ -127,6 +150,17 @@ class RoleCheckpoint:
             if found is not None:
                 raise ValueError(found)
         return manifest
+
+    def _check_adapters(self, path: Path, manifest: dict) -> None:
+        """The files hold the halves of the adapters, not what they are multiplied with: another alpha would fit, and be
+        another model.
+        """
+        saved = manifest.get(LORA, self._lora)
+        if saved != self._lora:
+            raise ValueError(
+                f"{path} was written with {_said(saved)}, this run has {_said(self._lora)}; set model_args as they "
+                "were, or choose another checkpoint with checkpoint.resume_from"
+            )
 
     # Content
 

@@ -1,7 +1,8 @@
 """Low-rank adapters on Megatron's linear layers: W + scale * up @ down, where only up and down train.
 
 The sum is formed on the weights, not on the activations: any parallel layout of the layer stays as it is, the exported
-weight is exactly the one the forward pass used, and the base policy is the same layer with the adapter off.
+weight is exactly the one the forward pass used, and the base policy is the same layer with the adapter off. Only with
+dropout a training step runs the layer twice, once with W and once, on the dropped input, with the adapter's part.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
+    get_cuda_rng_tracker,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -45,6 +48,8 @@ class LoraSettings:
     targets: tuple[str, ...] = (_ALL,)
     """`all-linear`, or names of layers: q_proj, k_proj and v_proj together, o_proj, gate_proj and up_proj together,
     down_proj."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that a training step leaves out; the others count 1 / (1 - dropout)."""
 
 
 class Adapter(torch.nn.Module):
@@ -57,6 +62,8 @@ class Adapter(torch.nn.Module):
         self._columns = isinstance(layer, ColumnParallelLinear)
         self._group = layer.tp_group
         self._scale = settings.alpha / settings.rank
+        self.dropout = settings.dropout
+        self._shares_input = self._columns and (layer.is_expert or not layer.config.sequence_parallel)
         self.on = True
         whole = in_size if self._columns else in_size * self._group.size()
         # The same numbers in every layout, from the layer's name in the whole model.
@@ -82,17 +89,56 @@ class Adapter(torch.nn.Module):
                 up = copy_to_tensor_model_parallel_region(up, self._group)
         return self._scale * (up @ down)
 
+    def dropped(self, x: Tensor) -> Tensor:
+        """The layer's input without the share that dropout leaves out. Ranks that hold the same input drop the same;
+        where each holds a part of it, each draws for itself.
+        """
+        if self._shares_input:
+            return torch.nn.functional.dropout(x, self.dropout)
+        with get_cuda_rng_tracker().fork():
+            return torch.nn.functional.dropout(x, self.dropout)
+
+
+class _Part(Enum):
+    """What a layer with an adapter multiplies with."""
+
+    SUM = "sum"
+    BASE = "base"
+    DELTA = "delta"
+
 
 class _Adapted:
     """Mixed into a layer's class: its weight is the sum, its parameters and its place in checkpoints stay."""
 
     adapter: Adapter
     gated: bool
+    part = _Part.SUM
 
     @property
     def weight(self) -> Tensor:
         base = self._parameters["weight"]  # type: ignore[attr-defined]
-        return base + self.adapter.delta() if self.adapter.on else base
+        if not self.adapter.on or self.part is _Part.BASE:
+            return base
+        delta = self.adapter.delta()
+        return delta if self.part is _Part.DELTA else base + delta
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.part is _Part.DELTA else self._parameters["bias"]  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        """The layer's (output, bias to be added)."""
+        adapter = self.adapter
+        if not (adapter.on and adapter.dropout and self.training):  # type: ignore[attr-defined]
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        try:
+            self.part = _Part.BASE
+            output, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            self.part = _Part.DELTA
+            delta, _ = super().forward(adapter.dropped(x), *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.part = _Part.SUM
+        return output + delta, bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
-from roll_async.checkpoint.hf_names.table import Match, Row
+from roll_async.checkpoint.hf_names.table import Match
+from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, language_model
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.trainer.megatron.layer_spec import block_spec
 from roll_async.trainer.megatron.lora import ADAPTER, Adapter, LoraSettings, adapter_of, add_adapters
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.settings import MegatronSettings
-from roll_async.trainer.megatron.value_head import HF_NAME, MEGATRON_NAME, ValueHead
+from roll_async.trainer.megatron.value_head import ValueHead
 
 __all__ = ["TORCH_DTYPES", "HfBackedModel"]
 
@@ -57,8 +58,7 @@ class HfBackedModel:
         self._settings = settings
         self._hf = HfFolder(settings.model_folder)
         # A reward model's layers are those of its language model; its head becomes the critic's.
-        architecture = self._hf.config.architecture().replace("ForSequenceClassification", "ForCausalLM")
-        self._family = family_of(architecture)
+        self._family = family_of(language_model(self._hf.config.architecture()))
         self.config = transformer_config(self._hf.config, self._family, settings)
         self.tied = self._hf.config.flag("tie_word_embeddings") and not settings.with_value_head
         self.heads = HeadLayout.of(self._hf.config)
@@ -89,7 +89,12 @@ class HfBackedModel:
 
     def _add_adapters(self) -> None:
         settings = self._settings
-        lora = LoraSettings(rank=settings.lora_rank, alpha=settings.lora_alpha, targets=settings.lora_targets)
+        lora = LoraSettings(
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            targets=settings.lora_targets,
+            dropout=settings.lora_dropout,
+        )
         for chunk in self.chunks:
             add_adapters(chunk, lora, {name: self._global_name(chunk, name) for name, _ in chunk.named_parameters()})
 
@@ -138,6 +143,8 @@ class HfBackedModel:
             dimensions = int(self.heads.head_size * rotary.fraction)
             module.rotary_pos_emb.inv_freq = rotary.frequencies(dimensions, context)
         _mark_experts(module)
+        if self.config.recompute_granularity == "full" and module.pre_process:
+            module.embedding.register_forward_hook(_carry_gradients)
         if self._settings.with_value_head and module.post_process:
             module.output_layer = ValueHead(self.config)
         return module
@@ -153,7 +160,7 @@ class HfBackedModel:
     def _load_one(self, name: str, target: Tensor) -> None:
         match = self._match(name)
         names = match.hf_names
-        if names == (HF_NAME,) and HF_NAME not in self._hf:
+        if match is VALUE_HEAD and names[0] not in self._hf:
             self._sharded[name] = False
             return  # a language model has no value head: it starts at zero
         if names == ("lm_head.weight",) and self.tied:
@@ -170,9 +177,8 @@ class HfBackedModel:
         target.copy_(part)
 
     def _match(self, name: str) -> Match:
-        if self._settings.with_value_head and name == MEGATRON_NAME:
-            row = Row(megatron=MEGATRON_NAME, hf=(HF_NAME,))
-            return Match(row=row, name=name, hf_names=row.hf, layer=None, expert=None)
+        if self._settings.with_value_head and name == VALUE_HEAD.name:
+            return VALUE_HEAD
         return self._family.match(name)
 
     @staticmethod
@@ -272,6 +278,14 @@ class HfBackedModel:
     def _receive(self, outline: _Outline) -> list[Tensor]:
         device = next(self.chunks[0].parameters()).device
         return [torch.empty(outline.shape, dtype=outline.dtype, device=device) for _ in outline.names]
+
+
+def _carry_gradients(embedding: torch.nn.Module, inputs: object, output: Tensor) -> None:
+    """Layers that are computed again pass gradients on only if their input asks for them. That of the first does not
+    when the embedding is frozen (adapters, freeze_module_prefix), and then nothing would train, in silence.
+    """
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
 
 
 def _mark_experts(module: torch.nn.Module) -> None:

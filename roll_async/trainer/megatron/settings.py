@@ -40,6 +40,8 @@ class OptimizerSettings:
     """Reduce gradients bucket by bucket while the backward pass goes on."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass; needs `distributed` and overlap_grad_reduce."""
+    cpu_offload: bool = False
+    """Keep the optimizer's state in host memory between steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,7 @@ class MegatronSettings:
     """0 = all parameters train; else adapters of this rank on frozen weights."""
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ("all-linear",)
+    lora_dropout: float = 0.0
     frozen: tuple[str, ...] = ()
     """Parameters whose Hugging Face or Megatron name begins with one of these do not train."""
     optimizer: OptimizerSettings | None = None

@@ -7,10 +7,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-MEGATRON_NAME = "output_layer.weight"
-HF_NAME = "score.weight"
-"""As in the ForSequenceClassification models of transformers with one label."""
-
 
 class ValueHead(torch.nn.Module):
     """Takes the place of `GPTModel.output_layer`. Every tensor-parallel rank holds all of it."""

@@ -7,6 +7,7 @@ and the loss of a token does not depend on which rank holds it. Shape letters: B
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.schema import ExpertRows  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
+from roll_async.trainer.megatron.host_state import host_state  # noqa: E402
 from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch, StepRows  # noqa: E402
 from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
@@ -71,8 +73,11 @@ class MegatronWorker:
             return
         self._network = wrap(self._model.chunks, self._model.config, self._settings.optimizer)
         self._optimizer, self._grad_scale = build_optimizer(self._network, self._model.config, self._settings.optimizer)
+        self._host_state = None
+        if self._settings.optimizer.cpu_offload:
+            self._host_state = host_state(self._optimizer, self._device)
         self._runner = Runner(self._network, self._model.config, self._settings, self._replay)
-        self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings.model_folder)
+        self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings)
 
     def stop(self) -> None:
         """Leave the process groups and let go of the model; the process may start another worker."""
@@ -236,7 +241,8 @@ class MegatronWorker:
         self._grad_scale.step_tokens = max(1, int(whole.lengths[list(rows)].sum()))
         batches = self._runner.micro_batches(whole, rows, self._settings.micro_batch_rows)
         losses, parts = self._runner.run(batches, loss_for(denominators), forward_only=False)
-        with cpu_shim.cuda_type_names():
+        on_device = nullcontext() if self._host_state is None else self._host_state.on_device()
+        with cpu_shim.cuda_type_names(), on_device:
             stepped, grad_norm, _ = self._optimizer.step()
         self._optimizer_steps += 1
         loss, parts = self._collect(losses, parts)
@@ -279,7 +285,8 @@ class MegatronWorker:
         tensors = self.export_named_tensors()
         if self._spec.rank == 0:
             dtype = str(TORCH_DTYPES[self._settings.dtype]).removeprefix("torch.")
-            write_hf_folder(folder, tensors, like=self._settings.model_folder, dtype=dtype)
+            settings = self._settings
+            write_hf_folder(folder, tensors, like=settings.model_folder, dtype=dtype, critic=settings.with_value_head)
         else:
             for _ in tensors:
                 pass

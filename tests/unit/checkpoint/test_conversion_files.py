@@ -18,6 +18,8 @@ from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, 
 from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import ModelShape, shape_of
+from roll_async.checkpoint.hf_names.value_head import as_critic
+from roll_async.checkpoint.manifest import write_manifest
 from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.stored_keys import key_to_write, keys_to_read
 from roll_async.convert import run_convert
@@ -367,7 +369,11 @@ def test_the_adapters_of_a_run_are_merged_with_their_alpha(make, tmp_path):
         megatron_to_hf(tmp_path / "run", tmp_path / "back", PLAIN, like=source)
     with pytest.raises(ValueError, match="holds no LoRA adapters"):
         megatron_to_hf(tmp_path / "one", tmp_path / "back", replace(PLAIN, lora_alpha=8.0))
-    megatron_to_hf(tmp_path / "run", tmp_path / "back", replace(PLAIN, lora_alpha=8.0), like=source)
+    megatron_to_hf(tmp_path / "run", tmp_path / "given", replace(PLAIN, lora_alpha=8.0), like=source)
+    write_manifest(tmp_path, {}, {"lora": {"rank": 2, "alpha": 8.0, "layers": ["linear_fc1"]}})  # as a run leaves it
+    with pytest.raises(ValueError, match="--lora-alpha 4 is not the run's 8"):
+        megatron_to_hf(tmp_path / "run", tmp_path / "back", replace(PLAIN, lora_alpha=4.0), like=source)
+    megatron_to_hf(tmp_path / "run", tmp_path / "back", PLAIN, like=source)
     expected = dict(tensors)
     for layer in range(3):
         key = "decoder.layers.mlp.linear_fc1.adapter"
@@ -377,6 +383,7 @@ def test_the_adapters_of_a_run_are_merged_with_their_alpha(make, tmp_path):
                 tensors[f"model.layers.{layer}.mlp.{name}.weight"] + part
             )
     assert_equal(tensors_in(tmp_path / "back"), expected)
+    assert_equal(tensors_in(tmp_path / "given"), expected)
 
 
 @pytest.mark.parametrize("form", range(4))
@@ -405,3 +412,17 @@ def test_every_form_in_which_megatron_stores_a_model_is_read(make, tmp_path, arc
     write_megatron_folder(tmp_path / "other", pieces, lambda piece: values[piece.key, piece.index])
     megatron_to_hf(tmp_path / "other", tmp_path / "back", PLAIN, like=source)
     assert_equal(tensors_in(tmp_path / "back"), tensors)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reward_model_keeps_its_head_in_both_directions(tmp_path, tied):
+    config = synthetic.config_of("Qwen3ForCausalLM", tie_word_embeddings=tied)
+    tensors = {name: x for name, x in synthetic.tensors_of(config).items() if name != "lm_head.weight"}
+    tensors["score.weight"] = torch.randn(1, 16).bfloat16()
+    source = synthetic.write(tmp_path / "hf", as_critic(config), tensors)
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    assert MegatronFolder(tmp_path / "megatron").shape("output_layer.weight") == (1, 16)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", PLAIN)
+    assert_equal(tensors_in(tmp_path / "back"), tensors)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3ForSequenceClassification"] and written["id2label"] == {"0": "value"}

@@ -1,0 +1,48 @@
+"""A critic leaves a run as a model that transformers and the converter read."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+transformers = pytest.importorskip("transformers")
+
+import megatron_cases as cases  # noqa: E402
+import torch  # noqa: E402
+
+from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf  # noqa: E402
+
+
+@torch.no_grad()
+def values_of(folder, rows):
+    """[B,T] value of the state before token t, by transformers."""
+    model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"] and model.score.weight.shape[0] == 1
+    values = torch.zeros(rows.tokens.shape)
+    for b, length in enumerate(rows.lengths.tolist()):
+        hidden = model.eval().model(rows.tokens[b : b + 1, :length]).last_hidden_state
+        values[b, 1:length] = model.score(hidden)[0, :-1, 0]
+    return torch.where(rows.mask, values, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("dense, tied", (1, {})), ("MoE", (2, {"parallel": {"pipeline": 2}}))], ids=("dense", "MoE P2")
+)
+def test_a_trained_critic_is_read_as_a_reward_model_with_the_same_values(rank_pool, tmp_path, kind, layout):
+    folder = cases.model_folder(tmp_path / "start", kind)
+    settings = cases.settings_of(folder, **layout[1], with_value_head=True)
+    places = {"folder": str(tmp_path / "step"), "export": str(tmp_path / "export")}
+    values = rank_pool.run(cases.critic_export, layout[0], settings=settings, **places)[0]
+    rows, _ = cases.batch()
+    assert values.abs().max() > 1e-3, "an untrained head says zero"
+    assert (values_of(tmp_path / "export", rows) - values).abs().max() < 1e-5
+    megatron_to_hf(tmp_path / "step", tmp_path / "converted", ConversionOptions())
+    assert (values_of(tmp_path / "converted", rows) - values).abs().max() < 1e-5
+    hf_to_megatron(tmp_path / "export", tmp_path / "back", ConversionOptions())
+    megatron_to_hf(tmp_path / "back", tmp_path / "again", ConversionOptions())
+    first, last = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("converted", "again"))
+    assert first == last
+    started = rank_pool.run(
+        cases.critic_values, 1, settings=cases.settings_of(str(tmp_path / "export"), with_value_head=True)
+    )
+    assert (started[0] - values).abs().max() < 1e-5

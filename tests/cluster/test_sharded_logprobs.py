@@ -1,0 +1,43 @@
+"""Log-probs of a vocabulary split over ranks are those of the whole one, truncated sampling included."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import megatron_cases as cases
+import torch
+
+from roll_async.algorithms.logprobs import token_logprobs
+from roll_async.trainer.megatron.settings import MegatronSettings
+
+SAMPLING = [
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"top_k": 11, "top_p": 0.6, "temperature": 1.3},
+    {"top_k": 1},
+]
+NUM_TOKENS, VOCABULARY = 1100, 24  # more tokens than one chunk
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_finds_what_one_rank_with_the_whole_vocabulary_finds(rank_pool, world_size):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, NUM_TOKENS // 2, VOCABULARY, generator=generator) * 3
+    mask = torch.rand(logits.shape[:2], generator=generator) < 0.8
+    order = logits.argsort(-1, descending=True)
+    rank_of_token = torch.randint(0, 5, mask.shape, generator=generator)  # within top_k = 5
+    settings = [MegatronSettings(model_folder="", **sampling) for sampling in SAMPLING]
+    tokens = order.gather(-1, rank_of_token[..., None])[..., 0]
+    arguments = {"logits": logits, "tokens": tokens, "mask": mask, "settings": settings}
+    found = rank_pool.run(cases.sharded_logprobs, world_size, **arguments)
+    for i, sampling in enumerate(SAMPLING):
+        whole = logits.clone().requires_grad_()
+        wanted = token_logprobs(logits_BTV=whole, tokens_BT=tokens, mask_BT=mask, with_entropy=True, **sampling)
+        (wanted.logprobs * 2 + wanted.entropy * 3).sum().backward()
+        for logprobs, entropy, _ in (rank[i] for rank in found):
+            assert torch.allclose(logprobs, wanted.logprobs, atol=2e-6)
+            assert torch.allclose(entropy, wanted.entropy, atol=5e-6)
+        grad = torch.cat([rank[i][2] for rank in found], -1)
+        assert torch.allclose(grad, whole.grad, atol=1e-5), sampling
+        assert whole.grad.abs().max() > 0.1 and wanted.logprobs[mask].min() < -0.5 or sampling == {"top_k": 1}
