@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion
@@ -88,6 +89,7 @@ class HfEngine:
         else:
             model = AutoModelForCausalLM.from_pretrained(settings.model_folder, dtype=dtype, attn_implementation="sdpa")
         self._model = model.eval().to(settings.device)
+        self._targets = WeightTargets(self._model, self._model.config.model_type)
         self._eos_ids = _stop_ids(self._model)
         if settings.record_experts:
             from roll_async.inference.hf_experts import ExpertRecorder
@@ -284,7 +286,7 @@ class HfEngine:
         self._in_place = in_place
         self._receiver, self._digest = open_receiver(plan.transport), Digest(plan.verify)
         self._staged: list[tuple[str, Tensor]] = []
-        self._missing = {name for name, _ in self._model.named_parameters()}
+        self._missing = set(self._targets.names)
 
     async def load_bucket(self, bucket: Bucket) -> None:
         if self._receiver is None:
@@ -305,15 +307,11 @@ class HfEngine:
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         import torch
 
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        unknown = [name for name, _ in tensors if name not in parameters]
-        if unknown:
-            raise RuntimeError(f"the model has no parameter {unknown[0]}")
-        with torch.no_grad():
-            for name, tensor in tensors:
-                if parameters[name].shape != tensor.shape:
-                    raise RuntimeError(f"{name} has shape {tuple(parameters[name].shape)}, not {tuple(tensor.shape)}")
-                parameters[name].copy_(tensor)
+        pairs = [(name, self._targets[name], tensor) for name, tensor in tensors]
+        for name, target, tensor in pairs:
+            if target.shape != tensor.shape:
+                raise RuntimeError(f"{name} has shape {tuple(target.shape)}, not {tuple(tensor.shape)}")
+            target.copy_(tensor)
         if self._settings.device != "cpu":
             torch.cuda.synchronize()  # the manager computes on a stream of its own
 
