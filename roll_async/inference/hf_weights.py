@@ -1,5 +1,5 @@
-"""Where the tensors of a checkpoint lie in a Transformers model: most are parameters of their own, experts are slices of
-one parameter that holds all of a layer. Shape letters: E experts, I inner size, H hidden size.
+"""Where the tensors of a checkpoint lie in a Transformers model: most are parameters of their own, experts are slices
+of one parameter that holds all of a layer. Shape letters: E experts, I inner size, H hidden size.
 """
 
 from __future__ import annotations

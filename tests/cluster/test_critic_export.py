@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
-import megatron_cases as cases  # noqa: E402
-import torch  # noqa: E402
+import megatron_cases as cases
+import torch
 
-from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf  # noqa: E402
+from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-import tiny_families  # noqa: E402
+import tiny_families
 
-from roll_async.inference.hf_weights import WeightTargets  # noqa: E402
+from roll_async.inference.hf_weights import WeightTargets
 
 
 def load(folder):

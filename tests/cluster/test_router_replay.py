@@ -8,13 +8,13 @@ import pytest
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
-import megatron_cases as cases  # noqa: E402
-import torch  # noqa: E402
+import megatron_cases as cases
+import torch
 
-from roll_async.inference.hf_engine import HfEngine  # noqa: E402
-from roll_async.inference.settings import EngineSettings  # noqa: E402
-from roll_async.schema import ExpertRows, GenerateRequest, SamplingParams, join_records  # noqa: E402
-from roll_async.trainer.protocol import TokenRows  # noqa: E402
+from roll_async.inference.hf_engine import HfEngine
+from roll_async.inference.settings import EngineSettings
+from roll_async.schema import ExpertRows, GenerateRequest, SamplingParams, join_records
+from roll_async.trainer.protocol import TokenRows
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 4, 2, 4
 FULL = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
