@@ -91,6 +91,7 @@ def asynchronous(ratio, every=1, interrupt="resume", *more):
 STREAM = "async_training.require_batches=1"
 MODES = {
     "one_step_off": (1, asynchronous(1, 1, "wait")),
+    "roll_async_ratio_half": (1, asynchronous(0.5, 1, "resume")),
     "roll_async_ratio_2": (2, asynchronous(2, 1, "resume")),
     "stream_off_policy": (2, asynchronous(0, 3, "wait", STREAM)),
     "fully_async_stale": (2, asynchronous(0.5, 2, "wait")),

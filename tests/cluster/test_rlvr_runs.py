@@ -47,13 +47,6 @@ def test_one_batch_ahead_overlaps_stays_within_the_bound_and_leaves_what_it_prom
     assert "step 5/5" in output and "reward, mean of first / last 5 steps" in output
 
 
-@pytest.mark.parametrize(("ratio", "bound"), [("0.5", 1), ("2", 2)])
-def test_other_ratios_run_on_the_fallback_engine_within_their_bound(launcher, ratio, bound):
-    code, output = launcher.run(f"async_generation_ratio={ratio}", "max_steps=5", HF)
-    assert code == 0, output
-    assert max(m["staleness/max"] for m in launcher.metrics()) <= bound
-
-
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K rows are not beside this checkout")
 def test_real_gsm8k_rows_run_three_steps(launcher, tmp_path):
     import subprocess
