@@ -8,9 +8,13 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from roll_async.rewards.answers import final_answer
 from roll_async.rewards.verdict import Verdict
+
+if TYPE_CHECKING:
+    from sympy import Basic, MatrixBase
 
 _MAX_ANSWER_CHARS = 2000
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\\,|\{,\}|\\!,)\d{3})+(?![\d,])")
@@ -76,19 +80,19 @@ def same_expression(stated: str, reference: str) -> bool:
 
     extraction = [LatexExtractionConfig(), ExprExtractionConfig()]
     gold = _parsed_reference(reference)
-    answer = parse(f"${stated}$", extraction, parsing_timeout=None)
+    answer = parse(f"${stated}$", extraction, parsing_timeout=0)
     return bool(gold and answer and verify(list(gold), answer, timeout_seconds=None))
 
 
 @lru_cache(maxsize=4096)
-def _parsed_reference(reference: str) -> tuple[object, ...]:
+def _parsed_reference(reference: str) -> tuple[Basic | MatrixBase | str, ...]:
     """Kept: all samples of a group have the same one. An integer needs no parser, it is what most references are."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
     from sympy import Integer
 
     if _INTEGER.fullmatch(reference):
         return Integer(int(reference)), reference
-    return tuple(parse(f"${reference}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None))
+    return tuple(parse(f"${reference}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=0))
 
 
 def same_number(stated: str, reference: str) -> bool | None:
