@@ -115,6 +115,7 @@ class Conversations:
         tried `reward_retries` times more; both then fail the group. A time-out is final and filters the group.
         """
         loop, options = asyncio.get_running_loop(), self._options
+        sample = replace(sample, experts=None)  # often larger than all else, and no judge reads it
         patience_ends = loop.time() + options.outage_patience_s
         pause_s, errors = _FIRST_RETRY_S, 0
         where = f"reward of sample {sample.sample_id} (domain {prompt.domain})"
