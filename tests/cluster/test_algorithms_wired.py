@@ -1,5 +1,6 @@
-"""Every policy loss, advantage estimator and source of log-probs: three steps of the CPU demo on real parts."""
+"""Every policy loss, advantage estimator, source of log-probs, role and mix of domains: three steps on real parts."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -26,6 +27,14 @@ CRITIC = (
     " strategy_args: {strategy_name: megatron_train,"
     " strategy_config: {transformer_impl: local, use_distributed_optimizer: false}}}",
 )
+REFERENCE = "reference={model_args: {dtype: fp32}, strategy_args: {strategy_name: megatron_infer}}"
+SUMS = "sums: {type: roll_async.rewards.exact_match.ExactMatch, tag_included: [sums]}"
+THIRDS = "thirds: {type: spread_reward.two_or_three, tag_included: [thirds]}"
+ROLES = (
+    *CRITIC,
+    REFERENCE,
+    f"rewards={{addition: {{type: spread_reward.digit_parity, tag_included: [addition]}}, {SUMS}, {THIRDS}}}",
+)
 SMALL = (
     "rollout_batch_size=8",
     "num_return_sequences_in_group=4",
@@ -42,12 +51,17 @@ SMALL = (
 @pytest.fixture(scope="module")
 def run(demo_assets, tmp_path_factory, request):
     output = tmp_path_factory.mktemp("wired")
+    rows = [json.loads(line) for line in (demo_assets / "train.jsonl").read_text().splitlines()[:300]]
+    tags = ("addition", "sums", "thirds")
+    (output / "train.jsonl").write_text(
+        "".join(json.dumps({**row, "tag": tags[i % 3]}) + "\n" for i, row in enumerate(rows))
+    )
 
     def config(name, overrides, file="rlvr_config_async_cpu"):
         places = (
             f"pretrain={demo_assets}/model",
-            f"actor_train.data_args.file_name={demo_assets}/train.jsonl",
-            f"validation.data_args.file_name={demo_assets}/validation.jsonl",
+            f"actor_train.data_args.file_name={output}/train.jsonl",
+            f"validation.data_args.file_name={output}/train.jsonl",
             f"output_dir={output}",
             f"exp_name={name}",
         )
@@ -57,8 +71,8 @@ def run(demo_assets, tmp_path_factory, request):
     request.addfinalizer(lambda: os.environ.update(PYTHONPATH=inherited) if inherited else os.environ.pop("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), inherited)))
     with (
-        ray_runtime(num_processes=5, env={"HF_HUB_OFFLINE": "1"}) as runtime,
-        Sweep(config("roles", CRITIC), runtime) as sweep,
+        ray_runtime(num_processes=6, env={"HF_HUB_OFFLINE": "1"}) as runtime,
+        Sweep(config("roles", ROLES), runtime) as sweep,
     ):
 
         def go(name, *overrides, file="rlvr_config_async_cpu"):
@@ -104,3 +118,59 @@ def test_every_source_of_proximal_logprobs_trains(run, proximal, variant):
 def test_the_shipped_offpolicy_configs_run_two_batches_ahead(run, variant):
     metrics = run(f"offpolicy_{variant}", file=f"rlvr_offpolicy_{variant}_cpu")
     assert 1 <= metrics[-1]["staleness/max"] <= 2
+
+
+def test_a_reference_model_of_its_own_anchors_the_actor(run):
+    rate = "actor_train.training_args.learning_rate=0.003"
+    first, *rest = run("reference", REFERENCE, rate, "algorithm.kl_loss_coef=0.01", "async_generation_ratio=0")
+    assert abs(first["policy/reference_kl"]) < 1e-6, "the run starts at its reference"
+    assert all(m["policy/reference_kl"] > 1e-7 for m in rest)
+
+
+def test_a_reference_anchors_lora_adapters_and_the_engine_gets_them_merged(run):
+    metrics = run(
+        "lora",
+        REFERENCE,
+        "actor_train.model_args.lora_rank=4",
+        "algorithm.kl_loss_coef=0.01",
+        "async_generation_ratio=0",
+        "actor_train.training_args.learning_rate=0.003",
+    )
+    first, *rest = metrics
+    assert abs(first["policy/reference_kl"]) < 1e-6
+    assert all(m["policy/reference_kl"] > 1e-7 for m in rest)
+    # Synchronous: engine and trainer agree only if the engine got the weights with the adapters merged in.
+    assert all(abs(m["correction/kl"]) < 1e-4 for m in metrics)
+
+
+def test_overlong_shaping_and_the_group_filter_publish_what_they_did(run):
+    metrics = run(
+        "overlong",
+        "algorithm.overlong_buffer={enable: true, len: 90, penalty_factor: 0.5}",  # from the seventh token on
+        "algorithm.filter_groups={enable: true, metric: acc, max_num_gen_batches: 0}",
+    )
+    for m in metrics:
+        assert 0 < m["reward/overlong_share"] <= 1 and -0.5 <= m["reward/overlong_penalty"] < 0
+        assert m["reward/mean"] >= 0, "the raw score is published, without the penalty"
+        assert m["groups/seen"] == m["groups/kept"] + m["groups/dropped_equal"] and m["groups/dropped_invalid"] == 0
+    assert metrics[-1]["groups/kept"] >= 8 * len(metrics)
+
+
+def test_two_domains_share_the_batch_as_asked_and_each_is_judged_by_its_own_reward(run):
+    metrics = run(
+        "mixed",
+        f"rewards={{{SUMS}, {THIRDS}}}",
+        "actor_train.data_args.domain_interleave_probs={sums: 0.25, thirds: 0.75}",
+        "async_generation_ratio=0",  # a batch is the next eight prompts, in whatever order they end
+        "eval_steps=3",
+        "val_batch_size=12",
+    )
+    for m in metrics:
+        assert (m["reward/domains/sums/share"], m["reward/domains/thirds/share"]) == (0.25, 0.75)
+        sums, thirds = m["reward/domains/sums/mean"], m["reward/domains/thirds/mean"]
+        assert 0 <= sums <= 1 and 2 < thirds < 3 and m["reward/metrics/thirds"] == pytest.approx(thirds - 2)
+        assert m["reward/mean"] == pytest.approx(0.25 * sums + 0.75 * thirds)
+    last = metrics[-1]
+    assert last["validation/unscored"] == 0 and last["validation/samples"] == 12
+    assert last["validation/domains/sums/samples"] + last["validation/domains/thirds/samples"] == 12
+    assert last["validation/domains/thirds/reward"] >= 2 > 1 >= last["validation/domains/sums/reward"]
