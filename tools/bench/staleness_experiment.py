@@ -75,15 +75,16 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
         return load(str(ROOT / "configs" / "rlvr_config_async_cpu.yaml"), overrides, "rlvr")
 
     done = {(r["loss"], r["staleness"], r["seed"]) for r in read(runs)}
-    wanted = [(x, s, n) for n in range(args.seeds) for s in args.staleness for x in LOSSES]
+    wanted = [(x, s, n) for n in range(args.seeds) for s in args.staleness for x in args.losses]
+    wanted = [w for w in wanted if w not in done]
+    if not wanted:
+        return
     with (
         ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}) as runtime,
         Sweep(config(*wanted[0]), runtime) as sweep,
         runs.open("a") as out,
     ):
         for loss, staleness, seed in wanted:
-            if (loss, staleness, seed) in done:
-                continue
             metrics = sweep.run(config(loss, staleness, seed), RunClasses(trainer=OldestAllowed))
             half = metrics[len(metrics) // 2 :]
             row = {
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2, 4, 8])
+    parser.add_argument("--losses", nargs="+", choices=list(LOSSES), default=list(LOSSES))
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step, 8 samples each")
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--output", default="output/staleness_experiment")
