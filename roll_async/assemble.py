@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 from roll_async import assemble_settings as settings
 from roll_async.assemble_checkpoint import LoopCheckpoint, restore_loop
 from roll_async.assemble_roles import RolePlacements, Roles, RoleStarter, reference_is_actor
-from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
-from roll_async.buffer.message_queue import MessageQueue
+from roll_async.assemble_rollout import RolloutOrder
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
@@ -21,20 +19,13 @@ from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
-from roll_async.pipelines.metrics import sample_rows, validation_metrics
+from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, TrainLoop
 from roll_async.prompts.tokenizer import load_tokenizer
-from roll_async.prompts.tool_turns import ChatToolCodec
-from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
-from roll_async.schema import Prompt
 from roll_async.trainer.learner import Learner, LearnerParts
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
-from roll_async.weight_sync.transports import choose_transport
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +42,13 @@ class RunClasses:
     custom_monitor: CustomMonitor | None = None
     log_name: str | None = None
     """A second log file in the run folder, besides run.log."""
+    rollout_process: bool = False
+    """Queue, rollouter and synchronizer in a process of their own: what the trainer's loop does holds nothing up."""
+
+    @property
+    def log_names(self) -> list[str]:
+        """Log files of the run folder besides run.log."""
+        return [] if self.log_name is None else [self.log_name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +71,8 @@ async def build_run(
     """Start every role and couple them; they close with the stack. Raises ValueError for what the user can fix,
     RoleFailed for what a role reports.
     """
-    roles = await RoleStarter(config, runtime, placements, stack).start()
+    logs = [str(path) for path in observers[1].log_files(*classes.log_names)] if classes.rollout_process else None
+    roles = await RoleStarter(config, runtime, placements, stack).start(rollout_log_files=logs)
     samples = None
     if config.tracking.rollout_dump_dir is not None:
         samples = SampleDump(config.tracking.rollout_dump_dir, load_tokenizer(config.pretrain).batch_decode)
@@ -92,10 +91,7 @@ async def couple(
     samples: SampleDump | None = None,
 ) -> Assembled:
     """A pipeline on roles that run already; restores what `checkpoint.resume_from` names."""
-    actor, manager, supervisor = roles.training["actor_train"], roles.manager, roles.supervisor
-    scheduler = ChatCompletionScheduler(
-        manager, roles.scorer, settings.scheduler_options(config), tools=_tools(config, classes)
-    )
+    actor = roles.training["actor_train"]
     learner_parts = LearnerParts(
         actor=actor,
         reference=BasePolicy(actor) if reference_is_actor(config) else roles.training.get("reference"),
@@ -107,30 +103,26 @@ async def couple(
     saved = {name: roles.training[name] for name in ("actor_train", "critic") if name in roles.training}
     restored, position = await restore_loop(config, saved, learner, checkpoints)
     folder.truncate_metrics(restored)
-    queue = MessageQueue(settings.queue_options(config), _ledger(config))
-    queue.restore(restored, position)
-    rollouter = classes.rollouter(queue, scheduler, manager, roles.prompts, budget=settings.filter_budget(config))
-    synchronizer = ParameterSynchronizer(
-        actor,
-        rollouter,
-        lambda: manager.clients,  # type: ignore[arg-type, return-value]
-        settings.sync_options(config, _transport(config)),
-        weights_held=queue.weights_held,
-        take_out=supervisor.take_out,
-        put_back=supervisor.put_back,  # type: ignore[arg-type]
-        comes_back=lambda: manager.expects_return,
+    order = RolloutOrder(
+        config=config,
+        source=actor,
+        restored=restored,
+        position=position,
+        rollouter=classes.rollouter,
+        tools=classes.tools,
+        tool_callback=classes.tool_callback,
     )
-    supervisor.attach(synchronizer.rejoin)  # type: ignore[arg-type]
-    checkpoint = LoopCheckpoint(config, saved, learner, queue, checkpoints, samples)
+    side = await roles.rollout.couple(order)
+    checkpoint = LoopCheckpoint(config, saved, learner, side.queue, checkpoints, samples)
     parts = PipelineParts(
-        queue=queue,
-        rollouter=rollouter,
+        queue=side.queue,
+        rollouter=side.rollouter,
         learner=learner,
-        synchronizer=synchronizer,
+        synchronizer=side.synchronizer,
         checkpoint=checkpoint,
         observer=recorder,
         dump=None if samples is None else lambda step, groups: samples.write(step, sample_rows(groups)),
-        validate=_validator(config, scheduler, roles.validation) if roles.validation else None,
+        validate=side.validate,
     )
     plan = settings.run_plan(config, first_step=restored + 1)
     trainer = classes.trainer(parts, plan)
@@ -143,43 +135,3 @@ async def couple(
     return Assembled(
         pipeline=RLVRPipeline(parts, plan, trainer=trainer, watch=watch), actor=actor, checkpoint=checkpoint
     )
-
-
-def _tools(config: RLVRConfig, classes: RunClasses) -> ToolCompletionCallback | None:
-    if not classes.tools:
-        return None
-    assert config.actor_train.data_args is not None
-    codec = ChatToolCodec(load_tokenizer(config.pretrain), config.actor_train.data_args.template)
-    return classes.tool_callback(classes.tools, codec, timeout_s=config.fault.env_timeout)
-
-
-def _ledger(config: RLVRConfig) -> Ledger:
-    ledger = config.ledger
-    if config.checkpoint.resume_from is None:
-        # A fresh run must not train groups of an older one; they are kept beside it, not lost.
-        set_aside(Path(ledger.path))
-    return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
-
-
-def _transport(config: RLVRConfig) -> str:
-    name, reason = choose_transport(
-        config.weight_sync.transport,
-        trainer_devices=config.actor_train.device_mapping,
-        engine_devices=config.actor_infer.device_mapping,
-        num_gpus_per_node=config.num_gpus_per_node,
-    )
-    logger.info("weight transport: %s (%s)", name, reason)
-    return name
-
-
-def _validator(
-    config: RLVRConfig, scheduler: ChatCompletionScheduler, prompts: Sequence[Prompt]
-) -> Callable[[int], Awaitable[Mapping[str, float]]]:
-    assert config.validation is not None
-    sampling = settings.sampling_params(config.validation.generating_args)
-
-    async def validate(step: int) -> Mapping[str, float]:
-        answered = await scheduler.validate(prompts, sampling, name=f"validation.{step}")
-        return validation_metrics(answered, num_asked=len(prompts))
-
-    return validate

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from roll_async import assemble_settings as settings
-from roll_async.cluster.engine_group import RayEngineClient, replica_name
+from roll_async.assemble_rollout import RolloutRoles, start_rollout
 from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
-from roll_async.cluster.reward_group import RayScorer
+from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
 from roll_async.config.schema import RLVRConfig, WorkerConfig
-from roll_async.prompts.load import load_prompts
-from roll_async.prompts.stream import ShuffledPrompts
-from roll_async.rollout.engine_supervisor import EngineSupervisor
-from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,35 +69,12 @@ def place_roles(config: RLVRConfig) -> RolePlacements:
     )
 
 
-def prompts_of(config: RLVRConfig) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
-    """The training stream, and the prompts of validation (none without eval_steps). Raises ValueError for bad files."""
-    assert config.actor_train.data_args is not None
-    probabilities = config.actor_train.data_args.domain_interleave_probs
-    train = ShuffledPrompts(
-        load_prompts(settings.data_options(config, config.actor_train.data_args)),
-        seed=config.seed,
-        probabilities=probabilities,
-    )
-    if config.validation is None or not config.eval_steps:
-        return train, ()
-    # AIME alone may validate a run over mathematics and code.
-    held_out = load_prompts(settings.data_options(config, config.validation.data_args), every_domain=False)
-    stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
-    prompts = (stream.at(i) for i in range(config.val_batch_size))
-    return train, [p for p in prompts if p is not None]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roles:
     """Everything that runs, ready to be coupled."""
 
     training: Mapping[str, RayTrainerGroup]
-    manager: AsyncLLMServerManager
-    """All engine replicas."""
-    supervisor: EngineSupervisor
-    scorer: RayScorer
-    prompts: ShuffledPrompts
-    validation: Sequence[Prompt]
+    rollout: RolloutRoles | RolloutProcess
 
 
 class RoleStarter:
@@ -114,40 +84,30 @@ class RoleStarter:
         self, config: RLVRConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack
     ) -> None:
         self._config, self._runtime, self._placements, self._stack = config, runtime, placements, stack
-        self._engines: dict[str, RayEngineClient] = {}
         self._pool = NodePool(
             placements.all, num_gpus_per_node=config.num_gpus_per_node, timeout_s=config.fault.stall_timeout
         )
 
-    async def start(self) -> Roles:
-        """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
-        config = self._config
-        training = [self._start_training(name, w) for name, w in training_roles(config).items()]
-        engines = [self._start_engine(p) for p in self._placements.engines]
-        (train, valid), scorer, groups, clients = await asyncio.gather(
-            asyncio.to_thread(prompts_of, config),
-            self._start_scorer(),
-            asyncio.gather(*training),
-            asyncio.gather(*engines),
+    async def start(self, *, rollout_log_files: Sequence[str] | None = None) -> Roles:
+        """Start everything. `rollout_log_files`: the rollout has a process of its own, which logs there.
+
+        Raises ValueError for what the user can fix, RoleFailed for what a role reports.
+        """
+        training = asyncio.gather(*(self._start_training(n, w) for n, w in training_roles(self._config).items()))
+        if rollout_log_files is None:
+            starting = start_rollout(self._config, self._placements.engines, self._pool, self._stack)
+        else:
+            starting = self._start_process(rollout_log_files)
+        groups, rollout = await asyncio.gather(training, starting)
+        return Roles(training={g.name: g for g in groups}, rollout=rollout)
+
+    async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
+        start = partial(start_rollout, self._config, self._placements.engines, self._pool)
+        process = await RolloutProcess.start(
+            start, log_files=log_files, silence_s=self._config.fault.stall_timeout, env=self._config.system_envs
         )
-        manager = AsyncLLMServerManager(clients, settings.manager_options(config))
-        await manager.start()
-        self._stack.push_async_callback(manager.close)
-        supervisor = EngineSupervisor(
-            manager,
-            self._restart_engine,
-            max_restarts=config.fault.max_engine_restarts,
-            start_timeout_s=config.fault.rpc_timeout,
-        )
-        self._stack.push_async_callback(supervisor.close)
-        return Roles(
-            training={g.name: g for g in groups},
-            manager=manager,
-            supervisor=supervisor,
-            scorer=scorer,
-            prompts=train,
-            validation=valid,
-        )
+        self._stack.push_async_callback(process.close)
+        return process
 
     async def _start_training(self, name: str, worker: WorkerConfig) -> RayTrainerGroup:
         group = await RayTrainerGroup.start(
@@ -160,28 +120,3 @@ class RoleStarter:
         )
         self._stack.push_async_callback(group.close)
         return group
-
-    async def _start_engine(self, placement: ProcessPlacement, number: int = 0) -> RayEngineClient:
-        role = self._config.actor_infer
-        client = await RayEngineClient.start(
-            role.strategy_args.strategy_name,
-            settings.engine_settings(self._config),
-            placement,
-            self._pool,
-            {**self._config.system_envs, **role.system_envs},
-            number,
-        )
-        self._engines[client.name] = client
-        self._stack.push_async_callback(client.close)
-        return client
-
-    async def _restart_engine(self, name: str, number: int) -> RayEngineClient:
-        """A new process where the old one was; whatever is left of that goes first."""
-        self._engines[name].kill()
-        placement = next(p for p in self._placements.engines if replica_name(p) == name)
-        return await self._start_engine(placement, number)
-
-    async def _start_scorer(self) -> RayScorer:
-        scorer = await RayScorer.start(self._config.rewards, self._config.pretrain, self._config.system_envs)
-        self._stack.push_async_callback(scorer.close)
-        return scorer

@@ -55,6 +55,7 @@ class FullyAsyncMain:
             monitor_interval_s=monitor_interval_s,
             custom_monitor=custom_monitor,
             log_name=LOG_NAME,
+            rollout_process=True,
         )
 
     def run(self, args: Sequence[str]) -> int:

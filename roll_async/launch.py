@@ -84,7 +84,7 @@ def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
     try:
         folder = RunFolder(config.output_dir, config.exp_name)
         folder.write_config(dump(config))
-        folder.open_log(*([classes.log_name] if classes.log_name else []))
+        folder.open_log(*classes.log_names)
         return _run_in(config, folder, classes)
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing to save", file=sys.stderr)

@@ -2,9 +2,11 @@
 
     python tools/kill_runs.py --kills 20 [--seed 0] [--output FOLDER] [KEY=VALUE ...]
 
-Relative to the restored step every prompt is trained exactly once: at the end every step has exactly G prompts, no
-prompt belongs to two steps, and none below the newest trained one is missing without being on its way. Checked in three
-independent places: the ledger, the dumped samples, metrics.jsonl. Exit code 0 = all hold. Needs `make demo-assets`.
+Every third kill hits the rollout process, which holds queue and ledger, the others the driver; after the former the run
+must end by itself and say so. Relative to the restored step every prompt is trained exactly once: at the end every step
+has exactly G prompts, no prompt belongs to two steps, and none below the newest trained one is missing without being on
+its way. Checked in three independent places: the ledger, the dumped samples, metrics.jsonl. Exit code 0 = all hold.
+Needs `make demo-assets`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS, SAVE_EVERY, RATIO = 8, 2, 1
+EXIT_ROLE_FAILED = 3
 OVERRIDES = (
     f"rollout_batch_size={GROUPS}",
     f"async_generation_ratio={RATIO}",
@@ -48,7 +53,7 @@ class KilledRun:
         self._overrides = [*OVERRIDES, f"output_dir={output}", dump, *overrides]
 
     def start(self, max_steps: int) -> subprocess.Popen[str]:
-        script = str(ROOT / "examples" / "start_rlvr_pipeline.py")
+        script = str(ROOT / "examples" / "fully_async_main.py")
         command = [sys.executable, script, "--config", "rlvr_config_async_cpu.yaml", *self._overrides]
         env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         return subprocess.Popen(
@@ -60,11 +65,11 @@ class KilledRun:
             text=True,
         )
 
-    def run_and_kill(self, max_steps: int, dice: random.Random) -> str:
-        """Kill at a random instant: in one of five runs while it starts, else within some steps after the first."""
+    def run_and_kill(self, max_steps: int, dice: random.Random, *, rollout: bool) -> str:
+        """Kill at a random instant: one driver of five while it starts, else within some steps after the first."""
         process = self.start(max_steps)
         assert process.stdout is not None
-        if dice.random() < 0.2:
+        if not rollout and dice.random() < 0.2:
             delay_s, where = dice.uniform(0, 15), "after the start"
         else:
             for line in process.stdout:
@@ -74,11 +79,13 @@ class KilledRun:
         try:
             process.wait(delay_s)
         except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        if process.returncode not in (-signal.SIGKILL, 0):
-            raise AssertionError(f"the run ended by itself with {process.returncode}")
-        return f"{delay_s:.2f} s {where}, {self.last_step()} steps in the metrics"
+            os.kill(_rollout_process(process.pid) if rollout else process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        expected = EXIT_ROLE_FAILED if rollout else -signal.SIGKILL
+        if process.returncode != expected or (rollout and "rollout process: process is gone" not in output):
+            raise AssertionError(f"the run ended with {process.returncode}, not with {expected}:\n{output[-2000:]}")
+        victim = "the rollout process" if rollout else "the driver"
+        return f"{victim} {delay_s:.2f} s {where}, {self.last_step()} steps in the metrics"
 
     def finish(self, max_steps: int) -> None:
         process = self.start(max_steps)
@@ -136,12 +143,19 @@ class KilledRun:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+def _rollout_process(driver: int) -> int:
+    """Its pid."""
+    family = psutil.Process(driver).children(recursive=True)
+    (found,) = [p.pid for p in family if p.cmdline() and p.cmdline()[0].startswith("ray::RolloutHost")]
+    return found
+
+
 def kill_and_check(output: Path, kills: int, seed: int, overrides: list[str]) -> list[str]:
     """Kill `kills` times, finish, check; the problems found."""
     dice, run = random.Random(seed), KilledRun(output, overrides)
     for number in range(1, kills + 1):
         started = time.monotonic()
-        told = run.run_and_kill(run.last_step() + 100, dice)
+        told = run.run_and_kill(run.last_step() + 100, dice, rollout=number % 3 == 2)
         print(f"kill {number}/{kills}: {told} ({time.monotonic() - started:.0f} s)", flush=True)
     max_steps = run.last_step() + 2
     run.finish(max_steps)

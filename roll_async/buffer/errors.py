@@ -6,7 +6,7 @@ from __future__ import annotations
 class EndOfData(Exception):
     """No full batch can come any more. `leftovers` finished groups stay in the ledger untrained."""
 
-    def __init__(self, message: str, *, leftovers: int) -> None:
+    def __init__(self, message: str, *, leftovers: int = 0) -> None:  # the default is for unpickling
         super().__init__(message)
         self.leftovers = leftovers
 

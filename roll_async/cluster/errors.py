@@ -14,9 +14,9 @@ class RoleFailed(RuntimeError):
     """A role process raised or died; the run ends with exit code 3."""
 
 
-async def call(role: str, awaitable: Awaitable[T]) -> T:
+async def call(role: str, awaitable: Awaitable[T], *, own: tuple[type[BaseException], ...] = ()) -> T:
     """Await a remote call. A dead process is a ConnectionError, a failed call raises the role's own error named by
-    role.
+    role; those of the types `own` as they are.
     """
     try:
         return await awaitable
@@ -24,6 +24,8 @@ async def call(role: str, awaitable: Awaitable[T]) -> T:
         raise ConnectionError(f"{role}: process is gone ({_last_line(error)})") from error
     except RayTaskError as error:
         cause = error.cause
+        if isinstance(cause, own):
+            raise cause from error
         if isinstance(cause, (ValueError, ConnectionError)):
             raise type(cause)(f"{role}: {cause}") from error
         raise RoleFailed(

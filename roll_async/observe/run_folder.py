@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -25,16 +25,13 @@ class RunFolder:
         """The config as resolved."""
         (self.path / "config.yaml").write_text(text)
 
+    def log_files(self, *more_names: str) -> list[Path]:
+        """run.log and files of these names."""
+        return [self.path / name for name in ("run.log", *more_names)]
+
     def open_log(self, *more_names: str) -> None:
         """Everything logged by roll_async goes to run.log (and to files of these names), warnings also to stderr."""
-        root = logging.getLogger("roll_async")
-        root.setLevel(logging.INFO)
-        root.handlers.clear()
-        root.propagate = False
-        for name in ("run.log", *more_names):
-            file = logging.FileHandler(self.path / name)
-            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-            root.addHandler(file)
+        root = log_to(self.log_files(*more_names))
         console = logging.StreamHandler(sys.stderr)
         console.setLevel(logging.WARNING)
         console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
@@ -60,6 +57,19 @@ class RunFolder:
         text = path.read_text() if path.is_file() else ""
         whole, _, _ = text.rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def log_to(files: Iterable[Path | str]) -> logging.Logger:
+    """Everything logged by roll_async in this process is appended to these files, line by line beside others."""
+    root = logging.getLogger("roll_async")
+    root.setLevel(logging.INFO)
+    root.handlers.clear()
+    root.propagate = False
+    for path in files:
+        file = logging.FileHandler(path)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(file)
+    return root
 
 
 def _rounded(value: float) -> float:

@@ -205,6 +205,11 @@ class ParameterSynchronizer:
         self._returning[replica.name] = replica
         self._returned.set()
 
+    @property
+    def returning(self) -> bool:
+        """Whether a replica waits for `welcome`."""
+        return self._returned.is_set()
+
     async def wait_returning(self) -> None:
         """Until a replica waits for `welcome`."""
         await self._returned.wait()

@@ -17,10 +17,11 @@ LAYER = {
     "pipelines": 5, "cluster": 5,
     "assemble_settings": 6,
     "simulator": 7, "support": 7,
-    "assemble_checkpoint": 8, "assemble_roles": 8,
-    "assemble": 9,
-    "launch": 10, "bench": 10, "convert": 10, "sweep": 10,
-    "fully_async": 11, "cli": 11,
+    "assemble_checkpoint": 8, "assemble_rollout": 8,
+    "assemble_roles": 9,
+    "assemble": 10,
+    "launch": 11, "bench": 11, "convert": 11, "sweep": 11,
+    "fully_async": 12, "cli": 12,
 }  # fmt: skip
 
 ALLOWED = {

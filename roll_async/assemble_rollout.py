@@ -1,0 +1,218 @@
+"""The generating side of a run: engines, rewards, prompts; then queue, rollouter and synchronizer on them.
+
+Both halves run where they are called: in the driver, or in the rollout process of the fully asynchronous mode
+(`cluster/rollout_process.py`), which is why everything an order holds can be pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roll_async import assemble_settings as settings
+from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.cluster.engine_group import RayEngineClient, replica_name
+from roll_async.cluster.placement import NodePool, ProcessPlacement
+from roll_async.cluster.reward_group import RayScorer
+from roll_async.config.schema import RLVRConfig
+from roll_async.pipelines.metrics import validation_metrics
+from roll_async.prompts.load import load_prompts
+from roll_async.prompts.stream import ShuffledPrompts
+from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.prompts.tool_turns import ChatToolCodec
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.engine_supervisor import EngineSupervisor
+from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.tools import Tool, ToolCompletionCallback
+from roll_async.schema import Prompt
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, WeightSource
+from roll_async.weight_sync.transports import choose_transport
+
+logger = logging.getLogger(__name__)
+
+Validate = Callable[[int], Awaitable[Mapping[str, float]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutOrder:
+    """What the roles are coupled to, and where the run goes on."""
+
+    config: RLVRConfig
+    source: WeightSource
+    """The trainer's ranks."""
+    restored: int = 0
+    """Step of the checkpoint; 0 = a fresh run."""
+    position: Mapping[str, object] | None = None
+    """Its position in the prompts."""
+    rollouter: type[Rollouter] = Rollouter
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSide:
+    """The generating side of a run, coupled."""
+
+    queue: MessageQueue
+    rollouter: Rollouter
+    synchronizer: ParameterSynchronizer
+    validate: Validate | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRoles:
+    """Everything that generates, running."""
+
+    manager: AsyncLLMServerManager
+    """All engine replicas."""
+    supervisor: EngineSupervisor
+    scorer: RayScorer
+    prompts: ShuffledPrompts
+    validation: Sequence[Prompt]
+
+    async def couple(self, order: RolloutOrder) -> RolloutSide:
+        """Queue, rollouter and synchronizer of one run."""
+        config, manager, supervisor = order.config, self.manager, self.supervisor
+        scheduler = ChatCompletionScheduler(
+            manager, self.scorer, settings.scheduler_options(config), tools=_tools(order)
+        )
+        queue = MessageQueue(settings.queue_options(config), _ledger(config))
+        queue.restore(order.restored, order.position)
+        rollouter = order.rollouter(queue, scheduler, manager, self.prompts, budget=settings.filter_budget(config))
+        synchronizer = ParameterSynchronizer(
+            order.source,
+            rollouter,
+            lambda: manager.clients,  # type: ignore[arg-type, return-value]
+            settings.sync_options(config, _transport(config)),
+            weights_held=queue.weights_held,
+            take_out=supervisor.take_out,
+            put_back=supervisor.put_back,  # type: ignore[arg-type]
+            comes_back=lambda: manager.expects_return,
+        )
+        supervisor.attach(synchronizer.rejoin)  # type: ignore[arg-type]
+        validate = _validator(config, scheduler, self.validation) if self.validation else None
+        return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate)
+
+
+class RolloutStarter:
+    """Starts engines and rewards in parallel; all of them are closed when the stack closes."""
+
+    def __init__(
+        self, config: RLVRConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
+    ) -> None:
+        self._config, self._placements, self._pool, self._stack = config, engines, pool, stack
+        self._engines: dict[str, RayEngineClient] = {}
+
+    async def start(self) -> RolloutRoles:
+        """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
+        config = self._config
+        engines = asyncio.gather(*(self._start_engine(p) for p in self._placements))
+        (train, valid), scorer, clients = await asyncio.gather(
+            asyncio.to_thread(prompts_of, config), self._start_scorer(), engines
+        )
+        manager = AsyncLLMServerManager(clients, settings.manager_options(config))
+        await manager.start()
+        self._stack.push_async_callback(manager.close)
+        supervisor = EngineSupervisor(
+            manager,
+            self._restart_engine,
+            max_restarts=config.fault.max_engine_restarts,
+            start_timeout_s=config.fault.rpc_timeout,
+        )
+        self._stack.push_async_callback(supervisor.close)
+        return RolloutRoles(manager=manager, supervisor=supervisor, scorer=scorer, prompts=train, validation=valid)
+
+    async def _start_engine(self, placement: ProcessPlacement, number: int = 0) -> RayEngineClient:
+        role = self._config.actor_infer
+        client = await RayEngineClient.start(
+            role.strategy_args.strategy_name,
+            settings.engine_settings(self._config),
+            placement,
+            self._pool,
+            {**self._config.system_envs, **role.system_envs},
+            number,
+        )
+        self._engines[client.name] = client
+        self._stack.push_async_callback(client.close)
+        return client
+
+    async def _restart_engine(self, name: str, number: int) -> RayEngineClient:
+        """A new process where the old one was; whatever is left of that goes first."""
+        self._engines[name].kill()
+        placement = next(p for p in self._placements if replica_name(p) == name)
+        return await self._start_engine(placement, number)
+
+    async def _start_scorer(self) -> RayScorer:
+        scorer = await RayScorer.start(self._config.rewards, self._config.pretrain, self._config.system_envs)
+        self._stack.push_async_callback(scorer.close)
+        return scorer
+
+
+async def start_rollout(
+    config: RLVRConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
+) -> RolloutRoles:
+    """`RolloutStarter` as a function, for another process."""
+    return await RolloutStarter(config, engines, pool, stack).start()
+
+
+def prompts_of(config: RLVRConfig) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
+    """The training stream, and the prompts of validation (none without eval_steps). Raises ValueError for bad files."""
+    assert config.actor_train.data_args is not None
+    probabilities = config.actor_train.data_args.domain_interleave_probs
+    train = ShuffledPrompts(
+        load_prompts(settings.data_options(config, config.actor_train.data_args)),
+        seed=config.seed,
+        probabilities=probabilities,
+    )
+    if config.validation is None or not config.eval_steps:
+        return train, ()
+    # AIME alone may validate a run over mathematics and code.
+    held_out = load_prompts(settings.data_options(config, config.validation.data_args), every_domain=False)
+    stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
+    prompts = (stream.at(i) for i in range(config.val_batch_size))
+    return train, [p for p in prompts if p is not None]
+
+
+def _tools(order: RolloutOrder) -> ToolCompletionCallback | None:
+    if not order.tools:
+        return None
+    config = order.config
+    assert config.actor_train.data_args is not None
+    codec = ChatToolCodec(load_tokenizer(config.pretrain), config.actor_train.data_args.template)
+    return order.tool_callback(order.tools, codec, timeout_s=config.fault.env_timeout)
+
+
+def _ledger(config: RLVRConfig) -> Ledger:
+    ledger = config.ledger
+    if config.checkpoint.resume_from is None:
+        # A fresh run must not train groups of an older one; they are kept beside it, not lost.
+        set_aside(Path(ledger.path))
+    return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
+
+
+def _transport(config: RLVRConfig) -> str:
+    name, reason = choose_transport(
+        config.weight_sync.transport,
+        trainer_devices=config.actor_train.device_mapping,
+        engine_devices=config.actor_infer.device_mapping,
+        num_gpus_per_node=config.num_gpus_per_node,
+    )
+    logger.info("weight transport: %s (%s)", name, reason)
+    return name
+
+
+def _validator(config: RLVRConfig, scheduler: ChatCompletionScheduler, prompts: Sequence[Prompt]) -> Validate:
+    assert config.validation is not None
+    sampling = settings.sampling_params(config.validation.generating_args)
+
+    async def validate(step: int) -> Mapping[str, float]:
+        answered = await scheduler.validate(prompts, sampling, name=f"validation.{step}")
+        return validation_metrics(answered, num_asked=len(prompts))
+
+    return validate

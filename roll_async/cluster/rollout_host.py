@@ -1,0 +1,178 @@
+"""The generating side of a run as a Ray actor: queue, rollouter, server manager and synchronizer in one process.
+
+The driver speaks to it through the clients of `rollout_process.py`. Queue and ledger are here together with whoever
+fills them, so every change of a group's state, "consumed by step t" included, is one transaction of one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import ray
+
+from roll_async.buffer.freshness import BatchFreshness
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.states import QueueStats
+from roll_async.observe.run_folder import log_to
+from roll_async.rollout.rollouter import Rollouter, RollouterStats
+from roll_async.schema import Group, WeightVersion
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport, SyncStatus
+
+_CONCURRENT_CALLS = 32
+"""Calls of the driver open at once: the rollouter's run, a batch, a push, a look at the counters."""
+
+
+class Side(Protocol):
+    """The coupled roles, see `assemble_rollout.py: RolloutSide`."""
+
+    @property
+    def queue(self) -> MessageQueue: ...
+
+    @property
+    def rollouter(self) -> Rollouter: ...
+
+    @property
+    def synchronizer(self) -> ParameterSynchronizer: ...
+
+    @property
+    def validate(self) -> Callable[[int], Awaitable[Mapping[str, float]]] | None: ...
+
+
+class Roles(Protocol):
+    """The running roles before they are coupled; what an order is, is between them and who starts the process."""
+
+    @property
+    def couple(self) -> Callable[..., Awaitable[Side]]: ...
+
+
+StartRoles = Callable[[AsyncExitStack], Awaitable[Roles]]
+"""Starts engines and rewards; they close with the stack."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """What the rollout process counts, at one instant."""
+
+    taken_s: float
+    """Time of its loop."""
+    queue: QueueStats
+    rollouter: RollouterStats
+    sync: SyncStatus
+    returning: bool
+    """An engine that came back waits for weights."""
+    warnings: tuple[str, ...]
+    """Logged there since the answer before: they are in the log files, and belong on the console of the run."""
+
+
+class _Warnings(logging.Handler):
+    """Keeps what is worth a line on the console until it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    def take(self) -> tuple[str, ...]:
+        lines, self._lines = self._lines, []
+        return tuple(lines)
+
+
+@ray.remote(max_restarts=0, num_cpus=0, max_concurrency=_CONCURRENT_CALLS)
+class RolloutHost:
+    """The process, plain asyncio inside. Calls that change a counter answer with the counters."""
+
+    def __init__(self, start: StartRoles, log_files: Sequence[str]) -> None:
+        self._start, self._stack, self._warnings = start, AsyncExitStack(), _Warnings()
+        log_to(log_files).addHandler(self._warnings)
+
+    async def start(self) -> None:
+        """Start engines and rewards."""
+        self._roles = await self._start(self._stack)
+
+    async def couple(self, order: object) -> tuple[bool, Counters]:
+        """Build queue, rollouter and synchronizer; whether there is anything to validate with."""
+        self._side = await self._roles.couple(order)
+        return self._side.validate is not None, self._counters()
+
+    def _counters(self) -> Counters:
+        side = self._side
+        return Counters(
+            taken_s=asyncio.get_running_loop().time(),
+            queue=side.queue.stats(),
+            rollouter=side.rollouter.stats(),
+            sync=side.synchronizer.status(),
+            returning=side.synchronizer.returning,
+            warnings=self._warnings.take(),
+        )
+
+    async def counters(self) -> Counters:
+        return self._counters()
+
+    async def take_batch(self, step: int, num_groups: int | None) -> tuple[list[Group], Counters]:
+        groups = await self._side.queue.take_batch(step, num_groups)
+        return groups, self._counters()
+
+    async def freshness(self, step: int) -> BatchFreshness:
+        return await self._side.queue.freshness(step)
+
+    async def step_trained(self, step: int) -> Counters:
+        await self._side.queue.step_trained(step)
+        return self._counters()
+
+    async def checkpoint_state(self) -> dict[str, object]:
+        return await self._side.queue.checkpoint_state()
+
+    async def checkpointed(self, step: int) -> None:
+        await self._side.queue.checkpointed(step)
+
+    async def close_queue(self) -> None:
+        self._side.queue.close()
+
+    async def run(self) -> Counters:
+        """The rollouter, to its end."""
+        try:
+            await self._side.rollouter.run()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        return self._counters()
+
+    async def pause(self) -> None:
+        await self._side.rollouter.pause()
+
+    async def resume(self) -> None:
+        await self._side.rollouter.resume()
+
+    async def stop(self) -> Counters:
+        await self._side.rollouter.stop()
+        return self._counters()
+
+    async def push(self, version: WeightVersion) -> tuple[SyncReport, Counters]:
+        report = await self._side.synchronizer.push(version)
+        return report, self._counters()
+
+    async def welcome(self, version: WeightVersion) -> Counters:
+        await self._side.synchronizer.welcome(version)
+        return self._counters()
+
+    async def validate(self, step: int) -> tuple[Mapping[str, float], Counters]:
+        assert self._side.validate is not None, "nothing to validate with"
+        metrics = await self._side.validate(step)
+        return metrics, self._counters()
+
+    async def close(self) -> None:
+        """Every finished group is in the ledger; then the engines end."""
+        await self._stack.aclose()
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,246 @@
+"""The driver's end of the rollout process: one client per role in it, with the methods of the role.
+
+    driver: TrainLoop -- QueueClient, RollouterClient, SynchronizerClient --> RolloutHost --> engines, reward host
+               |                                                                 |
+               +-------------------------- MegatronRank 0..n-1 <--weights--------+
+
+What the driver's loop computes cannot delay a dispatch. The process runs on the driver's node, because the ledger is a
+file there and its clock is the driver's. It owns the engines: when it dies they die, and the run ends.
+
+Counters of the clients are as of the last answer; every answer brings them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll_async.buffer.errors import EndOfData, LedgerError, StallError, TooManyFailures
+from roll_async.buffer.freshness import BatchFreshness
+from roll_async.buffer.states import QueueStats
+from roll_async.cluster.errors import call
+from roll_async.cluster.rollout_host import Counters, RolloutHost, StartRoles
+from roll_async.rollout.filter_budget import GeneratedTooMany
+from roll_async.rollout.rollouter import RollouterStats
+from roll_async.schema import Group, WeightVersion
+from roll_async.weight_sync.synchronizer import SyncFailed, SyncReport, SyncStatus
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ROLE = "rollout process"
+_OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedTooMany, SyncFailed)
+"""Of the roles inside, with a meaning for who calls; others come as RoleFailed."""
+_LOOK_EVERY_S = 1.0
+_SLOW_S = 10.0
+"""So long an answer may take before the log says so."""
+
+
+class _Link:
+    """Calls to the host, and its counters as of the last answer."""
+
+    def __init__(self, host: ActorHandle, silence_s: float) -> None:
+        self.host, self._silence_s = host, silence_s
+        self._counters: Counters | None = None
+        self.returned = asyncio.Event()
+        """An engine that came back waits for weights."""
+
+    @property
+    def counters(self) -> Counters:
+        assert self._counters is not None, "couple first"
+        return self._counters
+
+    def take_in(self, counters: Counters) -> None:
+        """An answer may have been overtaken by a later one."""
+        for line in counters.warnings:
+            print(line, file=sys.stderr, flush=True)
+        if self._counters is not None and counters.taken_s < self._counters.taken_s:
+            return
+        self._counters = counters
+        if counters.returning:
+            self.returned.set()
+        else:
+            self.returned.clear()
+
+    async def ask(self, ref: Awaitable[T]) -> T:
+        """An answer, or what the role inside raised. Who stops waiting takes the question back."""
+        try:
+            return await call(ROLE, ref, own=_OWN_ERRORS)
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
+
+    async def look_on(self) -> None:
+        """Ask for the counters for ever. Raises StallError when the process is silent, ConnectionError when it dies."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            look = asyncio.ensure_future(self.ask(self.host.counters.remote()))
+            try:
+                await self._wait_for(look)
+                self.take_in(await look)
+            finally:
+                look.cancel()
+
+    async def _wait_for(self, look: asyncio.Future[Counters]) -> None:
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        while not look.done():
+            left_s = asked + self._silence_s - loop.time()
+            if left_s <= 0:
+                raise StallError(f"{ROLE}: no sign of life for {self._silence_s:g} s")
+            await asyncio.wait({look}, timeout=min(_SLOW_S, left_s))
+            if not look.done():
+                logger.warning("%s: no answer for %.0f s", ROLE, loop.time() - asked)
+
+
+class QueueClient:
+    """`pipelines/protocol.py: Batches`, and what a checkpoint needs of the queue."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
+        groups, counters = await self._link.ask(self._link.host.take_batch.remote(step, num_groups))
+        self._link.take_in(counters)
+        return groups
+
+    async def freshness(self, step: int) -> BatchFreshness:
+        return await self._link.ask(self._link.host.freshness.remote(step))
+
+    async def step_trained(self, step: int) -> None:
+        self._link.take_in(await self._link.ask(self._link.host.step_trained.remote(step)))
+
+    async def checkpoint_state(self) -> dict[str, object]:
+        return await self._link.ask(self._link.host.checkpoint_state.remote())
+
+    async def checkpointed(self, step: int) -> None:
+        await self._link.ask(self._link.host.checkpointed.remote(step))
+
+    def stats(self) -> QueueStats:
+        return self._link.counters.queue
+
+    def close(self) -> None:
+        """The end of a run; nobody waits for it."""
+        self._link.host.close_queue.remote()
+
+
+class RollouterClient:
+    """`pipelines/protocol.py: Generates`."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    async def run(self) -> None:
+        """The rollouter to its end, or to the end of its process."""
+        running = asyncio.ensure_future(self._link.ask(self._link.host.run.remote()))
+        looking = asyncio.ensure_future(self._link.look_on())
+        try:
+            await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                looking.result()
+            self._link.take_in(await running)
+        finally:
+            running.cancel()
+            looking.cancel()
+
+    async def pause(self) -> None:
+        await self._link.ask(self._link.host.pause.remote())
+
+    async def resume(self) -> None:
+        await self._link.ask(self._link.host.resume.remote())
+
+    async def stop(self) -> None:
+        self._link.take_in(await self._link.ask(self._link.host.stop.remote()))
+
+    def stats(self) -> RollouterStats:
+        return self._link.counters.rollouter
+
+
+class SynchronizerClient:
+    """`pipelines/protocol.py: Pushes`."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    async def push(self, version: WeightVersion) -> SyncReport:
+        report, counters = await self._link.ask(self._link.host.push.remote(version))
+        self._link.take_in(counters)
+        return report
+
+    async def wait_returning(self) -> None:
+        await self._link.returned.wait()
+
+    async def welcome(self, version: WeightVersion) -> None:
+        self._link.take_in(await self._link.ask(self._link.host.welcome.remote(version)))
+
+    def status(self) -> SyncStatus:
+        return self._link.counters.sync
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteSide:
+    """The coupled roles, seen from the driver."""
+
+    queue: QueueClient
+    rollouter: RollouterClient
+    synchronizer: SynchronizerClient
+    validate: Callable[[int], Awaitable[Mapping[str, float]]] | None
+
+
+class RolloutProcess:
+    """One RolloutHost."""
+
+    def __init__(self, host: ActorHandle, silence_s: float) -> None:
+        self._link = _Link(host, silence_s)
+
+    @classmethod
+    async def start(
+        cls, start: StartRoles, *, log_files: Sequence[str], silence_s: float, env: Mapping[str, str]
+    ) -> RolloutProcess:
+        """Start the process, and in it engines and rewards. `silence_s`: so long it may be silent before the run ends.
+
+        Raises ValueError for what the user can fix, RoleFailed for what a role reports.
+        """
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        env = {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        options = {"scheduling_strategy": here, "runtime_env": {"env_vars": env}}
+        host = RolloutHost.options(**options, name="rollout").remote(start, list(log_files))
+        try:
+            await call(ROLE, host.start.remote())
+        except BaseException:
+            ray.kill(host)
+            raise
+        return cls(host, silence_s)
+
+    async def couple(self, order: object) -> RemoteSide:
+        """Queue, rollouter and synchronizer of one run, there."""
+        link = self._link
+        validates, counters = await link.ask(link.host.couple.remote(order))
+        link.take_in(counters)
+
+        async def validate(step: int) -> Mapping[str, float]:
+            metrics, counters = await link.ask(link.host.validate.remote(step))
+            link.take_in(counters)
+            return metrics
+
+        return RemoteSide(
+            queue=QueueClient(link),
+            rollouter=RollouterClient(link),
+            synchronizer=SynchronizerClient(link),
+            validate=validate if validates else None,
+        )
+
+    async def close(self) -> None:
+        """End engines and rewards, then the process."""
+        closing = asyncio.wrap_future(self._link.host.close.remote().future())
+        await asyncio.wait([closing], timeout=30)
+        ray.kill(self._link.host)

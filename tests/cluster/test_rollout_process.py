@@ -1,0 +1,143 @@
+"""The seam between the driver and the rollout process: answers, counters, errors, and what happens when it is silent or
+dies. The process is real, the roles in it are the queue and two fakes.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("psutil")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DRIVER = """
+import asyncio, logging, signal
+from array import array
+from types import SimpleNamespace
+import psutil
+from roll_async.buffer.errors import EndOfData, StallError, TooManyFailures
+from roll_async.buffer.ledger import MemoryLedger
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.states import QueueOptions
+from roll_async.cluster.rollout_process import RolloutProcess
+from roll_async.cluster.runtime import ray_runtime
+from roll_async.schema import FinishReason, Group, Prompt, Reward, Sample
+
+PROMPTS = 5
+
+def group(slot):
+    prompt = Prompt(row_id=str(slot.prompt_index), token_ids=array("i", [1, 2]), domain="a", ground_truth="7")
+    sample = Sample(
+        sample_id="s", prompt_token_ids=prompt.token_ids, response_token_ids=array("i", [3]), loss_mask=b"\\x01",
+        behaviour_logprobs=array("f", [-0.5]), version_runs=((slot.admitted_version, 1),),
+        finish_reason=FinishReason.STOP, generation_s=0.0, reward=Reward(score=1.0),
+    )
+    now = asyncio.get_running_loop().time()
+    return Group(
+        group_id=slot.group_id, prompt=prompt, samples=(sample,), admitted_version=slot.admitted_version,
+        admitted_s=now, finished_s=now,
+    )
+
+class Rollouter:
+    def __init__(self, queue):
+        self.queue, self.wanted = queue, asyncio.Event()
+    async def run(self):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.produce())
+    async def produce(self):
+        done = 0
+        while done < PROMPTS:
+            for slot in await self.queue.reserve(1):
+                await self.queue.put(group(slot))
+                done += 1
+        self.queue.end_of_data()
+        await self.wanted.wait()
+        raise TooManyFailures("one too many")
+    async def resume(self):
+        self.wanted.set()
+    def stats(self):
+        return SimpleNamespace(busy_s=1.0)
+
+class Synchronizer:
+    def __init__(self, queue):
+        self.queue, self.returning = queue, False
+    async def push(self, version):
+        self.queue.weights_held(version)
+        self.returning = version == 1
+        return f"report {version}"
+    async def welcome(self, version):
+        logging.getLogger("roll_async.here").warning("engine %d is back", version)
+        self.returning = False
+    def status(self):
+        return "idle"
+
+class Roles:
+    async def couple(self, order):
+        queue = MessageQueue(QueueOptions(groups_per_batch=2, async_generation_ratio=1.0), MemoryLedger())
+        queue.restore(order)
+        return SimpleNamespace(
+            queue=queue, rollouter=Rollouter(queue), synchronizer=Synchronizer(queue), validate=None
+        )
+
+async def start(stack):
+    return Roles()
+
+async def raised(work):
+    try:
+        await work
+    except Exception as error:
+        return error
+
+async def main():
+    process = await RolloutProcess.start(start, log_files=[], silence_s=3.0, env={})
+    side = await process.couple(0)
+    queue, rollouter, synchronizer = side.queue, side.rollouter, side.synchronizer
+    assert side.validate is None and queue.stats().admitted == 0
+    running = asyncio.create_task(rollouter.run())
+    asked = asyncio.create_task(queue.take_batch(1))
+    await asyncio.sleep(0.5)
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert await synchronizer.push(0) == "report 0"
+    first = await queue.take_batch(1)
+    assert [g.prompt.row_id for g in first] == ["0", "1"], "a question that was taken back took no batch"
+    assert (await queue.freshness(1)).mean_age_s >= 0
+    await queue.step_trained(1)
+    assert queue.stats().trained == 2, "counters come with the answer"
+    assert (await queue.checkpoint_state())["step"] == 1
+    await synchronizer.push(1)
+    async with asyncio.timeout(3):
+        await synchronizer.wait_returning()
+    await synchronizer.welcome(1)
+    await queue.take_batch(2)
+    await queue.step_trained(2)
+    end = await raised(queue.take_batch(3))
+    assert type(end) is EndOfData and end.leftovers == 1, repr(end)
+    await rollouter.resume()
+    failure = await raised(running)
+    assert type(failure) is TooManyFailures and str(failure) == "one too many", repr(failure)
+
+    host = next(p for p in psutil.Process().children(recursive=True) if "ray::RolloutHost" in " ".join(p.cmdline()))
+    running = asyncio.create_task(rollouter.run())
+    host.send_signal(signal.SIGSTOP)
+    silent = await raised(running)
+    assert type(silent) is StallError and "rollout process: no sign of life for 3 s" in str(silent), repr(silent)
+    host.send_signal(signal.SIGCONT)
+    host.kill()
+    gone = await raised(queue.step_trained(3))
+    assert type(gone) is ConnectionError and "rollout process: process is gone" in str(gone), repr(gone)
+    await process.close()
+    print("all held", flush=True)
+
+with ray_runtime(num_processes=1, env={}):
+    asyncio.run(main())
+"""
+
+
+def test_answers_counters_and_errors_cross_and_a_silent_or_dead_process_is_noticed():
+    done = subprocess.run([sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert "all held" in done.stdout, done.stdout + done.stderr
+    assert "WARNING: engine 1 is back" in done.stderr, "warnings reach the console of the run"
