@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import sqrt
+from statistics import stdev
 
 from roll_async.simulator.world import SimOutcome
 
 _WARM_UP = 0.2
 """Share of the steps left out at the start, while the queue fills."""
+_BLOCKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +19,8 @@ class Figures:
     """Means over the steps after the warm-up. Times in seconds."""
 
     step_s: float
+    step_error_s: float
+    """Standard error of step_s, from the means of blocks of steps: neighbouring steps share their long samples."""
     engines_busy: float
     """Share of all decoding slots that generated."""
     trainer_busy: float
@@ -49,6 +54,7 @@ def figures_of(outcome: SimOutcome) -> Figures:
     finished = queue.trained + queue.dropped_stale
     return Figures(
         step_s=seconds / count,
+        step_error_s=_standard_error([m["time_s"] for m in steps[first - 1 :]]),
         engines_busy=(end["busy/engines_s"] - start["busy/engines_s"]) / (scenario.slots * seconds),
         trainer_busy=(end["busy/trainer_s"] - start["busy/trainer_s"]) / seconds,
         staleness_mean=sum(m["staleness/mean"] for m in window) / count,
@@ -59,6 +65,15 @@ def figures_of(outcome: SimOutcome) -> Figures:
         masked_share=outcome.masked_share,
         length_bias=queue.length_bias,
     )
+
+
+def _standard_error(ends_s: list[float]) -> float:
+    """Of the mean step, from when the steps ended. 0 for fewer steps than two blocks need."""
+    size = (len(ends_s) - 1) // _BLOCKS
+    if not size:
+        return 0.0
+    edges = ends_s[::size][: _BLOCKS + 1]
+    return stdev([(after - before) / size for before, after in pairwise(edges)]) / sqrt(_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
