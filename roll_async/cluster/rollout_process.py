@@ -222,9 +222,14 @@ class RolloutProcess:
         return cls(host, silence_s)
 
     async def couple(self, order: object) -> RemoteSide:
-        """Queue, rollouter and synchronizer of one run, there."""
+        """Queue, rollouter and synchronizer of one run, there. Raises ValueError for an order that cannot travel."""
         link = self._link
-        validates, counters = await link.ask(link.host.couple.remote(order))
+        try:
+            coupling = link.host.couple.remote(order)
+        except TypeError as error:
+            why = str(error).strip().splitlines()[0]
+            raise ValueError(f"rollouter class and tools run in the {ROLE} and must be picklable: {why}") from error
+        validates, counters = await link.ask(coupling)
         link.take_in(counters)
 
         async def validate(step: int) -> Mapping[str, float]:
