@@ -1,12 +1,12 @@
 """The nouns of the system: what travels between folders.
 
-Token ids are `array('i')` (int32), log-probs `array('f')` (float32): compact, picklable, and readable by torch without a
-copy (`torch.frombuffer`). They are never changed after construction.
+Token ids are `array('i')` (int32), log-probs `array('f')` (float32): compact, picklable, and readable by torch without
+a copy (`torch.frombuffer`). They are never changed after construction.
 
-Worked example. Prompt `[5, 6]`, the model answers `[7, 8]` under version 3, is interrupted, and goes on with `[9]` under
-version 4: one `Completion` with `token_ids=[7, 8, 9]`, three log-probs and `version_runs=((3, 2), (4, 1))`. Step 5 is
-trained from weights of version 4, so there its staleness is 5 - 1 - 3 = 1: a sample is as old as its oldest trained
-token.
+Worked example. Prompt `[5, 6]`, the model answers `[7, 8]` under version 3, is interrupted, and goes on with `[9]`
+under version 4: one `Completion` with `token_ids=[7, 8, 9]`, three log-probs and `version_runs=((3, 2), (4, 1))`. Step
+5 is trained from weights of version 4, so there its staleness is 5 - 1 - 3 = 1: a sample is as old as its oldest
+trained token.
 
 Shape letters: B rows (one row = one sample), T token positions of the padded batch.
 """

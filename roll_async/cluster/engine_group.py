@@ -29,7 +29,7 @@ the cores that are left costs nobody a step.
 """
 
 
-@ray.remote(max_restarts=0, max_concurrency=_CONCURRENT_CALLS)
+@ray.remote(max_restarts=0)
 class EngineReplica:
     """One replica in its own process, plain asyncio inside."""
 
@@ -111,7 +111,9 @@ class RayEngineClient:
         name = replica_name(placement)
         options = pool.options(placement, dict(env))
         unique = f"{name}.{number}" if number else name  # Ray may still know the dead one by its name
-        actor = EngineReplica.options(**options, name=unique).remote(strategy, settings)
+        replicas = EngineReplica.options(**options, name=unique, max_concurrency=_CONCURRENT_CALLS)
+        actor = replicas.remote(strategy, settings)
+        assert isinstance(actor, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
             capabilities = await call(name, actor.start.remote())
         except BaseException:

@@ -23,13 +23,15 @@ logger = logging.getLogger(__name__)
 
 _COALESCE_S = 0.005
 """How long the first of a batch waits for company: far less than a reward takes."""
+_CONCURRENT_CALLS = 64
+"""Calls open at once on the host: one collect, and a submit per moment."""
 _FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 30.0
 Question = tuple[int, Prompt, Sample]
 Answer = tuple[int, Reward | None, str]
 """(number, reward, why there is none)."""
 
 
-@ray.remote(max_restarts=0, max_concurrency=64)
+@ray.remote(max_restarts=0)
 class RewardHost:
     """The worker pools of all domains on one node."""
 
@@ -89,11 +91,13 @@ class HostPlan:
         """Start the reward workers. Raises ValueError for a reward that can not be built."""
         options = {
             "num_cpus": 1,
+            "max_concurrency": _CONCURRENT_CALLS,
             "runtime_env": {"env_vars": {**self.env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
         }
         host = RewardHost.options(**options, name=f"rewards-{attempt}").remote(
             dict(self.rewards), self.tokenizer_folder
         )
+        assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         await call("rewards", host.start.remote())
         return host
 

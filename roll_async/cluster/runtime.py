@@ -11,6 +11,7 @@ from pathlib import Path
 
 import ray
 from ray._private import ray_constants
+from ray._private.worker import global_worker
 
 from roll_async.cluster.reaper import reaper
 
@@ -54,8 +55,8 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
 
 def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_processes: int) -> None:
     if address:
-        info = ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
-        logger.info("joined the Ray cluster at %s", info.address_info["address"])
+        ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
+        logger.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
     else:
         os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: any other program would come first
         os.environ[_SINGLE_HOST_VARIABLE] = "0"  # for Ray's own processes
@@ -74,7 +75,9 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
 
 def session_folder() -> Path:
     """Folder of the Ray session this process is connected to, logs of all role processes included."""
-    return Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    node = global_worker.node
+    assert node is not None, "not connected to Ray"
+    return Path(node.get_session_dir_path())
 
 
 def _python_path() -> str:

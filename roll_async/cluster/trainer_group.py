@@ -154,12 +154,12 @@ class RayTrainerGroup:
         """Start one process per placement and let them find each other. Raises ValueError for what the user can fix."""
         if embedded:
             env = {**env, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        ranks = [
-            MegatronRank.options(**pool.options(p, dict(env)), name=f"{role.name}-{p.index}", max_concurrency=1).remote(
-                role, p
-            )
-            for p in placements
-        ]
+        ranks: list[ActorHandle] = []
+        for p in placements:
+            options = pool.options(p, dict(env))
+            rank = MegatronRank.options(**options, name=f"{role.name}-{p.index}", max_concurrency=1).remote(role, p)
+            assert isinstance(rank, ActorHandle)  # Ray says "or the class itself", for the sake of editors
+            ranks.append(rank)
         group = cls(role.name, ranks, bucket_bytes)
         group._host = LOOPBACK if embedded else await call(role.name, ranks[0].node_ip.remote())
         port = await call(role.name, ranks[0].free_port.remote(group._host))

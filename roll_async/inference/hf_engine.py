@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from torch import Tensor
 
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 _PAGE_TOKENS = 32
 _GREEDY_TEMPERATURE = 1e-6
 """The manager samples always; so cold, the most likely token has all the probability that float32 can tell."""
+
+
+class _SamplingOptions(TypedDict, total=False):
+    """Of one request, in the words of Transformers."""
+
+    temperature: float
+    top_k: int
+    top_p: float
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +96,7 @@ class HfEngine:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         else:
             model = AutoModelForCausalLM.from_pretrained(settings.model_folder, dtype=dtype, attn_implementation="sdpa")
-        self._model = model.eval().to(settings.device)
+        self._model = model.eval().to(settings.device)  # pyright: ignore[reportArgumentType]  # wraps Module.to, loses self
         self._targets = WeightTargets(self._model, self._model.config.model_type)
         self._eos_ids = _stop_ids(self._model)
         if settings.record_experts:
@@ -189,7 +197,7 @@ class HfEngine:
     def _submit(self, run: _Running) -> None:
         """Hand the request to the manager. Its handler comes first: a token may be there before we look again."""
         sampling, request_id = run.request.sampling, run.request.request_id
-        options: dict[str, float | int] = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
+        options: _SamplingOptions = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
         if self._truncating:
             top_k = sampling.top_k if sampling.top_k > 0 else self._model.config.vocab_size
             options |= {"top_k": top_k, "top_p": sampling.top_p}

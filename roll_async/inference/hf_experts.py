@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from transformers import ContinuousBatchingManager
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 from roll_async.schema import ExpertRecord
 
@@ -79,6 +80,7 @@ class ExpertRecorder:
         assert batch is not None and len(chosen) == self._num_layers, "a step passes every router once"
         rows = torch.stack(chosen, 1).to(self._dtype).cpu()  # [N,L,K]
         start = 0
+        assert isinstance(batch.inputs_and_outputs, ContinuousBatchingIOs), "use_async_batching is off"
         for request in batch.inputs_and_outputs.requests_in_batch:
             count = request.query_length
             recording = self._open.get(request.state.request_id)

@@ -81,6 +81,7 @@ class Engine(Protocol):
 
         Raises ValueError when the request can not fit (prompt longer than the context).
         """
+        ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their `generate` calls have returned (FinishReason.ABORT) before this returns. Unknown
@@ -100,6 +101,7 @@ class Engine(Protocol):
 
     async def finish_update(self) -> str:
         """Digest over what was taken in (see `weight_sync/digest.py`)."""
+        ...
 
     async def commit(self, version: WeightVersion) -> None:
         """Swap the weights in and drop the prefix cache: tokens sampled from now on carry this version.

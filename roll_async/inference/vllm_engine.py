@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import groupby
+from typing import TypedDict
 
 import numpy as np
 
@@ -172,6 +173,7 @@ class VllmEngine:
 
     async def _run(self, request_id: str, prompt: list[int], sampling, ticket: _Ticket):  # noqa: ANN001, ANN202 (vLLM's types)
         """The final output of one request."""
+        from vllm.outputs import RequestOutput
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -184,6 +186,7 @@ class VllmEngine:
                 raise
         except EngineDeadError as error:
             raise ConnectionError(f"vLLM's engine process is dead: {error}") from error
+        assert isinstance(result, RequestOutput)  # not an embedding
         return result.outputs[0]
 
     async def _admitted(self, ticket: _Ticket) -> bool:
@@ -331,12 +334,19 @@ def _nothing(request_id: str, seconds: float) -> Completion:
     )
 
 
+class _Recorded(TypedDict, total=False):
+    """A sampling parameter that the first vLLM we support does not have."""
+
+    routed_experts_prompt_start: int
+
+
 @lru_cache(maxsize=1024)
 def _sampling(params: SamplingParams, max_tokens: int, recorded_from: int | None):  # noqa: ANN202 (vLLM's, imported late)
     """`recorded_from`: position that the record of experts begins with; None = nothing is recorded."""
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
+    recorded: _Recorded = {} if recorded_from is None else {"routed_experts_prompt_start": recorded_from}
     return VllmSampling(
         max_tokens=max_tokens,
         temperature=params.temperature,
@@ -350,7 +360,7 @@ def _sampling(params: SamplingParams, max_tokens: int, recorded_from: int | None
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        **({} if recorded_from is None else {"routed_experts_prompt_start": recorded_from}),
+        **recorded,
     )
 
 

@@ -54,7 +54,7 @@ class WeightUpdateExtension:
             # In place the bucket's memory is reused, while vLLM holds tensors back until a layer has all its parts.
             tensors.append((slot.name, tensor.clone() if self._roll_open else tensor))
         if self._roll_open:
-            self._roll_model.load_weights(tensors)
+            self._roll_load(tensors)
         else:
             self._roll_staged += tensors
 
@@ -67,7 +67,7 @@ class WeightUpdateExtension:
         assert self._roll_receiver is not None, "roll_commit without roll_begin_update"
         if not self._roll_open:
             self._roll_open_model()
-            self._roll_model.load_weights(self._roll_staged)
+            self._roll_load(self._roll_staged)
         missing = self._roll_incomplete_layers()
         self._roll_close_model()
         self._roll_give_up()
@@ -82,6 +82,9 @@ class WeightUpdateExtension:
             self._roll_receiver.close()
             self._roll_receiver = None
         self._roll_staged = []
+
+    def _roll_load(self, tensors: list[tuple[str, Tensor]]) -> None:
+        self.model_runner.get_model().load_weights(tensors)  # type: ignore[attr-defined]
 
     def _roll_open_model(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload

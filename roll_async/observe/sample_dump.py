@@ -9,7 +9,7 @@ from pathlib import Path
 
 Row = Mapping[str, object]
 """Plain JSON values; `prompt_token_ids` and `response_token_ids` are lists of ints."""
-Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
+Decode = Callable[[list[list[int]]], Sequence[str]]
 
 
 class SampleDump:

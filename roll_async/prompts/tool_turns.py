@@ -34,7 +34,9 @@ class ChatToolCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the model's tokens, marks such as <tool_call> included."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        assert isinstance(text, str), "one sequence, one text"
+        return text
 
     def tool_turn(self, last_token: int, results: Sequence[str]) -> list[int]:
         """Tokens that follow the model's turn. `last_token`: its last one; an end-of-turn token is not said twice."""

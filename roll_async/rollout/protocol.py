@@ -24,6 +24,7 @@ class EngineClient(Protocol):
 
     async def collect(self) -> EngineReport:
         """Wait for at least one completion or failure. At most one `collect` is outstanding per replica."""
+        ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """When this returns none of them runs any more; what they generated comes with `collect` (FinishReason.ABORT).

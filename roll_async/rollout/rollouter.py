@@ -94,7 +94,7 @@ class Rollouter:
         self._running = asyncio.Event()
         self._running.set()
         self._samples = self._errors = self._filtered = self._syncs = 0
-        self._judged = dict.fromkeys(JUDGED, 0)
+        self._judged: dict[str, int] = dict.fromkeys(JUDGED, 0)
 
     async def run(self) -> None:
         """Consumes slots, produces groups; waits for admission, unblocked by weight pushes, releases and `stop`."""

@@ -75,6 +75,7 @@ class ScoringGroup(Protocol):
 
     async def compute_logprobs(self, rows: TokenRows) -> Tensor:
         """[B,T] float32 log-prob of token t given the tokens before it; 0 where not in the mask."""
+        ...
 
 
 class TrainerGroup(ScoringGroup, Protocol):
@@ -84,11 +85,13 @@ class TrainerGroup(ScoringGroup, Protocol):
         """All optimizer steps of one training step. Metrics: loss, grad_norm, learning_rate, policy/...,
         num_optimizer_steps.
         """
+        ...
 
     def export_weights(self, version: int, transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket | str]:
         """First the plan, then its buckets in order, then the digest. A bucket's memory may be reused when the
         iterator is advanced.
         """
+        ...
 
     async def save(self, folder: str, step: int, state: bytes) -> None:
         """Write a checkpoint with the caller's own `state`; atomic: `folder` exists only when it is complete."""
@@ -97,6 +100,7 @@ class TrainerGroup(ScoringGroup, Protocol):
         """Restore model, optimizer, schedule and RNG; returns the caller's `state`. Raises ValueError naming a bad
         file.
         """
+        ...
 
     async def export_hf(self, folder: str) -> None:
         """Write a transformers-loadable folder (safetensors with index, config, tokenizer)."""
@@ -107,5 +111,6 @@ class CriticGroup(Protocol):
 
     async def compute_values(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, the value of the state before token t."""
+        ...
 
     async def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]: ...

@@ -21,6 +21,7 @@ class BucketWriter(Protocol):
         Transports of host memory keep every bucket of a version readable until the next version begins; device
         transports only until the bucket after next.
         """
+        ...
 
     def close(self) -> None:
         """Give back memory, files and connections."""
@@ -31,6 +32,7 @@ class BucketReader(Protocol):
 
     def read(self, bucket: Bucket) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
         """(slot, bytes uint8 [num_bytes], tensor) of each tensor; views. Host transports keep them valid."""
+        ...
 
     def close(self) -> None: ...
 

@@ -1,8 +1,8 @@
 """Processes that play the ranks of one layout after another.
 
-Importing Megatron costs seconds and forming a layout's groups a fraction of one: the processes of every layout are forked
-from a server that has imported it. They end with the layout, because torch lets go of a default group only then, and the
-threads of each wake a hundred times a second.
+Importing Megatron costs seconds and forming a layout's groups a fraction of one: the processes of every layout are
+forked from a server that has imported it. They end with the layout, because torch lets go of a default group only then,
+and the threads of each wake a hundred times a second.
 """
 
 import multiprocessing as mp

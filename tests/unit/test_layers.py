@@ -84,6 +84,17 @@ def test_third_party_imports_stay_where_they_belong(path):
             assert top in ALLOWED[part(path)], f"{path}:{line}: {part(path)} imports {name}"
 
 
+def test_every_import_of_our_own_exists():
+    """pyright does not look: to it a missing module is an optional package (see pyproject.toml)."""
+    for path in files():
+        for name, line in imports(path):
+            top, *rest = name.split(".")
+            if top == "roll_async":
+                module = PACKAGE.joinpath(*rest)
+                # The last name of `from roll_async import name` is a module, too.
+                assert module.is_dir() or module.with_suffix(".py").is_file(), f"{path}:{line}: there is no {name}"
+
+
 def test_only_the_cluster_imports_ray():
     users = {part(p) for p in files() for name, _ in imports(p) if name.split(".")[0] == "ray"}
     assert users <= {"cluster"}

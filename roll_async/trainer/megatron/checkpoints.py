@@ -125,6 +125,7 @@ class RoleCheckpoint:
             raise ValueError(f"{path} does not fit this model: {str(first)[:200]}") from error
         except (CheckpointingException, KeyError) as error:
             raise ValueError(f"{path} does not fit this model: {str(error)[:200]}") from error
+        assert isinstance(loaded, dict)  # with more only when asked for, by `strict`
         for number, chunk in enumerate(self._model.chunks):
             chunk.load_state_dict(loaded[f"model{number}"])
         common = loaded["common"]

@@ -178,7 +178,7 @@ def _patch_moe() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # 0.16.1 names it without defining it when Transformer Engine is absent.
-    vars(moe_utils).setdefault("te_general_gemm", None)
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
     # The original converts split sizes only when they are CUDA tensors.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -13,17 +13,20 @@ from functools import cache
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+
+from roll_async.trainer.megatron.ranks import context_group
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class SdpaAttention(MegatronModule):
         super().__init__(config)
         self._scale = softmax_scale
         self._window = config.window_size[0] + 1 if config.window_size else None
-        self._context_group = parallel_state.get_context_parallel_group()
+        self._context_group = context_group()
 
     def forward(
         self,
@@ -203,7 +206,9 @@ def block_spec(
     use_te = uses_transformer_engine(implementation)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=stage)
     if not use_te:
-        block.layer_norm = TorchRMSNorm  # Megatron's choice for the final norm refuses sequence parallelism
+        # Megatron's choice for the final norm refuses sequence parallelism. Its annotation means a class.
+        block.layer_norm = TorchRMSNorm  # pyright: ignore[reportAttributeAccessIssue]
+    assert block.layer_specs is not None
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         if not use_te:
             _make_local(layer, config)
@@ -217,11 +222,14 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
     that checkpoints do not depend on the implementation.
     """
     parts = layer.submodules
+    assert isinstance(parts, TransformerLayerSubmodules)
+    assert isinstance(parts.self_attention, ModuleSpec) and isinstance(parts.mlp, ModuleSpec)
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
     attention = parts.self_attention.submodules
+    assert isinstance(attention, SelfAttentionSubmodules | MLASelfAttentionSubmodules)
     attention.core_attention = SdpaAttention
     stored = {}
-    if config.multi_latent_attention:
+    if isinstance(attention, MLASelfAttentionSubmodules):
         if importlib.util.find_spec("transformer_engine") is None:
             # 0.16.1 takes the names being importable for Transformer Engine being there, and then fails on None.
             multi_latent_attention.HAVE_TE = False

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from roll_async.checkpoint.hf_folder import HfFolder
@@ -18,6 +19,7 @@ from roll_async.checkpoint.hf_names.table import Match
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, language_model
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
+from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.layer_spec import block_spec
 from roll_async.trainer.megatron.lora import ADAPTER, Adapter, LoraSettings, adapter_of, add_adapters
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
@@ -125,7 +127,7 @@ class HfBackedModel:
         context = config.integer("max_position_embeddings")
         module = GPTModel(
             config=self.config,
-            transformer_layer_spec=block_spec(
+            transformer_layer_spec=block_spec(  # pyright: ignore[reportArgumentType]  # Megatron takes a block's, too
                 self.config, self._settings.transformer_impl, stage, self._family.sandwich_norms
             ),
             vocab_size=config.integer("vocab_size"),
@@ -146,7 +148,7 @@ class HfBackedModel:
         if self.config.recompute_granularity == "full" and module.pre_process:
             module.embedding.register_forward_hook(_carry_gradients)
         if self._settings.with_value_head and module.post_process:
-            module.output_layer = ValueHead(self.config)
+            module.output_layer = ValueHead(self.config)  # pyright: ignore[reportAttributeAccessIssue]  # same calls
         return module
 
     # Loading
@@ -184,26 +186,27 @@ class HfBackedModel:
     @staticmethod
     def _tensor_group(match: Match) -> dist.ProcessGroup:
         if match.row.is_expert:
-            return parallel_state.get_expert_tensor_parallel_group()
-        return parallel_state.get_tensor_model_parallel_group()
+            return ranks.expert_tensor_group()
+        return ranks.tensor_group()
 
     def _global_name(self, chunk: GPTModel, name: str) -> str:
         """Layer and expert numbers of the whole model; a stage counts its layers, and a rank its experts, from 0."""
         found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if not found:
             return name
-        layer = chunk.decoder.layers[int(found[1])].layer_number - 1
+        layer = chunk.decoder.layers[int(found[1])]
+        assert isinstance(layer, TransformerLayer)
         rest = found[2]
         if self._settings.parallel.expert > 1:
             rest = re.sub(
                 r"(?<=local_experts\.)\d+|(?<=\.weight)\d+$", lambda e: str(self._global_expert(int(e[0]))), rest
             )
-        return f"decoder.layers.{layer}.{rest}"
+        return f"decoder.layers.{layer.layer_number - 1}.{rest}"
 
     def _global_expert(self, local: int, rank: int | None = None) -> int:
-        ranks = parallel_state.get_expert_model_parallel_world_size()
+        size = parallel_state.get_expert_model_parallel_world_size()
         rank = parallel_state.get_expert_model_parallel_rank() if rank is None else rank
-        return rank * ((self.config.num_moe_experts or 0) // ranks) + local
+        return rank * ((self.config.num_moe_experts or 0) // size) + local
 
     # Export
 
@@ -211,10 +214,7 @@ class HfBackedModel:
         """HF-named full tensors on every rank, stage by stage; collective. Holds one Megatron tensor at a time (of an
         expert: one of each expert-parallel rank).
         """
-        group, stage = (
-            parallel_state.get_pipeline_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
+        group, stage = ranks.pipeline_group(), parallel_state.get_pipeline_model_parallel_rank()
         own = list(self._held())
         if self._outlines is None:
             self._outlines = self._gather_outlines(own)
@@ -243,7 +243,7 @@ class HfBackedModel:
     def _gather_outlines(self, own: Sequence[_Held]) -> list[list[_Outline]]:
         """The tensors of each pipeline stage, known to all stages. Once: names and shapes do not change."""
         outlines = [self._outline(held) for held in own]
-        group = parallel_state.get_pipeline_model_parallel_group()
+        group = ranks.pipeline_group()
         if group.size() == 1:
             return [outlines]
         gathered: list[list[_Outline]] = [[] for _ in range(group.size())]
@@ -273,7 +273,7 @@ class HfBackedModel:
             full = unshard(match.row, _all_gather(full, self._tensor_group(match)))
         if match.expert is None or self._settings.parallel.expert == 1:
             return [full.contiguous()]
-        return _all_gather(full, parallel_state.get_expert_model_parallel_group())
+        return _all_gather(full, ranks.expert_group())
 
     def _receive(self, outline: _Outline) -> list[Tensor]:
         device = next(self.chunks[0].parameters()).device

@@ -17,7 +17,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import Adam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    Adam,  # pyright: ignore[reportAttributeAccessIssue]  # the first of three imports that works
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -108,7 +113,7 @@ def build_optimizer(
                 use_distributed_optimizer=distributed,
                 overlap_param_gather=settings.overlap_param_gather and distributed,
             ),
-            network,
+            list(network),
             use_gloo_process_groups=False,
         )
     scale = GradScale(optimizer.scale_loss)

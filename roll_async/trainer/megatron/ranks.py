@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from roll_async.trainer.megatron.micro_batches import ContextShare
 from roll_async.trainer.megatron.settings import ParallelSizes
@@ -66,6 +67,37 @@ def leave() -> None:
     gc.collect()
 
 
+def tensor_group() -> dist.ProcessGroup:
+    """The ranks that hold the parts of the same dense layers."""
+    return _joined(parallel_state.get_tensor_model_parallel_group())
+
+
+def expert_tensor_group() -> dist.ProcessGroup:
+    """The ranks that hold the parts of the same experts."""
+    return _joined(parallel_state.get_expert_tensor_parallel_group())
+
+
+def expert_group() -> dist.ProcessGroup:
+    """The ranks that hold different experts of the same layers."""
+    return _joined(parallel_state.get_expert_model_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The ranks that hold the stages of one replica."""
+    return _joined(parallel_state.get_pipeline_model_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    """The ranks that share the positions of a row."""
+    return _joined(parallel_state.get_context_parallel_group())
+
+
+def _joined(group: object) -> dist.ProcessGroup:
+    """Megatron's variables begin as None and have no type."""
+    assert isinstance(group, dist.ProcessGroup), "no process groups: `join` comes first"
+    return group
+
+
 def context_share() -> ContextShare:
     """This rank among those that share the positions of a row."""
     return ContextShare(
@@ -94,9 +126,15 @@ def exports(parallel: ParallelSizes) -> bool:
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
+def _tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "made by its first use"
+    return tracker
+
+
 def random_state() -> dict[str, object]:
     """Every generator of this rank."""
-    state: dict[str, object] = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    state: dict[str, object] = {"cpu": torch.get_rng_state(), "tracker": _tracker().get_states()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -105,6 +143,6 @@ def random_state() -> dict[str, object]:
 def set_random_state(state: dict) -> None:
     """Inverse of `random_state`."""
     torch.set_rng_state(state["cpu"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    _tracker().set_states(state["tracker"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

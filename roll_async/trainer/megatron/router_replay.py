@@ -17,12 +17,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from roll_async.schema import ExpertRows
+from roll_async.trainer.megatron.ranks import tensor_group
 
 DefaultTopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
@@ -90,7 +90,7 @@ class RouterReplay:
             index = router.layer if layers == self._config.num_layers else self._expert_layers.index(router.layer)
             positions = self._experts[:, :, index].transpose(0, 1)  # [s,b,K], Megatron's order of tokens
             if self._config.sequence_parallel:
-                group = parallel_state.get_tensor_model_parallel_group()
+                group = tensor_group()
                 positions = positions.chunk(group.size())[group.rank()]
             chosen = positions.reshape(-1, positions.shape[-1]).long()
         if self._may_recompute and not torch.is_grad_enabled():
@@ -123,12 +123,13 @@ class _ReplayedRouter:
     """What one router asks."""
 
     def __init__(self, replay: RouterReplay, router: TopKRouter) -> None:
+        assert router.layer_number is not None, "the layer around it sets the number"
         self.layer = router.layer_number - 1
         """Counted over the whole model."""
         self.first_passes: deque[Tensor | None] = deque()
         """What layers whose activations are computed again replayed, micro-batch by micro-batch."""
         self._replay = replay
-        router.router_replay = self
+        router.router_replay = self  # pyright: ignore[reportAttributeAccessIssue]  # Megatron calls get_replay_topk only
 
     def get_replay_topk(
         self,

@@ -21,7 +21,7 @@ from roll_async.algorithms.logprobs import TokenLogprobs
 from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
 from roll_async.trainer.megatron.partition import RowPlan, plan_rows
-from roll_async.trainer.megatron.ranks import context_share
+from roll_async.trainer.megatron.ranks import context_group, context_share, tensor_group
 from roll_async.trainer.megatron.router_replay import RouterReplay
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shapes import padded_length
@@ -143,7 +143,7 @@ class Runner:
         first = getattr(model, "module", model).pre_process
         if first or not self._config.sequence_parallel:
             return feed.padding
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_group()
         return feed.padding.chunk(group.size(), 1)[group.rank()].contiguous()
 
     def logprobs(self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool) -> TokenLogprobs:
@@ -153,7 +153,7 @@ class Runner:
             batch.feed.targets,
             batch.feed.wanted,
             self._settings,
-            parallel_state.get_tensor_model_parallel_group(),
+            tensor_group(),
             with_entropy=with_entropy,
         )
         entropy = None if result.entropy is None else self.to_rows(batch, result.entropy)
@@ -163,7 +163,7 @@ class Runner:
         """[b,t] of one answer per fed position ([b,s] of this context rank)."""
         flat = answers.reshape(-1)
         if parallel_state.get_context_parallel_world_size() > 1:
-            flat = _GatherAnswers.apply(flat, parallel_state.get_context_parallel_group())
+            flat = _GatherAnswers.apply(flat, context_group())
         return rows_of(batch, flat)
 
 

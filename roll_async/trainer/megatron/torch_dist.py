@@ -42,6 +42,7 @@ class TorchDistSave:
         """
         self._folder, self._rank = folder, dist.get_rank()
         sharded, self._common = save_preprocess(state)
+        assert isinstance(sharded, dict)  # as `state` is
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         if background:
             _detach_from_training(flat)

@@ -243,7 +243,7 @@ class MegatronWorker:
         losses, parts = self._runner.run(batches, loss_for(denominators), forward_only=False)
         on_device = nullcontext() if self._host_state is None else self._host_state.on_device()
         with cpu_shim.cuda_type_names(), on_device:
-            stepped, grad_norm, _ = self._optimizer.step()
+            stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
         self._optimizer_steps += 1
         loss, parts = self._collect(losses, parts)
         return {
