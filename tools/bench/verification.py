@@ -46,7 +46,7 @@ Sample = tuple[str, str, bool | None]
 """(response, gold answer, verdict it must get; None = it hangs)."""
 
 
-def samples(path: str, count: int, seed: int, form: str) -> list[Sample]:
+def samples(path: str, count: int, seed: int, form: str = "plain") -> list[Sample]:
     """Solutions with their answers boxed, in turn right and wrong."""
     columns = Columns(messages=None, prompt="question", ground_truth="answer")
     gold = [row.ground_truth for row in read_rows([path], columns, BadRows())]
