@@ -20,11 +20,12 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
-    get_cuda_rng_tracker,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from roll_async.trainer.megatron.ranks import rng_tracker
 
 ADAPTER = ".adapter."
 """In the names of an adapter's parameters."""
@@ -97,7 +98,7 @@ class Adapter(torch.nn.Module):
         """
         if self._shares_input:
             return torch.nn.functional.dropout(x, self.dropout)
-        with get_cuda_rng_tracker().fork():
+        with rng_tracker().fork():
             return torch.nn.functional.dropout(x, self.dropout)
 
 

@@ -126,7 +126,8 @@ def exports(parallel: ParallelSizes) -> bool:
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def _tracker() -> CudaRNGStatesTracker:
+def rng_tracker() -> CudaRNGStatesTracker:
+    """Megatron's generator, which the ranks of a tensor-parallel group seed apart."""
     tracker = get_cuda_rng_tracker()
     assert tracker is not None, "made by its first use"
     return tracker
@@ -134,7 +135,7 @@ def _tracker() -> CudaRNGStatesTracker:
 
 def random_state() -> dict[str, object]:
     """Every generator of this rank."""
-    state: dict[str, object] = {"cpu": torch.get_rng_state(), "tracker": _tracker().get_states()}
+    state: dict[str, object] = {"cpu": torch.get_rng_state(), "tracker": rng_tracker().get_states()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -143,6 +144,6 @@ def random_state() -> dict[str, object]:
 def set_random_state(state: dict) -> None:
     """Inverse of `random_state`."""
     torch.set_rng_state(state["cpu"])
-    _tracker().set_states(state["tracker"])
+    rng_tracker().set_states(state["tracker"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
