@@ -10,9 +10,9 @@ from roll_async.simulator.tables import OVERTAKING, OVERTAKING_SIZE, SAMPLES_PER
 from roll_async.simulator.world import simulate
 
 SEED, STEPS = 0, 60
-"""One seed for all rows, taken as it came. A step scatters with the longest of its samples, so 60 steps know their mean
-to 5 to 15 per cent; every comparison allows for the standard error of its own run. Means of many steps, to 1 or 2 per
-cent: `tools/bench/simulated_tables.py --overtaking --steps 200 --seeds 8`, and what they gave is in benchmarks.md.
+"""One seed for all rows, taken as it came. A step scatters with the longest of its samples; every comparison allows for
+the standard error of its own run. Means of many seeds: `tools/bench/simulated_tables.py --overtaking --steps 100
+--seeds 16`, and what they gave is in benchmarks.md.
 """
 
 
