@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint find their places in a live Transformers model, in every family."""
+"""The tensors of a checkpoint find their places in a live Transformers model: experts, tied and fused ones."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def load(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", tiny_families.FAMILIES)
+@pytest.mark.parametrize("name", ["qwen2 tied", "glm", "qwen2 moe", "qwen3 moe", "mixtral", "deepseek v3"])
 def test_a_saved_model_copied_tensor_by_tensor_is_that_model(tmp_path, name):
     tiny_families.save_tiny(name, tmp_path)
     expected, model = load(tmp_path).state_dict(), load(tmp_path)
