@@ -84,7 +84,8 @@ class _Warnings(logging.Handler):
         return tuple(lines)
 
 
-@ray.remote(max_restarts=0, num_cpus=0, max_concurrency=_CONCURRENT_CALLS)
+# Ray's overloads leave max_concurrency out: to pyright the class stays one that is not remote.
+@ray.remote(max_restarts=0, num_cpus=0, max_concurrency=_CONCURRENT_CALLS)  # pyright: ignore[reportCallIssue]
 class RolloutHost:
     """The process, plain asyncio inside. Calls that change a counter answer with the counters."""
 

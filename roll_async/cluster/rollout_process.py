@@ -213,7 +213,8 @@ class RolloutProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         options = {"scheduling_strategy": here, "runtime_env": {"env_vars": env}}
-        host = RolloutHost.options(**options, name="rollout").remote(start, list(log_files))
+        remote = RolloutHost.options(**options, name="rollout")  # pyright: ignore[reportAttributeAccessIssue]  # see there
+        host = remote.remote(start, list(log_files))
         try:
             await call(ROLE, host.start.remote())
         except BaseException:
