@@ -108,10 +108,10 @@ def read(runs: Path) -> list[dict]:
     return [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else []
 
 
-def table(rows: list[dict], staleness: list[int]) -> str:
+def table(rows: list[dict], losses: list[str], staleness: list[int]) -> str:
     """Mean +- standard deviation of the final reward over seeds, markdown."""
     lines = ["| loss | " + " | ".join(f"staleness {s}" for s in staleness) + " |", "|---|" + "---|" * len(staleness)]
-    for loss in LOSSES:
+    for loss in losses:
         cells = []
         for s in staleness:
             rewards = [r["reward_last"] for r in rows if (r["loss"], r["staleness"]) == (loss, s)]
@@ -127,7 +127,7 @@ def table(rows: list[dict], staleness: list[int]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict], staleness: list[int], path: Path) -> None:
+def plot(rows: list[dict], losses: list[str], staleness: list[int], path: Path) -> None:
     """Final reward over staleness, and the curves at the largest staleness."""
     import matplotlib
 
@@ -135,7 +135,7 @@ def plot(rows: list[dict], staleness: list[int], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for number, loss in enumerate(LOSSES):
+    for number, loss in enumerate(losses):
         mine = [r for r in rows if r["loss"] == loss]
         points = [(s, [r["reward_last"] for r in mine if r["staleness"] == s]) for s in staleness]
         points = [(s, p) for s, p in points if p]
@@ -150,11 +150,12 @@ def plot(rows: list[dict], staleness: list[int], path: Path) -> None:
             right.plot(
                 range(1, len(curves[0]) + 1), [statistics.mean(step) for step in zip(*curves, strict=True)], label=loss
             )
-    left.set(xlabel="staleness bound, versions", ylabel=f"reward, mean of the last {LAST} steps", xticks=staleness)
+    left.set(xlabel="staleness of every sample, versions", ylabel=f"reward, mean of the last {LAST} steps", xticks=staleness)
     right.set(xlabel="step", ylabel="reward, mean over seeds", title=f"staleness {staleness[-1]}")
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    left.legend()
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(losses))
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
@@ -173,8 +174,8 @@ def main() -> None:
     runs = Path(args.output) / "runs.jsonl"
     run_all(args, runs)
     rows = read(runs)
-    plot(rows, args.staleness, Path(args.plot))
-    print(table(rows, args.staleness))
+    plot(rows, args.losses, args.staleness, Path(args.plot))
+    print(table(rows, args.losses, args.staleness))
 
 
 if __name__ == "__main__":
