@@ -150,7 +150,9 @@ def plot(rows: list[dict], losses: list[str], staleness: list[int], path: Path) 
             right.plot(
                 range(1, len(curves[0]) + 1), [statistics.mean(step) for step in zip(*curves, strict=True)], label=loss
             )
-    left.set(xlabel="staleness of every sample, versions", ylabel=f"reward, mean of the last {LAST} steps", xticks=staleness)
+    left.set(
+        xlabel="staleness of every sample, versions", ylabel=f"reward, mean of the last {LAST} steps", xticks=staleness
+    )
     right.set(xlabel="step", ylabel="reward, mean over seeds", title=f"staleness {staleness[-1]}")
     for axis in (left, right):
         axis.grid(alpha=0.3)
