@@ -35,11 +35,11 @@ class ReplicaLink:
         self.drained.set()
         self._listener, self._spawn = listener, spawn
         self._outbox: list[GenerateRequest] = []
-        self._quiet = asyncio.Event()
-        """No submit is under way."""
-        self._quiet.set()
-        self._mail = asyncio.Event()
-        """Something is in the outbox."""
+        self._submitting = False
+        self._quiet: asyncio.Event | None = None
+        """Somebody waits until nothing is in the outbox or on its way."""
+        self._idle: asyncio.Future[None] | None = None
+        """The writer waits for something in the outbox."""
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def open(self) -> None:
@@ -62,11 +62,12 @@ class ReplicaLink:
     def send(self, pending: PendingRequest) -> None:
         """The next attempt of a request; it leaves with whatever else gathered meanwhile."""
         message = pending.next_attempt()
+        if not self.in_flight:
+            self.drained.clear()
         self.in_flight[pending.wire_id] = pending
-        self.drained.clear()
         self._outbox.append(message)
-        self._quiet.clear()
-        self._mail.set()
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     def recall(self) -> list[PendingRequest]:
         """What has not left yet; it is not sent, and still counts as in flight until it is detached."""
@@ -79,7 +80,7 @@ class ReplicaLink:
         """
         await self._call(self.client.pause(mode))
         if mode is PauseMode.ABORT:
-            await self._quiet.wait()
+            await self._until_quiet()
             if late := [p.wire_id for p in self.in_flight.values()]:
                 await self.abort(late)
 
@@ -105,20 +106,35 @@ class ReplicaLink:
         except ConnectionError as error:
             self._listener.lost(self, str(error))
 
+    async def _until_quiet(self) -> None:
+        """Until no submit is under way, or the replica is gone."""
+        if self._outbox or self._submitting:
+            self._quiet = quiet = self._quiet or asyncio.Event()
+            await quiet.wait()
+
+    def _now_quiet(self) -> None:
+        self._submitting = False
+        if self._quiet is not None:
+            self._quiet.set()
+            self._quiet = None
+
     async def _write(self) -> None:
         """Send what gathered in the outbox, in one call; what comes meanwhile goes with the next."""
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                await self._mail.wait()
-                self._mail.clear()
+                if not self._outbox:
+                    self._idle = loop.create_future()
+                    await self._idle
+                self._submitting = True
                 while self._outbox:
                     batch, self._outbox = self._outbox, []
                     await self.client.submit(batch)
-                self._quiet.set()
+                self._now_quiet()
         except ConnectionError as error:
             self._listener.lost(self, str(error))
         finally:
-            self._quiet.set()
+            self._now_quiet()
 
     async def _read(self) -> None:
         """Consume the reports until the replica dies or the manager closes."""
