@@ -55,6 +55,10 @@ class _Sampling:
     def truncated(self) -> bool:
         return self.top_k > 0 or self.top_p < 1
 
+    def reads_as_is(self, logits: Tensor, dtype: torch.dtype) -> bool:
+        """Whether logits need no copy of their own: each pass over a large vocabulary costs."""
+        return self.temperature == 1 and logits.dtype == dtype
+
 
 def drop_truncated(z: Tensor, tokens: Tensor, *, top_k: int, top_p: float) -> None:
     """In place: -inf at what top-k, then top-p cut off; the sampled token (last axis of 1) always stays."""
@@ -71,6 +75,11 @@ def drop_truncated(z: Tensor, tokens: Tensor, *, top_k: int, top_p: float) -> No
     z.masked_fill_(cut.scatter_(-1, tokens, False), -torch.inf)
 
 
+def _gain(grad: Tensor, kept: Tensor | None, temperature: float) -> Tensor:
+    """[b,t,1] what reaches z of a gradient [b,t] of log-probs or entropy."""
+    return ((grad if kept is None else torch.where(kept, grad, 0)) / temperature).unsqueeze(-1)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Forward saves references and [B,T] numbers; backward recomputes chunk by chunk into one gradient buffer."""
 
@@ -81,49 +90,59 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy, log_z, log_kept = (
             torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(4)
         )
+        as_is = sampling.reads_as_is(logits, dtype)
         for part in token_chunks(tokens.shape, sampling.chunk_tokens):
-            z = scaled_chunk(logits[part], None if mask is None else mask[part], sampling.temperature, dtype)
-            norm, index = torch.logsumexp(z, -1, keepdim=True), tokens[part].unsqueeze(-1)
-            log_z[part] = norm.squeeze(-1)
-            if not sampling.with_entropy and not sampling.truncated:
-                logprobs[part] = (z.gather(-1, index) - norm).squeeze(-1)
-                continue
-            z.sub_(norm)
-            logprobs[part] = z.gather(-1, index).squeeze(-1)
+            kept = None if mask is None else mask[part]
+            z = logits[part] if as_is else scaled_chunk(logits[part], kept, sampling.temperature, dtype)
+            index = tokens[part].unsqueeze(-1)
+            log_p = torch.log_softmax(z, -1)
+            own = log_p.gather(-1, index)
+            logprobs[part], log_z[part] = own.squeeze(-1), (z.gather(-1, index) - own).squeeze(-1)
             if sampling.with_entropy:
-                entropy[part] = -z.exp().mul_(z).sum(-1)
+                entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
             if sampling.truncated:
-                drop_truncated(z, index, top_k=sampling.top_k, top_p=sampling.top_p)
-                log_kept[part] = torch.logsumexp(z, -1)
+                drop_truncated(log_p, index, top_k=sampling.top_k, top_p=sampling.top_p)
+                log_kept[part] = torch.logsumexp(log_p, -1)
+            del z, log_p  # before the next chunk is made
         logprobs -= log_kept
         if mask is not None:
             logprobs.masked_fill_(~mask, 0)
             entropy.masked_fill_(~mask, 0)
         ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
         ctx.sampling = sampling
+        ctx.set_materialize_grads(False)  # an entropy that is only reported costs the backward pass nothing
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         logits, tokens, mask, log_z, log_kept, entropy = ctx.saved_tensors
         sampling: _Sampling = ctx.sampling
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_z)
         grad = torch.empty_like(logits)
+        as_is = sampling.reads_as_is(logits, log_z.dtype)
         for part in token_chunks(tokens.shape, sampling.chunk_tokens):
             kept = None if mask is None else mask[part]
-            gain, entropy_gain = grad_logprobs[part], grad_entropy[part]
-            if kept is not None:
-                gain, entropy_gain = torch.where(kept, gain, 0), torch.where(kept, entropy_gain, 0)
-            gain, index = (gain / sampling.temperature).unsqueeze(-1), tokens[part].unsqueeze(-1)
-            z = scaled_chunk(logits[part], kept, sampling.temperature, log_z.dtype).sub_(log_z[part].unsqueeze(-1))
+            out, norm, index = grad[part], log_z[part].unsqueeze(-1), tokens[part].unsqueeze(-1)
+            if as_is:
+                z = torch.sub(logits[part], norm, out=out)
+            else:
+                z = scaled_chunk(logits[part], kept, sampling.temperature, log_z.dtype).sub_(norm)
             slope = None
-            if sampling.with_entropy:  # d entropy / d z = -p (log p + entropy)
-                slope = z.exp().mul_(-(entropy_gain / sampling.temperature).unsqueeze(-1))
+            if grad_entropy is not None:  # d entropy / d z = -p (log p + entropy)
+                slope = z.exp().mul_(-_gain(grad_entropy[part], kept, sampling.temperature))
                 slope.mul_(z + entropy[part].unsqueeze(-1))
             if sampling.truncated:
                 drop_truncated(z, index, top_k=sampling.top_k, top_p=sampling.top_p)
                 z.sub_(log_kept[part].unsqueeze(-1))
+            gain = _gain(grad_logprobs[part], kept, sampling.temperature)
             z.exp_().mul_(-gain).scatter_add_(-1, index, gain)
-            grad[part] = z if slope is None else z.add_(slope)
+            if slope is not None:
+                z.add_(slope)
+            if not as_is:
+                out.copy_(z)
+            elif kept is not None:  # logits there may be anything
+                out.masked_fill_(~kept.unsqueeze(-1), 0)
         return grad, None, None, None
 
 

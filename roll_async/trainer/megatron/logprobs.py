@@ -16,6 +16,8 @@ from roll_async.algorithms.logprobs import TokenLogprobs, drop_truncated, merge_
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 _CHUNK_TOKENS = 1024
+_HOST_CHUNK_BYTES = 2 << 20
+"""On the CPU a chunk fits a core's cache, and is memory the allocator has at hand: fresh pages cost like a pass."""
 
 
 def next_token_logprobs(
@@ -39,7 +41,9 @@ def next_token_logprobs(
             temperature=settings.temperature,
             top_k=max(0, settings.top_k),
             top_p=settings.top_p,
-            chunk_tokens=_CHUNK_TOKENS,
+            chunk_tokens=_CHUNK_TOKENS
+            if logits.is_cuda
+            else max(1, min(_CHUNK_TOKENS, _HOST_CHUNK_BYTES // (4 * logits.shape[-1]))),
             with_entropy=with_entropy,
         )
     sampling = _Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, with_entropy)
@@ -94,6 +98,7 @@ class _ShardedLogprobs(torch.autograd.Function):
         logprobs -= log_kept
         ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
         ctx.sampling, ctx.group = sampling, group
+        ctx.set_materialize_grads(False)  # an entropy that is only reported costs the backward pass nothing
         return torch.where(mask, logprobs, 0), torch.where(mask, entropy, 0)
 
     @staticmethod
@@ -102,12 +107,13 @@ class _ShardedLogprobs(torch.autograd.Function):
         sampling, shard = ctx.sampling, logits.shape[1]
         first = ctx.group.rank() * shard
         grad = torch.empty_like(logits)
-        g, h = torch.where(mask, grad_logprobs, 0), torch.where(mask, grad_entropy, 0)
+        g = torch.zeros_like(log_z) if grad_logprobs is None else torch.where(mask, grad_logprobs, 0)
+        h = None if grad_entropy is None else torch.where(mask, grad_entropy, 0)
         for start in range(0, logits.shape[0], _CHUNK_TOKENS):
             part = slice(start, start + _CHUNK_TOKENS)
             log_p = _chunk(logits[part], mask[part], sampling.temperature).sub_(log_z[part, None])
             slope = None
-            if sampling.with_entropy:
+            if h is not None:
                 slope = log_p.exp().mul_(log_p + entropy[part, None]).mul_(-h[part, None])
             if sampling.truncated:
                 _drop_truncated(log_p, tokens[part], mask[part], sampling, ctx.group)
