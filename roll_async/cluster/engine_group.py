@@ -14,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.cluster.errors import call
+from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
 from roll_async.inference.settings import EngineSettings
@@ -38,13 +39,14 @@ class EngineReplica:
 
     async def start(self) -> EngineCapabilities:
         """Load the model."""
-        from roll_async.inference.backends import create_engine
-        from roll_async.inference.engine_host import EngineHost
-
         if self._settings.device == "cpu":
             os.nice(_CPU_NICENESS)
-        engine = create_engine(self._strategy, self._settings)
-        await engine.start()
+        with start_without_collections():
+            from roll_async.inference.backends import create_engine
+            from roll_async.inference.engine_host import EngineHost
+
+            engine = create_engine(self._strategy, self._settings)
+            await engine.start()
         self._engine, self._host = engine, EngineHost(engine)
         return engine.capabilities
 

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from roll_async.cluster.errors import call
+from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.runtime import LOOPBACK
 from roll_async.trainer.megatron.settings import MegatronSettings
@@ -52,17 +53,18 @@ class MegatronRank:
 
     def start(self, world_size: int, master_addr: str, master_port: int) -> None:
         """Join the group and load the model; blocks until every rank is there."""
-        from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
+        with start_without_collections():
+            from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
-        spec = RankSpec(
-            rank=self._placement.index,
-            world_size=world_size,
-            master_addr=master_addr,
-            master_port=master_port,
-            device=self._placement.device,
-        )
-        self._worker = MegatronWorker(spec, self._role.settings)
-        self._worker.start()
+            spec = RankSpec(
+                rank=self._placement.index,
+                world_size=world_size,
+                master_addr=master_addr,
+                master_port=master_port,
+                device=self._placement.device,
+            )
+            self._worker = MegatronWorker(spec, self._role.settings)
+            self._worker.start()
 
     def restart(self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int) -> None:
         """Begin anew from a model folder, with settings of the same layout; blocks until every rank is there."""
