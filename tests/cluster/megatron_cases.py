@@ -11,6 +11,7 @@ from roll_async.algorithms.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.host_state import HostState
 from roll_async.trainer.megatron.logprobs import next_token_logprobs
+from roll_async.trainer.megatron.optimizer_state import parameter_states
 from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
@@ -146,6 +147,36 @@ def train_and_save(rank, world_size, port, settings, folder, *, background=False
     worker.finish_save()
     worker.stop()
     return after
+
+
+def train_save_and_tell_state(rank, world_size, port, settings, folder):
+    """Two steps and a checkpoint; the optimizer's whole state, parameter by parameter."""
+    worker = start_worker(rank, world_size, port, settings)
+    _, policy = batch()
+    for step in (1, 2):
+        worker.update_policy(policy, step)
+    worker.save(folder, 2, b"state of the loop")
+    state = _optimizer_state(worker)
+    worker.stop()
+    return state
+
+
+def load_and_tell_state(rank, world_size, port, settings, folder):
+    """The same after a checkpoint that maybe another layout wrote."""
+    worker = start_worker(rank, world_size, port, settings)
+    worker.load(folder)
+    state = _optimizer_state(worker)
+    worker.stop()
+    return state
+
+
+def _optimizer_state(worker):
+    names = {id(parameter): name for name, parameter in worker._model.named_parameters()}
+    return {
+        (names[id(held.parameter)], kind): held.gathered(kind).clone()
+        for held in parameter_states(worker._optimizer)
+        for kind in held.names
+    }
 
 
 def load_and_train(rank, world_size, port, settings, folder):

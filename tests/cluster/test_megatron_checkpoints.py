@@ -87,8 +87,13 @@ def test_the_same_layout_resumes_bit_for_bit_even_when_the_save_ran_in_the_backg
 def test_bf16_keeps_its_fp32_parameters_across_layouts(rank_pool, folders, tmp_path):
     expected = run(rank_pool, cases.train_and_save, folders, "dense", D2, tmp_path / "step", more=BF16)
     assert run(rank_pool, cases.load_and_train, folders, "dense", D2, tmp_path / "step", seed=1, more=BF16) == expected
-    found = run(rank_pool, cases.load_and_train, folders, "dense", ONE, tmp_path / "step", seed=1, more=BF16)
-    assert_same_steps(found, expected, 2e-3)
+    # What follows cannot be compared: rounding to bf16 makes two layouts drift apart within a step.
+    saved = run(rank_pool, cases.train_save_and_tell_state, folders, "dense", D2, tmp_path / "whole", more=BF16)
+    held = run(rank_pool, cases.load_and_tell_state, folders, "dense", ONE, tmp_path / "whole", seed=1, more=BF16)
+    assert held.keys() == saved.keys() and {kind for _, kind in held} == {"exp_avg", "exp_avg_sq", "fp32_param"}
+    for key, tensor in held.items():
+        assert tensor.equal(saved[key]), key
+        assert key[1] != "fp32_param" or not tensor.equal(tensor.bfloat16().float()), key
 
 
 def test_a_checkpoint_that_is_damaged_foreign_or_of_another_model_is_refused_by_name(rank_pool, folders, tmp_path):

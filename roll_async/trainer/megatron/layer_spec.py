@@ -159,10 +159,12 @@ class SdpaAttention(MegatronModule):
         return visible if self._window is None else visible & (distance < self._window)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
-        grouped = query.shape[1] != key.shape[1]
+        grouped, dtype = query.shape[1] != key.shape[1], query.dtype
+        if not query.is_cuda:  # the backward pass of torch's CPU kernel takes nine times as long in bfloat16
+            query, key, value = query.float(), key.float(), value.float()
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=grouped
-        )
+        ).to(dtype)
 
 
 class SandwichLayer(TransformerLayer):

@@ -81,9 +81,9 @@ class ParameterState:
                 state[name] = part[name].to(device=self.main.device, dtype=torch.float32, copy=True)
             else:
                 held.copy_(part[name])
-        if "step" in self.optimizer.param_groups[0]:  # fused optimizers count by group
+        if "step" in self.optimizer.param_groups[0]:  # as Transformer Engine's and Apex's optimizers count
             return
-        state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+        state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=self.main.device)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
