@@ -152,6 +152,7 @@ async def _train(
 ) -> RunEnd:
     """Start the roles, train, export. Ctrl-C and SIGTERM end the run after the step under way, with its state saved."""
     from roll_async.assemble import build_run
+    from roll_async.cluster.garbage import start_without_collections
 
     loop = asyncio.get_running_loop()
     recorder, folder = observers
@@ -162,7 +163,8 @@ async def _train(
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, starting.cancel)
         try:
-            run = await starting
+            with start_without_collections(settled=True):
+                run = await starting
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         for name in (signal.SIGINT, signal.SIGTERM):

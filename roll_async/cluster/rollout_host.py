@@ -18,6 +18,7 @@ import ray
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
+from roll_async.cluster.garbage import start_without_collections
 from roll_async.observe.run_folder import log_to
 from roll_async.rollout.rollouter import Rollouter, RollouterStats
 from roll_async.schema import Group, WeightVersion
@@ -95,7 +96,8 @@ class RolloutHost:
 
     async def start(self) -> None:
         """Start engines and rewards."""
-        self._roles = await self._start(self._stack)
+        with start_without_collections(settled=True):
+            self._roles = await self._start(self._stack)
 
     async def couple(self, order: object) -> tuple[bool, Counters]:
         """Build queue, rollouter and synchronizer; whether there is anything to validate with."""

@@ -169,6 +169,27 @@ def test_three_steps_save_load_three_steps_equal_six_steps_bit_for_bit(start, tm
     assert [other.update_policy(policy, step) for step in range(4, 7)] == straight
 
 
+def test_torchs_adam_is_the_fused_one_and_steps_as_the_plain_one_does(start, tmp_path):
+    from roll_async.trainer.megatron.optimizer_state import parts_of
+
+    folder = model_folder(tmp_path / "in", tied=True)
+    rows, _ = batch()
+
+    def weights_after_three_steps(fused):
+        worker = start(folder, optimizer=OptimizerSettings(learning_rate=1e-3, weight_decay=0.1))
+        for part in parts_of(worker._optimizer):
+            for group in part.optimizer.param_groups:
+                assert group["fused"] is True
+                group["fused"] = fused
+        for _ in range(3):
+            worker.supervised_update(rows.tokens, rows.lengths, rows.mask)
+        return {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
+
+    fused, plain = (weights_after_three_steps(choice) for choice in (True, False))
+    for name, tensor in fused.items():
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-5, atol=1e-6)
+
+
 def test_bf16_keeps_fp32_main_parameters_and_learns(start, tmp_path):
     worker = start(
         model_folder(tmp_path / "in", tied=True), dtype="bf16", optimizer=OptimizerSettings(learning_rate=3e-3)

@@ -1,10 +1,11 @@
 """Tokens/s of the Megatron trainer against plain Transformers + AdamW: same model, same rows, one core, in turn.
 
-    python tools/bench/trainer_vs_hf.py [--sizes 1M 10M 100M] [--modes fixed dynamic packed] [--rounds 9]
+    python tools/bench/trainer_vs_hf.py [--sizes 1M 10M 100M] [--modes fixed dynamic packed packed_even] [--rounds 9]
 
 One optimizer step each: forward, backward, clip, Adam. `fixed`: rows of one length, the budget's case. `dynamic` and
 `packed`: rows of different lengths; plain Transformers pads all of them to the longest, in micro-batches of the same
-number of rows. Only real tokens count. The median round of each side counts.
+number of rows. `packed_even`: packed rows of one length, to be compared with `fixed`. Only real tokens count. The
+median round of each side counts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SIZES = {
     "100M": Size(layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048, vocabulary=32768, rows=4, positions=256,
                  micro_batch_rows=2, budget=0.95),
 }  # fmt: skip
-MODES = ("fixed", "dynamic", "packed")
+MODES = ("fixed", "dynamic", "packed", "packed_even")
 
 
 def compare(name: str, mode: str, rounds: int) -> dict:
@@ -76,7 +77,7 @@ def compare(name: str, mode: str, rounds: int) -> dict:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
     lengths = torch.full((size.rows,), size.positions)
-    if mode != "fixed":
+    if mode in ("dynamic", "packed"):
         # As the answers to one batch of prompts come: a few long, most of them much shorter.
         lengths = (size.positions * torch.linspace(0.15, 1.0, size.rows) ** 2).long().clamp(min=8)
         lengths[-1] = size.positions
@@ -129,7 +130,7 @@ def _ours(model, size: Size, mode: str, tokens, lengths, inside) -> Callable[[],
                 dtype="fp32",
                 optimizer=OptimizerSettings(learning_rate=1e-4),
                 micro_batch_rows=size.micro_batch_rows,
-                micro_batching=mode,
+                micro_batching=mode.removesuffix("_even"),
                 max_tokens_per_microbatch=size.micro_batch_rows * size.positions,
             ),
         )

@@ -45,6 +45,25 @@ def test_values_and_gradients_equal_plain_log_softmax(seed, temperature, chunk):
     torch.testing.assert_close(leaf.grad, reference.grad, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("used", ["log-probs", "entropy"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_answer_that_no_loss_reads_leaves_the_gradient_of_the_other_alone(used, temperature):
+    logits, tokens, mask = make(0)
+    gradients = []
+    for unused_weight in (None, 0.0):
+        leaf = logits.clone().requires_grad_()
+        result = token_logprobs(
+            logits_BTV=leaf, tokens_BT=tokens, mask_BT=mask, temperature=temperature, chunk_tokens=4, with_entropy=True
+        )
+        read, unread = result.logprobs, result.entropy
+        if used == "entropy":
+            read, unread = unread, read
+        loss = (read * torch.arange(T)).sum()
+        (loss if unused_weight is None else loss + unused_weight * unread.sum()).backward()
+        gradients.append(leaf.grad)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
 def kept_set(z, token, top_k, top_p):
     """Indices an engine could have sampled from, by the definition, plus the sampled token."""
     kept = list(range(len(z)))
