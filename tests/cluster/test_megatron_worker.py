@@ -187,7 +187,7 @@ def test_torchs_adam_is_the_fused_one_and_steps_as_the_plain_one_does(start, tmp
 
     fused, plain = (weights_after_three_steps(choice) for choice in (True, False))
     for name, tensor in fused.items():
-        torch.testing.assert_close(tensor, plain[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_keeps_fp32_main_parameters_and_learns(start, tmp_path):
