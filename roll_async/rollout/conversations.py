@@ -67,13 +67,12 @@ class Conversations:
         """A finished, scored sample; an aborted one (FinishReason.ABORT) has no score. Raises RewardOutage, Unscorable,
         and what `AsyncLLMServerManager.generate` raises.
         """
-        own = affinity is None and self.tools is not None
         try:
-            transcript = await self._converse(prompt, name, sampling, name if own else affinity, foreground)
+            transcript = await self._converse(prompt, name, sampling, affinity, foreground)
         finally:
             self._requests.pop(name, None)
             self._unwanted.discard(name)
-            if own:
+            if self.tools is not None:
                 self._manager.forget_affinity(name)
         sample = transcript.sample(name) if self.tools is None else self.tools.postprocess(transcript, name)
         if sample.finish_reason is FinishReason.ABORT:
@@ -100,7 +99,12 @@ class Conversations:
                 sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - len(transcript)),
                 recorded_positions=transcript.recorded_positions,
             )
-            completion = await self._manager.generate(request, affinity=affinity, foreground=foreground)
+            completion = await self._manager.generate(
+                request,
+                affinity=affinity,
+                conversation=name if self.tools is not None else None,
+                foreground=foreground,
+            )
             transcript.add_completion(completion)
             answer = None if self.tools is None else await self.tools(transcript, completion)
             if answer is None:

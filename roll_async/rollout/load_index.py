@@ -54,8 +54,8 @@ class LoadIndex(Generic[K]):
 
 
 class ReplicaChoice:
-    """Replicas with a common limit of requests at once; the least busy one is chosen, and one key keeps to one replica
-    while that lives and has room.
+    """Replicas with a common limit of requests at once; the least busy one is chosen. Requests that share an affinity
+    keep to one replica while that has room; a conversation, once begun, to its home while that lives, full or not.
     """
 
     def __init__(self, limit: int) -> None:
@@ -76,8 +76,8 @@ class ReplicaChoice:
         one.
         """
         if affinity is not None:
-            home = self._homes.get(affinity, "")
-            if home != but and home in self._loads and self._loads.load(home) < self._limit:
+            home = self.home(affinity, but)
+            if home is not None and self._loads.load(home) < self._limit:
                 return home
         name = self._loads.least(but=but)
         if name is None or self._loads.load(name) >= self._limit:
@@ -86,6 +86,19 @@ class ReplicaChoice:
             self._homes[affinity] = name
         return name
 
-    def forget(self, affinity: str) -> None:
+    def settle(self, key: str, name: str) -> None:
+        """This replica is the home of the key from now on."""
+        self._homes[key] = name
+
+    def is_settled(self, key: str) -> bool:
+        """The key has, or had, a home."""
+        return key in self._homes
+
+    def home(self, key: str, but: str | None) -> str | None:
+        """The home of a key, however busy; None when there is none, it is gone, or it is `but`."""
+        home = self._homes.get(key)
+        return home if home is not None and home != but and home in self._loads else None
+
+    def forget(self, key: str) -> None:
         """No further request will come with this key."""
-        self._homes.pop(affinity, None)
+        self._homes.pop(key, None)

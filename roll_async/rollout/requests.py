@@ -28,6 +28,10 @@ class PendingRequest:
     result: asyncio.Future[Completion]
     affinity: str | None
     foreground: bool
+    conversation: str | None = None
+    """Its requests belong to the replica that had the first of them."""
+    later_turn: bool = False
+    """Not the first request of its conversation."""
     pieces: list[Completion] = field(default_factory=list)
     attempt: int = 0
     wire_id: str = ""

@@ -112,15 +112,28 @@ class AsyncLLMServerManager:
     # Requests
 
     async def generate(
-        self, request: GenerateRequest, *, affinity: str | None = None, foreground: bool = False
+        self,
+        request: GenerateRequest,
+        *,
+        affinity: str | None = None,
+        conversation: str | None = None,
+        foreground: bool = False,
     ) -> Completion:
         """Run a request to its end, over as many replicas and weight versions as it takes.
 
-        `affinity`: requests with the same key go to one replica while it lives. `foreground`: runs also while
-        `set_aside` holds the others back.
+        `affinity`: requests with the same key go to one replica while it lives and has room. `conversation`: later
+        requests with this key go where the first one went while that lives, at once and also when it is full: its cache
+        holds all they begin with. `foreground`: runs also while `set_aside` holds the others back.
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
         """
-        pending = PendingRequest(request, asyncio.get_running_loop().create_future(), affinity, foreground)
+        pending = PendingRequest(
+            request,
+            asyncio.get_running_loop().create_future(),
+            affinity,
+            foreground,
+            conversation,
+            later_turn=conversation is not None and self._choice.is_settled(conversation),
+        )
         self._waiting.add(pending)
         self._plan_round()
         try:
@@ -163,7 +176,7 @@ class AsyncLLMServerManager:
         await self.abort([p.request.request_id for p in [*self._waiting, *self._all_in_flight()]])
 
     def forget_affinity(self, key: str) -> None:
-        """No further request will come with this affinity key."""
+        """No further request will come with this affinity or conversation key."""
         self._choice.forget(key)
 
     # Weight pushes and validation
@@ -287,13 +300,22 @@ class AsyncLLMServerManager:
         self._pump()
 
     def _pump(self) -> None:
-        """Give waiting requests to replicas with free slots, the most free one first."""
+        """Give waiting requests to replicas with free slots, the most free one first; later turns go home in any
+        case.
+        """
         if not self._dispatching:
             return
+        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
+            assert pending.conversation is not None
+            if (home := self._choice.home(pending.conversation, pending.failed_on)) is not None:
+                self._waiting.discard(pending)
+                self._dispatch(pending, self._links[home])
         while (pending := self._waiting.first(foreground_only=self._foreground_only)) is not None:
             name = self._choice.choose(pending.affinity, pending.failed_on)
             if name is None:
                 return
+            if pending.conversation is not None:
+                self._choice.settle(pending.conversation, name)
             self._waiting.discard(pending)
             self._dispatch(pending, self._links[name])
 

@@ -1,4 +1,4 @@
-"""Requests that no replica has: oldest first, those in the foreground before the others."""
+"""Requests that no replica has: the foreground before the background, later turns before first ones, then by age."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from collections.abc import Iterator
 
 from roll_async.rollout.requests import PendingRequest
 
+_Queue = OrderedDict[PendingRequest, None]
+
 
 class WaitingRequests:
-    """Two queues from which any request can leave at once, wherever it stands."""
+    """Queues from which any request can leave at once, wherever it stands."""
 
     def __init__(self) -> None:
-        self._foreground: OrderedDict[PendingRequest, None] = OrderedDict()
-        self._background: OrderedDict[PendingRequest, None] = OrderedDict()
+        self._later_foreground, self._foreground = _Queue(), _Queue()
+        self._later_background, self._background = _Queue(), _Queue()
+        self._queues = (self._later_foreground, self._foreground, self._later_background, self._background)
+        """In the order of their turn."""
 
     def __len__(self) -> int:
-        return len(self._foreground) + len(self._background)
+        return sum(map(len, self._queues))
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        return iter([*self._foreground, *self._background])
+        return iter([pending for queue in self._queues for pending in queue])
 
     def add(self, pending: PendingRequest) -> None:
         """Behind all others of its kind."""
@@ -39,14 +43,21 @@ class WaitingRequests:
 
     def first(self, *, foreground_only: bool) -> PendingRequest | None:
         """Whose turn it is; it stays until it is discarded."""
-        if self._foreground:
-            return next(iter(self._foreground))
-        return None if foreground_only else next(iter(self._background), None)
+        for queue in self._queues[:2] if foreground_only else self._queues:
+            if queue:
+                return next(iter(queue))
+        return None
+
+    def later_turns(self, *, foreground_only: bool) -> list[PendingRequest]:
+        """Requests of conversations that have begun, in order."""
+        return [*self._later_foreground, *(() if foreground_only else self._later_background)]
 
     def clear(self) -> None:
         """Forget all."""
-        self._foreground.clear()
-        self._background.clear()
+        for queue in self._queues:
+            queue.clear()
 
-    def _of(self, pending: PendingRequest) -> OrderedDict[PendingRequest, None]:
+    def _of(self, pending: PendingRequest) -> _Queue:
+        if pending.later_turn:
+            return self._later_foreground if pending.foreground else self._later_background
         return self._foreground if pending.foreground else self._background

@@ -69,6 +69,18 @@ def test_a_full_replica_is_not_chosen_and_a_key_keeps_its_home_while_there_is_ro
     assert choice.choose("x", None) is None and choice.choose(None, None) is None
 
 
+def test_a_settled_key_has_its_home_however_busy_until_that_is_gone_or_failed_it():
+    choice = ReplicaChoice(limit=1)
+    choice.set("a", 7)
+    assert not choice.is_settled("talk") and choice.home("talk", None) is None
+    choice.settle("talk", "a")
+    assert choice.is_settled("talk") and choice.home("talk", None) == "a" and choice.home("talk", "a") is None
+    choice.remove("a")
+    assert choice.is_settled("talk") and choice.home("talk", None) is None
+    choice.forget("talk")
+    assert not choice.is_settled("talk")
+
+
 def test_a_replica_that_is_gone_is_no_home_and_a_forgotten_key_has_none():
     choice = ReplicaChoice(limit=4)
     choice.set("a", 0)

@@ -72,8 +72,8 @@ TOOLS = {"add": add, "broken": broken, "slow": slow}
 
 
 @asynccontextmanager
-async def talking(replicas, scorer, **options):
-    manager = AsyncLLMServerManager(replicas, ManagerOptions())
+async def talking(replicas, scorer, *, limit=128, **options):
+    manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=limit))
     await manager.start()
     callback = ToolCompletionCallback(TOOLS, TextCodec(), **options)
     try:
@@ -159,6 +159,55 @@ def test_turns_stick_to_their_replica_and_move_on_only_when_it_dies(run, build, 
             replicas[1].die()
             speakers[0].lines = ["end"]
             assert (await talk).num_turns == 2 and len(speakers[0].prompts) == 5
+
+    run(go())
+
+
+class SlowTalker(Speaker):
+    """Answers after `turn_s`: a first turn with a call, a later one with the end."""
+
+    turn_s = 5
+
+    async def submit(self, requests):
+        for request in requests:
+            self.prompts.append(request.prompt_token_ids.tolist())
+            asyncio.get_running_loop().call_later(self.turn_s, self._answer, request)
+
+    def _answer(self, request):
+        first = len(request.prompt_token_ids) == 1
+        self.lines.append(call("add", a=1, b=1) if first else "end")
+        tokens = array("i", [*map(ord, self.lines[-1]), END])
+        self.replica.reply(
+            Completion(
+                request_id=request.request_id,
+                token_ids=tokens,
+                logprobs=array("f", [-0.25] * len(tokens)),
+                version_runs=((0, len(tokens)),),
+                finish_reason=FinishReason.STOP,
+                generation_s=5.0,
+            )
+        )
+
+
+@pytest.mark.parametrize("affinity", [None, "group"])
+def test_later_turns_go_home_at_once_also_when_every_replica_is_full_and_before_what_has_not_begun(
+    run, build, replica_class, scorer_class, affinity
+):
+    async def go():
+        replicas = [replica_class(name) for name in "ab"]
+        speakers = [SlowTalker(r) for r in replicas]
+        ended = {}
+
+        async def talk(conversations, key):
+            await conversations.sample(build.prompt(ids=(key,)), f"s{key}", SAMPLING, affinity)
+            ended[key] = asyncio.get_running_loop().time()
+
+        async with talking(replicas, scorer_class(score_s=0), limit=1) as conversations:
+            await asyncio.gather(*(talk(conversations, key) for key in range(100, 108)))
+        homes = {s.replica.name: [prompt[0] for prompt in s.prompts] for s in speakers}
+        assert all(homes[name].count(key) in (0, 2) for name in homes for key in range(100, 108)), homes
+        assert [ended[key] for key in (100, 101)] == [13, 13], "two turns and the tool: no wait between them"
+        assert max(map(len, homes.values())) == 8, "first turns still go by load and keep to the limit"
 
     run(go())
 

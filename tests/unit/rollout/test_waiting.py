@@ -8,7 +8,7 @@ from roll_async.rollout.waiting import WaitingRequests
 
 @pytest.fixture
 def pending(make):
-    return lambda name, foreground=False: PendingRequest(make(name), None, None, foreground)
+    return lambda name, foreground=False, **more: PendingRequest(make(name), None, None, foreground, **more)
 
 
 def drain(waiting, **options):
@@ -35,6 +35,18 @@ def test_the_foreground_goes_before_all_others_and_alone_when_they_are_set_aside
     assert drain(waiting, foreground_only=True) == ["v"] and len(waiting) == 1
     waiting.add(pending("w", foreground=True))
     assert drain(waiting, foreground_only=False) == ["w", "a"]
+
+
+def test_later_turns_go_before_what_has_not_begun(pending):
+    waiting = WaitingRequests()
+    waiting.add(pending("fresh"))
+    waiting.add(pending("later", later_turn=True))
+    waiting.add(pending("fresh v", foreground=True))
+    waiting.add(pending("later v", foreground=True, later_turn=True))
+    named = [[p.request.request_id for p in waiting.later_turns(foreground_only=only)] for only in (True, False)]
+    assert named == [["later v"], ["later v", "later"]]
+    assert drain(waiting, foreground_only=True) == ["later v", "fresh v"]
+    assert drain(waiting, foreground_only=False) == ["later", "fresh"]
 
 
 def test_one_in_the_middle_leaves_and_cannot_leave_twice(pending):
