@@ -22,8 +22,8 @@ from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
 from roll_async.checkpoint.lora import LoraAdapter
-from roll_async.checkpoint.manifest import recorded_alpha
-from roll_async.checkpoint.megatron_folder import CONFIG, MegatronFolder, Piece, sync, write_megatron_folder
+from roll_async.checkpoint.manifest import recorded_alpha, sync, sync_tree
+from roll_async.checkpoint.megatron_folder import CONFIG, MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.safetensors_files import TensorSpec
 from roll_async.checkpoint.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
 from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
@@ -347,8 +347,7 @@ def _complete(target: Path, num_bytes: int) -> Iterator[tuple[Path, Callable[[Pa
             yield temporary, lambda path: syncing.append(disk.submit(sync, path))
             for done in syncing:
                 done.result()
-        for path in (*temporary.rglob("*"), temporary):
-            sync(path)
+        sync_tree(temporary)
         temporary.rename(target)
         sync(target.parent)
     finally:

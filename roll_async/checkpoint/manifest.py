@@ -67,10 +67,18 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
             raise ValueError(f"checkpoint file {path} was changed after it was written; {remedy}")
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until everything in a folder is on disk: renamed before that, it could be there after a power failure
+    without all that is in it.
+    """
+    for path in (*folder.rglob("*"), folder):
+        sync(path)

@@ -240,15 +240,6 @@ def write_megatron_folder(
     (folder / CONFIG).write_text(json.dumps(_FORMAT))
 
 
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _outline(pieces: Sequence[Piece]) -> dict[str, TensorStorageMetadata]:
     outline: dict[str, TensorStorageMetadata] = {}
     for piece in pieces:

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.checkpoint.manifest import sync_folder
+from roll_async.checkpoint.manifest import sync, sync_tree
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -38,9 +38,9 @@ class RunCheckpoints:
         """Give it its final name, in one step; an older checkpoint of the same name is replaced."""
         final = self.folder_of(step)
         shutil.rmtree(final, ignore_errors=True)
-        sync_folder(self._staging(step))
+        sync_tree(self._staging(step))
         os.rename(self._staging(step), final)
-        sync_folder(self.folder)
+        sync(self.folder)
         return final
 
     def _staging(self, step: int) -> Path:

@@ -8,6 +8,7 @@ A batch is put into the object store once and read by every rank; each rank take
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,13 @@ from torch import Tensor
 from roll_async.cluster.errors import call
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
+from roll_async.cluster.role_log import log_lines
 from roll_async.cluster.runtime import LOOPBACK
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +55,9 @@ class MegatronRank:
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
 
-    def start(self, world_size: int, master_addr: str, master_port: int) -> None:
-        """Join the group and load the model; blocks until every rank is there."""
-        with start_without_collections():
+    def start(self, world_size: int, master_addr: str, master_port: int) -> list[str]:
+        """Join the group and load the model; blocks until every rank is there. What it chose, for the log."""
+        with start_without_collections(), log_lines() as lines:
             from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
             spec = RankSpec(
@@ -65,6 +69,7 @@ class MegatronRank:
             )
             self._worker = MegatronWorker(spec, self._role.settings)
             self._worker.start()
+        return lines
 
     def restart(self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int) -> None:
         """Begin anew from a model folder, with settings of the same layout; blocks until every rank is there."""
@@ -165,7 +170,9 @@ class RayTrainerGroup:
         group = cls(role.name, ranks, bucket_bytes)
         group._host = LOOPBACK if embedded else await call(role.name, ranks[0].node_ip.remote())
         port = await call(role.name, ranks[0].free_port.remote(group._host))
-        await group._all(lambda r: r.start.remote(len(ranks), group._host, port))
+        started = await group._all(lambda r: r.start.remote(len(ranks), group._host, port))
+        for line in started[0]:
+            logger.info("%s: %s", role.name, line)
         return group
 
     async def restart(self, settings: MegatronSettings) -> None:

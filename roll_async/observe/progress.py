@@ -17,14 +17,18 @@ def duration(seconds: float) -> str:
 class ProgressLine:
     """Prints to stdout."""
 
-    def __init__(self, max_steps: int, *, first_step: int = 1) -> None:
-        self._max_steps, self._first_step = max_steps, first_step
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._first_step: int | None = None
+        """Of this process: a resumed run begins later."""
         self._live = sys.stdout.isatty()
         self._dirty = False
 
     def show(self, metrics: Mapping[str, float]) -> None:
         """One step is done."""
         step = int(metrics["step"])
+        if self._first_step is None:
+            self._first_step = step
         done = step - self._first_step + 1
         eta = metrics["time_s"] / done * (self._max_steps - step)
         overlap = 1 - metrics["idle/trainer"]

@@ -41,6 +41,8 @@ def test_one_batch_ahead_overlaps_stays_within_the_bound_and_leaves_what_it_prom
     for name in ("config.yaml", "metrics.jsonl", "run.log", "reward.png", "ledger.sqlite", "trace.json"):
         assert (folder / name).stat().st_size > 0, name
     assert list((folder / "tensorboard").iterdir())
+    log = (folder / "run.log").read_text()
+    assert "actor_train: layers: local (" in log and "actor_train: Adam of torch: neither" in log
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step_00000002", "step_00000004", "step_00000005"}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
     assert sum(p.numel() for p in model.parameters()) > 500_000
@@ -82,7 +84,7 @@ def test_an_interrupted_run_saves_its_state_and_goes_on_where_it_stopped(launche
     assert [m["step"] for m in launcher.metrics()] == list(range(1, stopped + 3))
 
 
-def test_killing_the_driver_leaves_no_process_behind(launcher):
+def test_killing_the_driver_leaves_no_process_behind_and_no_port_was_open_to_the_network(launcher):
     psutil = pytest.importorskip("psutil")
     process = launcher.start("max_steps=500", HF)
     for line in process.stdout:
@@ -90,6 +92,9 @@ def test_killing_the_driver_leaves_no_process_behind(launcher):
             break
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) > 5
+    connections = [c for p in (psutil.Process(process.pid), *children) for c in p.net_connections("tcp")]
+    open_to = {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+    assert open_to == {"127.0.0.1"}
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 20

@@ -27,7 +27,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from roll_async.checkpoint.hf_folder import copy_side_files
-from roll_async.checkpoint.manifest import LORA, check_files, fingerprint, read_manifest, sync_folder, write_manifest
+from roll_async.checkpoint.manifest import (
+    LORA,
+    check_files,
+    fingerprint,
+    read_manifest,
+    sync,
+    sync_tree,
+    write_manifest,
+)
 from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.lora import target_layers
 from roll_async.trainer.megatron.model import HfBackedModel
@@ -103,9 +111,10 @@ class RoleCheckpoint:
             prints |= {name: fingerprint(temporary / name) for name in rest}
             about = {"step": step, "world_size": dist.get_world_size(), LORA: self._lora}
             write_manifest(temporary, prints, about)
+            sync_tree(temporary)
             shutil.rmtree(target, ignore_errors=True)
             os.rename(temporary, target)
-            sync_folder(target.parent)
+            sync(target.parent)
         dist.barrier()
 
     def load(self, folder: str) -> tuple[bytes, int]:

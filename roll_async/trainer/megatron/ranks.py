@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,7 +40,7 @@ def join(spec: RankSpec, parallel: ParallelSizes, seed: int) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else "nccl",
-        init_method=f"tcp://{spec.master_addr}:{spec.master_port}",
+        store=_store(spec),
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=timedelta(seconds=spec.timeout_s),
@@ -54,6 +55,16 @@ def join(spec: RankSpec, parallel: ParallelSizes, seed: int) -> None:
         create_gloo_process_groups=False,  # nothing of ours gathers on the host
     )
     model_parallel_cuda_manual_seed(seed)
+
+
+def _store(spec: RankSpec) -> dist.TCPStore:
+    """Where the ranks find each other. Torch's own would listen on every interface of the machine."""
+    address, timeout = (spec.master_addr, spec.master_port), timedelta(seconds=spec.timeout_s)
+    if spec.rank:
+        return dist.TCPStore(*address, spec.world_size, False, timeout)
+    family = socket.AF_INET6 if ":" in spec.master_addr else socket.AF_INET
+    server = socket.create_server(address, family=family, backlog=spec.world_size)
+    return dist.TCPStore(*address, spec.world_size, True, timeout, master_listen_fd=server.detach())
 
 
 def leave() -> None:

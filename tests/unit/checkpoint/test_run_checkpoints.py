@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from roll_async.assemble_checkpoint import LoopCheckpoint, restore_loop
+from roll_async.checkpoint import manifest, run_checkpoints
 from roll_async.checkpoint.manifest import check_files, fingerprint, read_manifest, write_manifest
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.trainer.learner import LearnerState
@@ -171,3 +173,23 @@ def test_a_manifest_that_is_cut_or_of_something_else_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"format": "other"}))
     with pytest.raises(ValueError, match="manifest of something else"):
         read_manifest(tmp_path)
+
+
+def test_every_file_is_on_disk_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
+    checkpoints = RunCheckpoints(folder=tmp_path / "checkpoints")
+    staging = checkpoints.begin(7)
+    (staging / "hf").mkdir()
+    for name in ("state.bin", "hf/config.json"):
+        (staging / name).write_text("x")
+    on_disk = []
+    for module in (manifest, run_checkpoints):
+        monkeypatch.setattr(module, "sync", lambda path: on_disk.append(str(path)))
+    rename = os.rename
+
+    def renamed(source, target):
+        assert {str(p) for p in (staging, *staging.rglob("*"))} == set(on_disk)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    assert (checkpoints.commit(7) / "hf" / "config.json").is_file()
+    assert on_disk[-1] == str(tmp_path / "checkpoints")
