@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roll_async.buffer.staleness import staleness
-from roll_async.schema import Group, Sample, WeightVersion
+from roll_async.schema import FinishReason, Group, Sample, WeightVersion
 
 
 def response_lengths(group: Group) -> list[int]:
     """Response tokens per sample."""
     return [len(sample.response_token_ids) for sample in group.samples]
+
+
+def finished_lengths(group: Group) -> list[int]:
+    """Response tokens of the samples that nobody cut short."""
+    return [len(s.response_token_ids) for s in group.samples if s.finish_reason is not FinishReason.ABORT]
 
 
 def length_bucket(length: int) -> int:
@@ -53,7 +58,9 @@ def newest_version(group: Group) -> WeightVersion | None:
 
 @dataclass(kw_only=True, slots=True)
 class LengthAudit:
-    """Sums of response lengths, so that dropping long answers cannot go unseen."""
+    """Sums of response lengths of finished samples, so that dropping long answers cannot go unseen. Samples that were
+    cut short are in none of them: the server manager counts their tokens.
+    """
 
     generated_samples: int = 0
     generated_tokens: int = 0
@@ -61,7 +68,8 @@ class LengthAudit:
     trained_tokens: int = 0
     dropped_by_length: Counter[int] = field(default_factory=Counter)
 
-    def generated(self, lengths: Sequence[int]) -> None:
+    def generated(self, group: Group) -> None:
+        lengths = finished_lengths(group)
         self.generated_samples += len(lengths)
         self.generated_tokens += sum(lengths)
 

@@ -27,7 +27,6 @@ from roll_async.buffer.freshness import (
     group_bytes,
     newest_trained_version,
     newest_version,
-    response_lengths,
 )
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
@@ -54,7 +53,7 @@ class MessageQueue:
         self._held: WeightVersion | None = None
         self._limit = self._last_taken = 0
         self._no_more_prompts = self._closed = self._stopped_reserving = False
-        self._late = self._dropped_stale = 0
+        self._late = self._dropped_stale = self._dropped_surplus = 0
         self._audit = LengthAudit()
         self._failures: list[str] = []
         self._changed = asyncio.Event()
@@ -123,7 +122,9 @@ class MessageQueue:
                 self._late += 1
                 return False
             if entry.surplus or self._choice.is_too_many(entry, self._last_taken):
-                await self.release(group.group_id, Outcome.REQUEUED, "surplus")
+                self._audit.dropped(group)
+                self._dropped_surplus += 1
+                await self.release(group.group_id, Outcome.REQUEUED, "surplus", group=group)
                 return False
             if self._closed:
                 logger.error("group %d finished after the queue was closed: it is not kept", group.group_id)
@@ -137,14 +138,15 @@ class MessageQueue:
         assert oldest is None or oldest >= entry.slot.admitted_version, f"group {group.group_id} is older than its slot"
         version = self._held or 0
         self._ledger.finished(group, entry.slot.prompt_index, version)
-        self._audit.generated(response_lengths(group))
+        self._audit.generated(group)
         entry.group, entry.finished_version, entry.finished_s = group, version, self._now()
         self._book.move(entry, GroupState.BUFFERED)
         self._notify()
         return True
 
     async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
-        """Give a slot back without a kept group. `group`: what was generated all the same, for the length audit.
+        """Give a slot back without a kept group. `group`: what was generated all the same, for the length audit;
+        samples that were cut short do not count there.
 
         Raises TooManyFailures when one group too many was quarantined.
         """
@@ -153,7 +155,7 @@ class MessageQueue:
             self._late += 1
             return
         if group is not None:
-            self._audit.generated(response_lengths(group))
+            self._audit.generated(group)
         index = entry.slot.prompt_index
         match outcome:
             case Outcome.UNUSED:
@@ -374,6 +376,7 @@ class MessageQueue:
             buffered=counts[GroupState.BUFFERED],
             in_flight=counts[GroupState.IN_FLIGHT],
             dropped_stale=self._dropped_stale,
+            dropped_surplus=self._dropped_surplus,
             late_results=self._late,
             requeued_prompts=len(self._requeued),
             held_version=self._held,

@@ -128,7 +128,9 @@ class QueueStats:
     buffered: int
     in_flight: int
     dropped_stale: int
-    """Part of `dropped` that was over the bound; the rest was aborted."""
+    """Part of `dropped` that was finished and over the bound."""
+    dropped_surplus: int
+    """Part of `dropped` that was finished when others had filled the batch; the rest was aborted."""
     late_results: int
     """Results of groups that were already released, refused."""
     requeued_prompts: int
@@ -147,7 +149,7 @@ class QueueStats:
     trained_samples: int
     trained_tokens: int
     dropped_by_length: Mapping[int, int] = field(default_factory=dict)
-    """Samples dropped over the bound, by response length: key b counts lengths in (b / 2, b]."""
+    """Finished samples of dropped groups, by response length: key b counts lengths in (b / 2, b]."""
     failures: tuple[str, ...] = ()
     """The last quarantined prompts with their reasons."""
 

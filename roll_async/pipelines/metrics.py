@@ -14,7 +14,9 @@ from roll_async.schema import Group, Prompt, Reward, Sample
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import SyncReport
 
-_GROUP_COUNTS = ("admitted", "trained", "filtered", "dropped", "failed", "buffered", "in_flight")
+_GROUP_COUNTS = (
+    "admitted", "trained", "filtered", "dropped", "dropped_stale", "dropped_surplus", "failed", "buffered", "in_flight",
+)  # fmt: skip
 _COUNTS = ("trainer/optimizer_steps", "trainer/skipped_steps")
 CORRECTION_OFF = {"correction/kl": 0.0, "correction/ess": 1.0, "correction/rho_max": 1.0}
 """What a step reports when no log-probs were recomputed: there is nothing to compare."""
@@ -160,6 +162,7 @@ def step_metrics(
         "staleness/queue_share": ages.queue_share,
         "staleness/age_mean_s": ages.mean_age_s,
         "length_bias": queue.length_bias,
+        **_length_audit(queue, rollout),
         **{f"groups/{name}": float(getattr(queue, name)) for name in _GROUP_COUNTS},
         **{f"groups/{name}": float(count) for name, count in rollout.judged.items()},
         "queue/memory_bytes": float(queue.memory_bytes),
@@ -184,6 +187,15 @@ def step_metrics(
         "throughput/tokens_per_s": report.num_tokens / total,
         "idle/trainer": wait / total,
         "idle/engines": max(0.0, 1 - busy_s / total),
+    }
+
+
+def _length_audit(queue: QueueStats, rollout: RollouterStats) -> dict[str, float]:
+    """Whose lengths never reached the trainer: finished samples by length, and what was cut short."""
+    return {
+        **{f"length_bias/dropped_le_{length}": float(n) for length, n in sorted(queue.dropped_by_length.items())},
+        "length_bias/aborted_requests": float(rollout.aborted_requests),
+        "length_bias/aborted_tokens": float(rollout.aborted_tokens),
     }
 
 

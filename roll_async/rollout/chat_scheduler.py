@@ -42,6 +42,8 @@ class GroupOutcome:
     group: Group | None = None
     """With KEPT, and with FILTERED unless a sample has no score."""
     reason: str = ""
+    remains: Group | None = None
+    """What an abort left, not a whole group: for the length audit alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +136,7 @@ class ChatCompletionScheduler:
             baseline_score=baseline.result(),
         )
         if any(s.finish_reason is FinishReason.ABORT for s in group.samples):
-            return GroupOutcome(fate=GroupFate.REQUEUED, reason="aborted")
+            return GroupOutcome(fate=GroupFate.REQUEUED, reason="aborted", remains=group)
         return self._judge(group)
 
     def _judge(self, group: Group) -> GroupOutcome:

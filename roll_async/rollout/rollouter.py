@@ -53,6 +53,10 @@ class RollouterStats:
     tool_calls: int
     tool_failures: int
     """Calls that ended in an error, which the model then read."""
+    aborted_requests: int
+    """Ended for good before their end: early stop, interrupt mode abort."""
+    aborted_tokens: int
+    """What they had generated."""
     num_servers: int
     """Engines alive now."""
     lost_servers: int
@@ -166,7 +170,7 @@ class Rollouter:
                 logger.error("group %d (prompt %d) failed: %s", slot.group_id, slot.prompt_index, outcome.reason)
                 await self._queue.release(slot.group_id, Outcome.FAILED, outcome.reason)
             case GroupFate.REQUEUED:
-                await self._queue.release(slot.group_id, Outcome.REQUEUED, outcome.reason)
+                await self._queue.release(slot.group_id, Outcome.REQUEUED, outcome.reason, group=outcome.remains)
         if self._budget is not None and outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
             self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
 
@@ -234,6 +238,8 @@ class Rollouter:
             reward_errors=conversations.reward_errors,
             tool_calls=tools.num_calls if tools is not None else 0,
             tool_failures=tools.num_failures if tools is not None else 0,
+            aborted_requests=servers.aborted,
+            aborted_tokens=servers.aborted_tokens,
             num_servers=self._manager.num_servers,
             lost_servers=servers.lost_servers,
             returned_servers=servers.returned_servers,

@@ -15,6 +15,9 @@ class ServerStats:
     completed: int
     generated_tokens: int
     aborted: int
+    """Requests ended for good before their end,"""
+    aborted_tokens: int
+    """and what they had generated. Continued requests are not among them."""
     resumed: int
     """Attempts that continued from kept tokens."""
     retried: int
@@ -36,6 +39,7 @@ class ServerCounts:
     completed: int = 0
     generated_tokens: int = 0
     aborted: int = 0
+    aborted_tokens: int = 0
     resumed: int = 0
     retried: int = 0
     lost_servers: int = 0
@@ -59,6 +63,11 @@ class ServerCounts:
             self.busy_before_s += now_s - self.busy_since_s
             self.busy_since_s = None
 
+    def gave_up(self, num_tokens: int) -> None:
+        """A request ended for good before its end."""
+        self.aborted += 1
+        self.aborted_tokens += num_tokens
+
     def stats(self, *, queued: int, now_s: float) -> ServerStats:
         """As of now."""
         running_s = 0.0 if self.busy_since_s is None else now_s - self.busy_since_s
@@ -69,6 +78,7 @@ class ServerCounts:
             completed=self.completed,
             generated_tokens=self.generated_tokens,
             aborted=self.aborted,
+            aborted_tokens=self.aborted_tokens,
             resumed=self.resumed,
             retried=self.retried,
             lost_servers=self.lost_servers,

@@ -126,14 +126,9 @@ class AsyncLLMServerManager:
         holds all they begin with. `foreground`: runs also while `set_aside` holds the others back.
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
         """
-        pending = PendingRequest(
-            request,
-            asyncio.get_running_loop().create_future(),
-            affinity,
-            foreground,
-            conversation,
-            later_turn=conversation is not None and self._choice.is_settled(conversation),
-        )
+        result = asyncio.get_running_loop().create_future()
+        later = conversation is not None and self._choice.is_settled(conversation)
+        pending = PendingRequest(request, result, affinity, foreground, conversation, later)
         self._waiting.add(pending)
         self._plan_round()
         try:
@@ -305,11 +300,8 @@ class AsyncLLMServerManager:
         """
         if not self._dispatching:
             return
-        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
-            assert pending.conversation is not None
-            if (home := self._choice.home(pending.conversation, pending.failed_on)) is not None:
-                self._waiting.discard(pending)
-                self._dispatch(pending, self._links[home])
+        if self._waiting.any_later_turn:
+            self._send_home()
         while (pending := self._waiting.first(foreground_only=self._foreground_only)) is not None:
             name = self._choice.choose(pending.affinity, pending.failed_on)
             if name is None:
@@ -318,6 +310,13 @@ class AsyncLLMServerManager:
                 self._choice.settle(pending.conversation, name)
             self._waiting.discard(pending)
             self._dispatch(pending, self._links[name])
+
+    def _send_home(self) -> None:
+        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
+            assert pending.conversation is not None
+            if (home := self._choice.home(pending.conversation, pending.failed_on)) is not None:
+                self._waiting.discard(pending)
+                self._dispatch(pending, self._links[home])
 
     def _dispatch(self, pending: PendingRequest, link: ReplicaLink) -> None:
         if pending.num_generated >= pending.request.sampling.max_new_tokens:
@@ -348,7 +347,7 @@ class AsyncLLMServerManager:
         if completion.finish_reason is not FinishReason.ABORT or pending.abort_wanted:
             self._finish(pending, completion)
         elif self._interrupt_mode == "abort":
-            self._counts.aborted += 1
+            self._counts.gave_up(pending.num_generated + len(completion.token_ids))
             if not pending.result.done():
                 pending.result.set_exception(Interrupted(pending.request.request_id))
         else:
@@ -394,7 +393,7 @@ class AsyncLLMServerManager:
 
     def _finish(self, pending: PendingRequest, last: Completion) -> None:
         if last.finish_reason is FinishReason.ABORT:
-            self._counts.aborted += 1
+            self._counts.gave_up(pending.num_generated + len(last.token_ids))
         else:
             self._counts.completed += 1
         if not pending.result.done():

@@ -18,6 +18,7 @@ class WaitingRequests:
         self._later_background, self._background = _Queue(), _Queue()
         self._queues = (self._later_foreground, self._foreground, self._later_background, self._background)
         """In the order of their turn."""
+        self._queues_foreground = self._queues[:2]
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
@@ -43,10 +44,15 @@ class WaitingRequests:
 
     def first(self, *, foreground_only: bool) -> PendingRequest | None:
         """Whose turn it is; it stays until it is discarded."""
-        for queue in self._queues[:2] if foreground_only else self._queues:
+        for queue in self._queues_foreground if foreground_only else self._queues:
             if queue:
                 return next(iter(queue))
         return None
+
+    @property
+    def any_later_turn(self) -> bool:
+        """A request waits whose conversation has begun."""
+        return bool(self._later_background or self._later_foreground)
 
     def later_turns(self, *, foreground_only: bool) -> list[PendingRequest]:
         """Requests of conversations that have begun, in order."""

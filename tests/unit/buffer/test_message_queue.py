@@ -9,6 +9,7 @@ from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.schema import FinishReason
 
 
 def make_queue(held=0, ledger=None, **options):
@@ -174,6 +175,29 @@ def test_what_is_too_old_is_dropped_under_policy_drop_and_its_prompt_comes_again
         assert [(s.prompt_index, s.attempt) for s in again] == [(2, 1), (3, 1)]
         await finish(queue, *again)
         assert [g.prompt.row_id for g in await queue.take_batch(2)] == [f"row{s.group_id}" for s in again]
+
+    run(go())
+
+
+def test_what_finishes_too_late_for_its_batch_is_counted_by_length_and_what_was_cut_short_is_not(run, finish, build):
+    async def go():
+        queue = make_queue(oversample_groups=3)
+        slots = await queue.reserve(10)
+        assert len(slots) == 5
+        await finish(queue, *slots[:2], length=3)
+        await queue.take_batch(1)
+        assert not await queue.put(build.group(slots[2].group_id, length=100))
+        prompt = build.prompt()
+        whole, cut = build.sample(prompt, range(6)), build.sample(prompt, range(50), finish_reason=FinishReason.ABORT)
+        await queue.release(
+            slots[3].group_id, Outcome.REQUEUED, "aborted", group=build.group(slots[3].group_id, samples=(whole, cut))
+        )
+        await queue.step_trained(1)
+        stats = queue.stats()
+        assert (stats.dropped, stats.dropped_surplus, stats.dropped_stale) == (2, 1, 0)
+        assert stats.dropped_by_length == {128: 2}
+        assert (stats.generated_samples, stats.generated_tokens) == (4 + 2 + 1, 4 * 3 + 2 * 100 + 6)
+        assert stats.length_bias == pytest.approx(3 / (218 / 7)), "the batch is shorter than what was generated"
 
     run(go())
 

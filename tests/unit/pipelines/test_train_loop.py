@@ -46,13 +46,15 @@ class Run:
         ratio=1.0,
         parts=1,
         speeds=(1.0, 1.5),
+        oversample_groups=0,
         trainer=TrainLoop,
         **plan,
     ):
         self.build, self.replica_class = build, replica_class
         self.learned, self.saved, self.published, self.events = [], [], [], []
         self.size, self.version, self.learn_s = 10**9, 0, 8.0
-        self.queue = MessageQueue(QueueOptions(groups_per_batch=4, async_generation_ratio=ratio), MemoryLedger())
+        options = QueueOptions(groups_per_batch=4, async_generation_ratio=ratio, oversample_groups=oversample_groups)
+        self.queue = MessageQueue(options, MemoryLedger())
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         self.manager = AsyncLLMServerManager(self.replicas, ManagerOptions())
         self.supervisor = EngineSupervisor(self.manager, self.restart, max_restarts=2, start_timeout_s=100.0)
@@ -166,6 +168,17 @@ def test_a_run_trains_every_step_saves_validates_and_publishes_what_is_promised(
     documented = (ROOT / "docs_roll" / "metrics.md").read_text()
     rollout = [key for key in done.published[0] if key.startswith("rollout/")]
     assert rollout and all(key in documented for key in rollout)
+    audit = [key for key in done.published[0] if key.startswith("length_bias")]
+    assert len(audit) == 3 and all(f"`{key}`" in documented for key in audit)
+
+
+def test_what_over_sampling_gives_up_is_published_by_its_length(run, a_run):
+    """Groups of an engine eight times as slow are begun, and others fill the batch; of two equal ones, all finish."""
+    slow, equal = (a_run(ratio=0.0, speeds=(1.0, other), oversample_groups=4) for other in (8.0, 1.0))
+    assert [run(one.go()) for one in (slow, equal)] == [RunEnd.FINISHED] * 2
+    cut, refused = slow.published[-1], equal.published[-1]
+    assert cut["length_bias/aborted_requests"] > 0 and cut["length_bias/aborted_tokens"] > 0
+    assert refused["length_bias/dropped_le_16"] == 2 * refused["groups/dropped_surplus"] > 0, "10 tokens a sample"
 
 
 def test_a_step_in_parts_is_one_step_in_every_account_and_starts_before_its_batch_is_whole(run, a_run):

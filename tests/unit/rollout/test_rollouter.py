@@ -370,6 +370,8 @@ def test_surplus_groups_are_aborted_at_the_servers_before_they_finish(run, world
     slow = done.replicas[1]
     assert len(slow.aborted) >= 5 and done.end_servers.aborted >= 5
     assert done.seconds < 5 * 60, "no batch waited 600 s for the slow replica"
+    servers, audit = done.end_servers, done.end
+    assert servers.aborted_tokens == servers.generated_tokens - audit.generated_tokens > 0, "each token is counted once"
 
 
 @pytest.mark.parametrize("parts", [2, 4])
