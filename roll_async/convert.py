@@ -166,6 +166,9 @@ def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, s
     if has_value_head(HfFolder(files).config.architecture()):
         print("logits not compared: the model is a critic")
         return
+    from roll_async.trainer.megatron.cpu_shim import hide_cuda
+
+    hide_cuda()  # the probe runs on the CPU, wherever a conversion does
     from roll_async.trainer.megatron.logits_probe import largest_difference
 
     difference, scale = largest_difference(megatron, hf, files)

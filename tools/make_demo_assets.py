@@ -87,6 +87,9 @@ def warm_start(source: Path, target: Path) -> float:
     import torch
     from transformers import AutoTokenizer
 
+    from roll_async.trainer.megatron.cpu_shim import hide_cuda
+
+    hide_cuda()
     from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
     from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on CPU, here and in every process that a test starts
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from rank_pool import SUMMARY, RankPool
 

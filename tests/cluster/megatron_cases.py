@@ -218,6 +218,22 @@ def exchange_uneven(rank, world_size, port):
     return [part.tolist() for part in parts], output.tolist()
 
 
+def routers_product(rank, world_size, port):
+    """What Megatron's routers multiply with before layers are chosen, with dense layers, and with experts."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+    from tiny_families import joined
+
+    from roll_async.trainer.megatron.layer_spec import block_spec
+
+    found = [vars(moe_utils).get("te_general_gemm", "unbound")]
+    with joined(rank, world_size, port, {}):
+        for experts in (None, 2):
+            block_spec(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=experts))
+            found.append(vars(moe_utils).get("te_general_gemm", "unbound"))
+    return tuple(found)
+
+
 def threads_after_stops(rank, world_size, port, settings):
     """Threads of this process after each of three workers has come and gone."""
     counts = []

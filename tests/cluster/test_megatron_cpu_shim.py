@@ -5,6 +5,10 @@ using one fails here, not somewhere in a step.
 import importlib
 import inspect
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ import megatron_cases as cases
 
 from roll_async.trainer.megatron import cpu_shim
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the shim does nothing")
+ROOT = Path(__file__).resolve().parents[2]
 
 # Modules of megatron-core that name CUDA in code which runs on every step, and how they name it.
 USERS = {
@@ -96,10 +100,61 @@ def test_the_rng_tracker_forks_the_one_generator_there_is():
     assert logging.getLogger(random.__name__).level == logging.ERROR
 
 
-def test_a_name_that_megatron_uses_without_transformer_engine_exists():
-    moe_utils = core("transformer.moe.moe_utils")
-    assert "te_general_gemm" in inspect.getsource(moe_utils), "no longer used: drop the patch"
-    assert "te_general_gemm" in vars(moe_utils)
+def test_the_generator_of_cuda_is_that_of_the_cpu():
+    cuda = core("tensor_parallel.layers").torch.cuda
+    before = torch.get_rng_state()
+    cuda.manual_seed(11)
+    drawn, state = torch.rand(3), cuda.get_rng_state()
+    torch.manual_seed(11)
+    assert torch.rand(3).equal(drawn)
+    cuda.set_rng_state(before)
+    assert torch.get_rng_state().equal(before) and not state.equal(before)
+
+
+WITH_CUDA = """
+import torch
+from roll_async.trainer.megatron import cpu_shim
+
+own = torch.Tensor.cuda
+cpu_shim.install(cuda=True)
+import sys, importlib
+for name in cpu_shim._MODULES:
+    importlib.import_module(f"megatron.core.{name}")
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
+
+core = {name: vars(m) for name, m in sys.modules.items() if name.startswith("megatron.core")}
+named = {name: names["torch"] for name, names in core.items() if "torch" in names}
+named.pop("megatron.core.dist_checkpointing.strategies")  # has a module of its own by that name
+assert len(named) > 40 and all(value is torch for value in named.values()), named
+assert torch.Tensor.cuda is own
+assert random._get_cuda_rng_state.__module__ == random.__name__
+assert token_dispatcher.maybe_move_tensor_to_cpu.__module__ == "megatron.core.transformer.moe.moe_utils"
+"""
+
+
+def test_with_cuda_at_hand_nothing_is_touched():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", WITH_CUDA], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_is_refused_where_megatron_would_put_its_buffers_elsewhere():
+    with pytest.raises(ValueError, match="shall run on the CPU, but .* set CUDA_VISIBLE_DEVICES=''"):
+        cpu_shim.demand_device("cpu", cuda=True)
+    with pytest.raises(ValueError, match="shall run on cuda, but torch sees no CUDA device"):
+        cpu_shim.demand_device("cuda", cuda=False)
+    cpu_shim.demand_device("cpu", cuda=False)
+    cpu_shim.demand_device("cuda", cuda=True)
+    nowhere = cases.RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=1, device="cuda")
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        cases.MegatronWorker(nowhere, cases.MegatronSettings(model_folder="unread")).start()
+
+
+def test_experts_without_transformer_engine_get_the_name_that_megatron_asks_for_and_never_binds(rank_pool):
+    source = inspect.getsource(core("transformer.moe.moe_utils"))
+    assert "if te_general_gemm is not None" in source, "no longer used: drop the repair"
+    assert rank_pool.run(cases.routers_product, 1) == [("unbound", "unbound", None)]
 
 
 def test_split_sizes_become_numbers_for_gloo():

@@ -1,7 +1,8 @@
 """Lets megatron-core 0.16 run without CUDA: its modules see a proxy of `torch` in which "cuda" means the CPU.
 
 `torch` itself keeps its behaviour for everybody else, but for `Tensor.cuda`. With CUDA at hand nothing here does
-anything.
+anything, and Megatron places what it makes on the device: a rank that shall run on the CPU of such a machine must not
+see it (`hide_cuda`).
 `tests/cluster/test_megatron_cpu_shim.py` checks each patched name, so that a new megatron-core fails loudly.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import types
 import warnings
@@ -145,12 +147,28 @@ def _reduce_scatter_uneven(
             output.copy_(total)
 
 
-def install() -> None:
-    """Patch megatron-core for this process. Idempotent; a no-op with CUDA."""
+def hide_cuda() -> None:
+    """No CUDA device for this process and those it starts. To be called before anything asks torch for devices."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def demand_device(device: str, *, cuda: bool) -> None:
+    """Raises ValueError for a rank on `device` that Megatron would put elsewhere. `cuda`: this process sees a GPU."""
+    if device == "cpu" and cuda:
+        raise ValueError(
+            "this rank shall run on the CPU, but its process sees a CUDA device, where Megatron would put its buffers; "
+            "set CUDA_VISIBLE_DEVICES='' before the process starts, or give the role a device_mapping"
+        )
+    if device != "cpu" and not cuda:
+        raise ValueError(f"this rank shall run on {device}, but torch sees no CUDA device")
+
+
+def install(*, cuda: bool | None = None) -> None:
+    """Patch megatron-core for this process. Idempotent; a no-op with CUDA, which torch is asked for by default."""
     # Megatron warns once for each accelerator library that is not there; the choice is logged where it is made.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|transformer_engine).*")
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() if cuda is None else cuda:
         return
     for name in _MODULES:
         importlib.import_module(f"megatron.core.{name}")
@@ -175,10 +193,8 @@ def _patch_random() -> None:
 
 
 def _patch_moe() -> None:
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
-    # 0.16.1 names it without defining it when Transformer Engine is absent.
-    moe_utils.__dict__.setdefault("te_general_gemm", None)
     # The original converts split sizes only when they are CUDA tensors.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

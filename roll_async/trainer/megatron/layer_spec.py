@@ -20,6 +20,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -245,7 +246,10 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
         stored["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    if parts.mlp.module is not MoELayer:
+    if parts.mlp.module is MoELayer:
+        # Transformer Engine's product, for the routers. Without that package, 0.16.1 asks for it and never names it.
+        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
+    else:
         stored["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     parts.sharded_state_dict_keys_map = stored
 

@@ -60,7 +60,10 @@ class MegatronWorker:
         self._optimizer_steps = 0
 
     def start(self) -> None:
-        """Join the process group and load the model. Blocks until all ranks are there."""
+        """Join the process group and load the model. Blocks until all ranks are there. Raises ValueError for a process
+        that does not see the devices of its rank.
+        """
+        cpu_shim.demand_device(self._spec.device, cuda=torch.cuda.is_available())
         ranks.join(self._spec, self._settings.parallel, self._settings.seed)
         self._device = torch.device(self._spec.device)
         self._model = HfBackedModel(self._settings, self._device)
