@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -115,23 +116,31 @@ class SdpaAttention(MegatronModule):
         """Sequences one after another along the first axis, each attending to itself only."""
         ranks = self._context_group.size()
         bounds = [bound // ranks for bound in packed.cu_seqlens_q.tolist()]  # this rank's share of each sequence
-        held = query.shape[0]
-        if ranks > 1:
-            key = _GatherSequence.apply(key, self._context_group)
-            value = _GatherSequence.apply(value, self._context_group)
-        parts = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
-            if ranks > 1:
-                seen = torch.cat([torch.arange(r * held + start, r * held + end) for r in range(ranks)]).to(key.device)
-                keys, values = key[seen], value[seen]
-                mask = self._zigzag_mask(end - start).to(query.device)
-            else:
-                keys, values = key[start:end], value[start:end]
-                mask = self._window_mask(end - start, query.device)
-            heads = (x.transpose(0, 1)[None] for x in (query[start:end], keys, values))
-            parts.append(self._attend(*heads, mask=mask)[0].transpose(0, 1))
-        out = torch.cat(parts)
+        attend = self._packed_alone if ranks == 1 else self._packed_shared
+        out = torch.cat(attend(query, key, value, bounds))
         return out.reshape(out.shape[0], -1)
+
+    def _packed_alone(self, query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+        """Neighbours of one length in one call."""
+        parts, start = [], bounds[0]
+        for length, same in groupby(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)):
+            end = start + length * len(list(same))
+            heads = (x[start:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
+            out = self._attend(*heads, mask=self._window_mask(length, query.device))
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+            start = end
+        return parts
+
+    def _packed_shared(self, query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+        """Each context rank holds its share of every sequence."""
+        ranks, held, parts = self._context_group.size(), query.shape[0], []
+        key, value = (_GatherSequence.apply(x, self._context_group) for x in (key, value))
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            seen = torch.cat([torch.arange(r * held + start, r * held + end) for r in range(ranks)]).to(key.device)
+            heads = (x.transpose(0, 1)[None] for x in (query[start:end], key[seen], value[seen]))
+            out = self._attend(*heads, mask=self._zigzag_mask(end - start).to(query.device))
+            parts.append(out[0].transpose(0, 1))
+        return parts
 
     def _zigzag_mask(self, positions: int) -> Tensor:
         """[S, S * ranks] bool: rank r holds blocks r and 2n - 1 - r, so that causal work is even."""

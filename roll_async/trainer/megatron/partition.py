@@ -146,7 +146,8 @@ def _packed(
     first_fit = _by_tokens(rows, lengths, settings)
     for count in range(at_least, max(at_least, len(first_fit)) + 1):
         parts = balanced_parts([costs[row] for row in rows], count, equal_size=False)
-        parts = [[rows[i] for i in part] for part in parts]
+        # Rows of one length side by side: attention takes them in one call.
+        parts = [_longest_first([rows[i] for i in part], lengths) for part in parts]
         if all(
             sum(padded_length(lengths[row], settings) for row in part) <= budget or len(part) == 1 for part in parts
         ):
