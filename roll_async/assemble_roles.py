@@ -104,19 +104,27 @@ class RoleStarter:
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
         start = partial(start_rollout, self._config, self._placements.engines, self._pool)
         process = await RolloutProcess.start(
-            start, log_files=log_files, silence_s=self._config.fault.stall_timeout, env=self._config.system_envs
+            start,
+            log_files=log_files,
+            silence_s=self._config.fault.stall_timeout,
+            rpc_timeout_s=self._config.fault.rpc_timeout,
+            env=self._config.system_envs,
         )
         self._stack.push_async_callback(process.close)
         return process
 
     async def _start_training(self, name: str, worker: WorkerConfig) -> RayTrainerGroup:
         group = await RayTrainerGroup.start(
-            TrainingRole(name=name, settings=settings.megatron_settings(self._config, worker)),
+            TrainingRole(
+                name=name,
+                settings=settings.megatron_settings(self._config, worker),
+                bucket_bytes=self._config.weight_sync.bucket_size_mb << 20,
+                rpc_timeout_s=self._config.fault.rpc_timeout,
+            ),
             self._placements.training[name],
             self._pool,
             {**self._config.system_envs, **worker.system_envs},
             embedded=self._runtime.embedded,
-            bucket_bytes=self._config.weight_sync.bucket_size_mb << 20,
         )
         self._stack.push_async_callback(group.close)
         return group

@@ -16,9 +16,9 @@ from pathlib import Path
 from roll_async import assemble_settings as settings
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.cluster.engine_group import RayEngineClient, replica_name
+from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
 from roll_async.cluster.placement import NodePool, ProcessPlacement
-from roll_async.cluster.reward_group import RayScorer
+from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.config.schema import RLVRConfig
 from roll_async.pipelines.metrics import validation_metrics
 from roll_async.prompts.load import load_prompts
@@ -130,14 +130,13 @@ class RolloutStarter:
 
     async def _start_engine(self, placement: ProcessPlacement, number: int = 0) -> RayEngineClient:
         role = self._config.actor_infer
-        client = await RayEngineClient.start(
-            role.strategy_args.strategy_name,
-            settings.engine_settings(self._config),
-            placement,
-            self._pool,
-            {**self._config.system_envs, **role.system_envs},
-            number,
+        order = EngineOrder(
+            strategy=role.strategy_args.strategy_name,
+            settings=settings.engine_settings(self._config),
+            env={**self._config.system_envs, **role.system_envs},
+            rpc_timeout_s=self._config.fault.rpc_timeout,
         )
+        client = await RayEngineClient.start(order, placement, self._pool, number)
         self._engines[client.name] = client
         self._stack.push_async_callback(client.close)
         return client
@@ -149,7 +148,14 @@ class RolloutStarter:
         return await self._start_engine(placement, number)
 
     async def _start_scorer(self) -> RayScorer:
-        scorer = await RayScorer.start(self._config.rewards, self._config.pretrain, self._config.system_envs)
+        config = self._config
+        plan = HostPlan(
+            rewards=config.rewards,
+            tokenizer_folder=config.pretrain,
+            env=config.system_envs,
+            rpc_timeout_s=config.fault.rpc_timeout,
+        )
+        scorer = await RayScorer.start(plan)
         self._stack.push_async_callback(scorer.close)
         return scorer
 

@@ -76,7 +76,6 @@ def _check_inputs(config: RLVRConfig) -> None:
 def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.assemble import RunClasses
-    from roll_async.buffer.errors import StallError
     from roll_async.observe.run_folder import RunFolder
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -90,19 +89,35 @@ def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
         print("interrupted before the first step; nothing to save", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BaseException as error:
-        cause = _first_cause(error)
-        if isinstance(cause, KeyboardInterrupt):
-            return EXIT_INTERRUPTED
+        code = exit_code(error)
+        if code == EXIT_INTERRUPTED:
+            return code
+        cause = first_cause(error)
         logger.error("%s: %s", type(cause).__name__, cause)
         logger.info("where it came from:", exc_info=error)
-        if not isinstance(cause, (ValueError, RuntimeError, ConnectionError, TimeoutError, OSError, StallError)):
+        if code is None:
             raise
-        if isinstance(cause, StallError):
+        return code
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Which end of a run an error is; None = a mistake of our own, worth a traceback."""
+    from roll_async.buffer.errors import StallError
+
+    match first_cause(error):
+        case KeyboardInterrupt():
+            return EXIT_INTERRUPTED
+        case StallError():
             return EXIT_STALLED
-        return EXIT_USAGE if isinstance(cause, ValueError) else EXIT_ROLE_FAILED
+        case ValueError():
+            return EXIT_USAGE
+        case RuntimeError() | OSError():  # of a role: ConnectionError and TimeoutError are OSErrors
+            return EXIT_ROLE_FAILED
+    return None
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
+    """The error that a group of errors began with."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
+from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import call
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
@@ -21,6 +24,8 @@ from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
+T = TypeVar("T")
+
 _CONCURRENT_CALLS = 64
 """Calls open at once on one replica: one collect, a few submits and aborts, never one per request."""
 
@@ -28,6 +33,18 @@ _CPU_NICENESS = 10
 """Where trainer and engines share cores, the trainer comes first: the engines work ahead, and what they do meanwhile on
 the cores that are left costs nobody a step.
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOrder:
+    """What a replica is started from."""
+
+    strategy: str
+    """vllm, sglang or hf_infer."""
+    settings: EngineSettings
+    env: Mapping[str, str]
+    rpc_timeout_s: float
+    """Seconds of one call, the start included."""
 
 
 @ray.remote(max_restarts=0)
@@ -92,66 +109,70 @@ def replica_name(placement: ProcessPlacement) -> str:
 class RayEngineClient:
     """A replica seen from the driver. Implements `rollout/protocol.py: EngineClient` and the synchronizer's replica."""
 
-    def __init__(self, name: str, actor: ActorHandle, capabilities: EngineCapabilities) -> None:
+    def __init__(
+        self, name: str, actor: ActorHandle, capabilities: EngineCapabilities, *, rpc_timeout_s: float
+    ) -> None:
         self.name = name
         self.capabilities = capabilities
-        self._actor = actor
+        self._actor, self._rpc_timeout_s = actor, rpc_timeout_s
 
     @classmethod
     async def start(
-        cls,
-        strategy: str,
-        settings: EngineSettings,
-        placement: ProcessPlacement,
-        pool: NodePool,
-        env: Mapping[str, str],
-        number: int = 0,
+        cls, order: EngineOrder, placement: ProcessPlacement, pool: NodePool, number: int = 0
     ) -> RayEngineClient:
         """Start the process and load the model. `number`: how often this replica was started before. Raises ValueError
-        for what the user can fix.
+        for what the user can fix, StallError when it is not up in time.
         """
         name = replica_name(placement)
-        options = pool.options(placement, dict(env))
+        options = pool.options(placement, dict(order.env))
         unique = f"{name}.{number}" if number else name  # Ray may still know the dead one by its name
         replicas = EngineReplica.options(**options, name=unique, max_concurrency=_CONCURRENT_CALLS)
-        actor = replicas.remote(strategy, settings)
+        actor = replicas.remote(order.strategy, order.settings)
         assert isinstance(actor, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
-            capabilities = await call(name, actor.start.remote())
+            capabilities = await call(name, "start", actor.start.remote(), timeout_s=order.rpc_timeout_s)
         except BaseException:
             ray.kill(actor)
             raise
-        return cls(name, actor, capabilities)
+        return cls(name, actor, capabilities, rpc_timeout_s=order.rpc_timeout_s)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        await call(self.name, self._actor.submit.remote(list(requests)))
+        await self._ask("submit", self._actor.submit.remote(list(requests)))
 
     async def collect(self) -> EngineReport:
-        return await call(self.name, self._actor.collect.remote())
+        """Waits for news. How long a replica may have none is the manager's to say (generation_timeout)."""
+        return await call(self.name, "collect", self._actor.collect.remote(), timeout_s=None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await call(self.name, self._actor.abort.remote(list(request_ids)))
+        await self._ask("abort", self._actor.abort.remote(list(request_ids)))
 
     async def pause(self, mode: PauseMode) -> None:
-        await call(self.name, self._actor.pause.remote(mode))
+        await self._ask("pause", self._actor.pause.remote(mode))
 
     async def resume(self) -> None:
-        await call(self.name, self._actor.resume.remote())
+        await self._ask("resume", self._actor.resume.remote())
 
     async def load(self) -> EngineLoad:
-        return await call(self.name, self._actor.load.remote())
+        return await self._ask("load", self._actor.load.remote())
 
     async def begin_update(self, plan: UpdatePlan) -> None:
-        await call(self.name, self._actor.begin_update.remote(plan))
+        await self._ask("begin_update", self._actor.begin_update.remote(plan))
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        await call(self.name, self._actor.load_bucket.remote(bucket))
+        await self._ask("load_bucket", self._actor.load_bucket.remote(bucket))
 
     async def finish_update(self) -> str:
-        return await call(self.name, self._actor.finish_update.remote())
+        return await self._ask("finish_update", self._actor.finish_update.remote())
 
     async def commit(self, version: WeightVersion) -> None:
-        await call(self.name, self._actor.commit.remote(version))
+        await self._ask("commit", self._actor.commit.remote(version))
+
+    async def _ask(self, what: str, ref: Awaitable[T]) -> T:
+        """A replica that does not answer is lost like one that died: ConnectionError."""
+        try:
+            return await call(self.name, what, ref, timeout_s=self._rpc_timeout_s)
+        except StallError as error:
+            raise ConnectionError(str(error)) from error
 
     async def close(self) -> None:
         """End the engine's own child processes, then the actor."""

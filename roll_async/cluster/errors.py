@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
+from roll_async.buffer.deadline import within
+
 T = TypeVar("T")
 
 
@@ -14,14 +16,31 @@ class RoleFailed(RuntimeError):
     """A role process raised or died; the run ends with exit code 3."""
 
 
-async def call(role: str, awaitable: Awaitable[T], *, own: tuple[type[BaseException], ...] = ()) -> T:
-    """Await a remote call. A dead process is a ConnectionError, a failed call raises the role's own error named by
-    role; those of the types `own` as they are.
+class RoleGone(ConnectionError):
+    """A role process died."""
+
+
+async def call(
+    role: str,
+    what: str,
+    awaitable: Awaitable[T],
+    *,
+    timeout_s: float | None,
+    own: tuple[type[BaseException], ...] = (),
+) -> T:
+    """Await the remote call `what`. A dead process is a RoleGone, one that does not answer within `timeout_s`
+    (fault.rpc_timeout; the time the call waits behind others counts) a StallError, a failed call raises the role's own
+    error named by role; those of the types `own` as they are.
+
+    `timeout_s` None is for calls that wait for something to happen, not for an answer; who uses it says who owns that
+    wait.
     """
     try:
-        return await awaitable
+        if timeout_s is None:
+            return await awaitable
+        return await within(timeout_s, awaitable, f"{role}: {what} did not return (fault.rpc_timeout)")
     except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
-        raise ConnectionError(f"{role}: process is gone ({_last_line(error)})") from error
+        raise RoleGone(f"{role}: process is gone ({_last_line(error)})") from error
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, own):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
+from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleFailed, call
 from roll_async.config.schema import RewardConfig
 from roll_async.schema import Prompt, Reward, Sample
@@ -86,9 +87,13 @@ class HostPlan:
     rewards: Mapping[str, RewardConfig]
     tokenizer_folder: str
     env: Mapping[str, str]
+    rpc_timeout_s: float
+    """Seconds of one call, the start included."""
 
     async def start(self, attempt: int) -> ActorHandle:
-        """Start the reward workers. Raises ValueError for a reward that can not be built."""
+        """Start the reward workers. Raises ValueError for a reward that can not be built, StallError when they are not
+        up in time.
+        """
         options = {
             "num_cpus": 1,
             "max_concurrency": _CONCURRENT_CALLS,
@@ -98,7 +103,11 @@ class HostPlan:
             dict(self.rewards), self.tokenizer_folder
         )
         assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
-        await call("rewards", host.start.remote())
+        try:
+            await call("rewards", "start", host.start.remote(), timeout_s=self.rpc_timeout_s)
+        except BaseException:
+            ray.kill(host)
+            raise
         return host
 
 
@@ -119,11 +128,8 @@ class RayScorer:
         self.restarts = 0
 
     @classmethod
-    async def start(
-        cls, rewards: Mapping[str, RewardConfig], tokenizer_folder: str, env: Mapping[str, str]
-    ) -> RayScorer:
-        """Start the reward workers. Raises ValueError for a reward that can not be built."""
-        plan = HostPlan(rewards=rewards, tokenizer_folder=tokenizer_folder, env=env)
+    async def start(cls, plan: HostPlan) -> RayScorer:
+        """Start the reward workers. Raises what `HostPlan.start` raises."""
         return cls(await plan.start(0), plan)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward:
@@ -145,16 +151,21 @@ class RayScorer:
             await asyncio.sleep(_COALESCE_S)
             batch, self._outbox = self._outbox, []
             try:
-                await call("rewards", self._host.submit.remote(batch))
+                submitted = self._host.submit.remote(batch)
+                await call("rewards", "submit", submitted, timeout_s=self._plan.rpc_timeout_s)
+            except StallError:
+                ray.kill(self._host)  # it answers nobody; the reader sees it die, and starts another
             except ConnectionError as error:  # whether the host is gone for good, the reader finds out
                 self._answer([(number, None, str(error)) for number, _, _ in batch])
 
     async def _read(self) -> None:
-        """Answers to those who wait, for as long as the scorer lives; also over the death of a host."""
+        """Answers to those who wait, for as long as the scorer lives; also over the death of a host. It waits for news
+        without a deadline: each sample has one of its own (`ScoringOptions.reward_timeout_s`).
+        """
         while True:
             try:
                 while True:
-                    self._answer(await call("rewards", self._host.collect.remote()))
+                    self._answer(await call("rewards", "collect", self._host.collect.remote(), timeout_s=None))
             except ConnectionError as error:
                 self._lose(str(error))
             await self._revive()
@@ -176,7 +187,7 @@ class RayScorer:
             self.restarts += 1
             try:
                 self._host = await self._plan.start(self.restarts)
-            except (ConnectionError, ValueError, RoleFailed) as error:
+            except (ConnectionError, ValueError, RoleFailed, StallError) as error:
                 logger.warning("the reward host does not start again: %s; trying again in %g s", error, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(_LONGEST_RESTART_S, 2 * pause_s)

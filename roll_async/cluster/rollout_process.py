@@ -43,13 +43,15 @@ _OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedToo
 _LOOK_EVERY_S = 1.0
 _SLOW_S = 10.0
 """So long an answer may take before the log says so."""
+_INNER_S = 30.0
+"""Longer than the roles inside have for their start: their errors say more."""
 
 
 class _Link:
     """Calls to the host, and its counters as of the last answer."""
 
-    def __init__(self, host: ActorHandle, silence_s: float) -> None:
-        self.host, self._silence_s = host, silence_s
+    def __init__(self, host: ActorHandle, *, silence_s: float, rpc_timeout_s: float) -> None:
+        self.host, self._silence_s, self._rpc_timeout_s = host, silence_s, rpc_timeout_s
         self._counters: Counters | None = None
         self.returned = asyncio.Event()
         """An engine that came back waits for weights."""
@@ -71,10 +73,21 @@ class _Link:
         else:
             self.returned.clear()
 
-    async def ask(self, ref: Awaitable[T]) -> T:
-        """An answer, or what the role inside raised. Who stops waiting takes the question back."""
+    async def ask(self, what: str, ref: Awaitable[T]) -> T:
+        """An answer, or what the role inside raised. Who stops waiting takes the question back. Raises StallError when
+        the answer does not come in time (fault.rpc_timeout).
+        """
+        return await self._answer(what, ref, self._rpc_timeout_s)
+
+    async def wait(self, what: str, ref: Awaitable[T]) -> T:
+        """As `ask`, for what ends when it ends: the rollouter's run, the next batch, a push, a validation. The waits
+        inside have their owners and deadlines there; whether anybody is there at all, `look_on` finds out.
+        """
+        return await self._answer(what, ref, None)
+
+    async def _answer(self, what: str, ref: Awaitable[T], timeout_s: float | None) -> T:
         try:
-            return await call(ROLE, ref, own=_OWN_ERRORS)
+            return await call(ROLE, what, ref, timeout_s=timeout_s, own=_OWN_ERRORS)
         except asyncio.CancelledError:
             ray.cancel(ref)
             raise
@@ -83,7 +96,7 @@ class _Link:
         """Ask for the counters for ever. Raises StallError when the process is silent, ConnectionError when it dies."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            look = asyncio.ensure_future(self.ask(self.host.counters.remote()))
+            look = asyncio.ensure_future(self.wait("counters", self.host.counters.remote()))
             try:
                 await self._wait_for(look)
                 self.take_in(await look)
@@ -109,21 +122,21 @@ class QueueClient:
         self._link = link
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
-        groups, counters = await self._link.ask(self._link.host.take_batch.remote(step, num_groups))
+        groups, counters = await self._link.wait("take_batch", self._link.host.take_batch.remote(step, num_groups))
         self._link.take_in(counters)
         return groups
 
     async def freshness(self, step: int) -> BatchFreshness:
-        return await self._link.ask(self._link.host.freshness.remote(step))
+        return await self._link.ask("freshness", self._link.host.freshness.remote(step))
 
     async def step_trained(self, step: int) -> None:
-        self._link.take_in(await self._link.ask(self._link.host.step_trained.remote(step)))
+        self._link.take_in(await self._link.ask("step_trained", self._link.host.step_trained.remote(step)))
 
     async def checkpoint_state(self) -> dict[str, object]:
-        return await self._link.ask(self._link.host.checkpoint_state.remote())
+        return await self._link.ask("checkpoint_state", self._link.host.checkpoint_state.remote())
 
     async def checkpointed(self, step: int) -> None:
-        await self._link.ask(self._link.host.checkpointed.remote(step))
+        await self._link.ask("checkpointed", self._link.host.checkpointed.remote(step))
 
     def stats(self) -> QueueStats:
         return self._link.counters.queue
@@ -141,7 +154,7 @@ class RollouterClient:
 
     async def run(self) -> None:
         """The rollouter to its end, or to the end of its process."""
-        running = asyncio.ensure_future(self._link.ask(self._link.host.run.remote()))
+        running = asyncio.ensure_future(self._link.wait("run", self._link.host.run.remote()))
         looking = asyncio.ensure_future(self._link.look_on())
         try:
             await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,13 +166,13 @@ class RollouterClient:
             looking.cancel()
 
     async def pause(self) -> None:
-        await self._link.ask(self._link.host.pause.remote())
+        await self._link.ask("pause", self._link.host.pause.remote())
 
     async def resume(self) -> None:
-        await self._link.ask(self._link.host.resume.remote())
+        await self._link.ask("resume", self._link.host.resume.remote())
 
     async def stop(self) -> None:
-        self._link.take_in(await self._link.ask(self._link.host.stop.remote()))
+        self._link.take_in(await self._link.ask("stop", self._link.host.stop.remote()))
 
     def stats(self) -> RollouterStats:
         return self._link.counters.rollouter
@@ -172,7 +185,7 @@ class SynchronizerClient:
         self._link = link
 
     async def push(self, version: WeightVersion) -> SyncReport:
-        report, counters = await self._link.ask(self._link.host.push.remote(version))
+        report, counters = await self._link.wait("push", self._link.host.push.remote(version))
         self._link.take_in(counters)
         return report
 
@@ -180,7 +193,7 @@ class SynchronizerClient:
         await self._link.returned.wait()
 
     async def welcome(self, version: WeightVersion) -> None:
-        self._link.take_in(await self._link.ask(self._link.host.welcome.remote(version)))
+        self._link.take_in(await self._link.wait("welcome", self._link.host.welcome.remote(version)))
 
     def status(self) -> SyncStatus:
         return self._link.counters.sync
@@ -199,16 +212,24 @@ class RemoteSide:
 class RolloutProcess:
     """One RolloutHost."""
 
-    def __init__(self, host: ActorHandle, silence_s: float) -> None:
-        self._link = _Link(host, silence_s)
+    def __init__(self, link: _Link) -> None:
+        self._link = link
 
     @classmethod
     async def start(
-        cls, start: StartRoles, *, log_files: Sequence[str], silence_s: float, env: Mapping[str, str]
+        cls,
+        start: StartRoles,
+        *,
+        log_files: Sequence[str],
+        silence_s: float,
+        rpc_timeout_s: float,
+        env: Mapping[str, str],
     ) -> RolloutProcess:
-        """Start the process, and in it engines and rewards. `silence_s`: so long it may be silent before the run ends.
+        """Start the process, and in it engines and rewards. `silence_s`: so long it may be silent before the run ends;
+        `rpc_timeout_s`: so long the answer to one call may take.
 
-        Raises ValueError for what the user can fix, RoleFailed for what a role reports.
+        Raises ValueError for what the user can fix, RoleFailed for what a role reports, StallError when it does not
+        come up in time.
         """
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -216,11 +237,11 @@ class RolloutProcess:
         remote = RolloutHost.options(**options, name="rollout")  # pyright: ignore[reportAttributeAccessIssue]  # see there
         host = remote.remote(start, list(log_files))
         try:
-            await call(ROLE, host.start.remote())
+            await call(ROLE, "start", host.start.remote(), timeout_s=rpc_timeout_s + _INNER_S, own=_OWN_ERRORS)
         except BaseException:
             ray.kill(host)
             raise
-        return cls(host, silence_s)
+        return cls(_Link(host, silence_s=silence_s, rpc_timeout_s=rpc_timeout_s))
 
     async def couple(self, order: object) -> RemoteSide:
         """Queue, rollouter and synchronizer of one run, there. Raises ValueError for an order that cannot travel."""
@@ -230,11 +251,11 @@ class RolloutProcess:
         except TypeError as error:
             why = str(error).strip().splitlines()[0]
             raise ValueError(f"rollouter class and tools run in the {ROLE} and must be picklable: {why}") from error
-        validates, counters = await link.ask(coupling)
+        validates, counters = await link.ask("couple", coupling)
         link.take_in(counters)
 
         async def validate(step: int) -> Mapping[str, float]:
-            metrics, counters = await link.ask(link.host.validate.remote(step))
+            metrics, counters = await link.wait("validate", link.host.validate.remote(step))
             link.take_in(counters)
             return metrics
 

@@ -2,7 +2,8 @@
 
     driver -- TrainerGroup --> MegatronRank 0..n-1 (one process each, torch.distributed among them)
 
-A batch is put into the object store once and read by every rank; each rank takes its own part.
+A batch is put into the object store once and read by every rank; each rank takes its own part. A rank does one call at
+a time: a call's deadline (fault.rpc_timeout) covers the one before it, too, and must be longer than a step.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from roll_async.cluster.errors import call
+from roll_async.buffer.deadline import within
+from roll_async.buffer.errors import StallError
+from roll_async.cluster.errors import RoleGone, call
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.role_log import log_lines
@@ -27,6 +31,7 @@ from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +41,10 @@ class TrainingRole:
     name: str
     """actor_train, critic, reference or teacher."""
     settings: MegatronSettings
+    bucket_bytes: int
+    """Size of a weight bucket."""
+    rpc_timeout_s: float
+    """Seconds of one call, the start included."""
 
 
 @ray.remote(max_restarts=0)
@@ -141,11 +150,12 @@ class MegatronRank:
 class RayTrainerGroup:
     """All ranks of a Megatron role. Implements TrainerGroup, ScoringGroup and CriticGroup of `trainer/protocol.py`."""
 
-    def __init__(self, name: str, ranks: Sequence[ActorHandle], bucket_bytes: int) -> None:
+    def __init__(self, name: str, ranks: Sequence[ActorHandle], *, bucket_bytes: int, rpc_timeout_s: float) -> None:
         self.name = name
         self._ranks = ranks
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._rpc_timeout_s = bucket_bytes, rpc_timeout_s
         self._host = LOOPBACK
+        self._lost: StallError | RoleGone | None = None
 
     @classmethod
     async def start(
@@ -156,9 +166,10 @@ class RayTrainerGroup:
         env: Mapping[str, str],
         *,
         embedded: bool,
-        bucket_bytes: int,
     ) -> RayTrainerGroup:
-        """Start one process per placement and let them find each other. Raises ValueError for what the user can fix."""
+        """Start one process per placement and let them find each other. Raises ValueError for what the user can fix,
+        StallError when they do not come up in time.
+        """
         if embedded:
             env = {**env, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         ranks: list[ActorHandle] = []
@@ -167,43 +178,48 @@ class RayTrainerGroup:
             rank = MegatronRank.options(**options, name=f"{role.name}-{p.index}", max_concurrency=1).remote(role, p)
             assert isinstance(rank, ActorHandle)  # Ray says "or the class itself", for the sake of editors
             ranks.append(rank)
-        group = cls(role.name, ranks, bucket_bytes)
-        group._host = LOOPBACK if embedded else await call(role.name, ranks[0].node_ip.remote())
-        port = await call(role.name, ranks[0].free_port.remote(group._host))
-        started = await group._all(lambda r: r.start.remote(len(ranks), group._host, port))
+        group = cls(role.name, ranks, bucket_bytes=role.bucket_bytes, rpc_timeout_s=role.rpc_timeout_s)
+        try:
+            if not embedded:
+                group._host = await group._first("node_ip", ranks[0].node_ip.remote())
+            port = await group._first("free_port", ranks[0].free_port.remote(group._host))
+            started = await group._all("start", lambda r: r.start.remote(len(ranks), group._host, port))
+        except BaseException:
+            group._kill()
+            raise
         for line in started[0]:
             logger.info("%s: %s", role.name, line)
         return group
 
     async def restart(self, settings: MegatronSettings) -> None:
         """The role as if just started, without new processes: many short runs on the same ranks (`sweep.py`)."""
-        port = await call(self.name, self._ranks[0].free_port.remote(self._host))
-        await self._all(lambda r: r.restart.remote(settings, len(self._ranks), self._host, port))
+        port = await self._first("free_port", self._ranks[0].free_port.remote(self._host))
+        await self._all("restart", lambda r: r.restart.remote(settings, len(self._ranks), self._host, port))
 
     async def compute_logprobs(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see ScoringGroup."""
         ref = ray.put(rows)
-        return _answer(await self._all(lambda r: r.compute_logprobs.remote(ref)))
+        return _answer(await self._all("compute_logprobs", lambda r: r.compute_logprobs.remote(ref)))
 
     async def compute_base_logprobs(self, rows: TokenRows) -> Tensor:
         """`compute_logprobs` of the model without its LoRA adapters."""
         ref = ray.put(rows)
-        return _answer(await self._all(lambda r: r.compute_base_logprobs.remote(ref)))
+        return _answer(await self._all("compute_base_logprobs", lambda r: r.compute_base_logprobs.remote(ref)))
 
     async def compute_values(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see CriticGroup."""
         ref = ray.put(rows)
-        return _answer(await self._all(lambda r: r.compute_values.remote(ref)))
+        return _answer(await self._all("compute_values", lambda r: r.compute_values.remote(ref)))
 
     async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of one training step."""
         ref = ray.put(rows)
-        return (await self._all(lambda r: r.update_policy.remote(ref, step)))[0]
+        return (await self._all("update_policy", lambda r: r.update_policy.remote(ref, step)))[0]
 
     async def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of the critic."""
         ref = ray.put(rows)
-        return (await self._all(lambda r: r.update_values.remote(ref, step)))[0]
+        return (await self._all("update_values", lambda r: r.update_values.remote(ref, step)))[0]
 
     async def export_weights(
         self, version: int, transport: str, verify: str
@@ -211,47 +227,87 @@ class RayTrainerGroup:
         """The plan, then every bucket, then the digest. The next bucket is gathered while the caller uses the present
         one.
         """
-        plans = await self._all(lambda r: r.export_begin.remote(transport, verify, version, self._bucket_bytes))
+        plans = await self._all(
+            "export_begin", lambda r: r.export_begin.remote(transport, verify, version, self._bucket_bytes)
+        )
         yield next(p for p in plans if p is not None)
-        pending = asyncio.ensure_future(self._all(lambda r: r.export_next.remote()))
+        pending = asyncio.ensure_future(self._all("export_next", lambda r: r.export_next.remote()))
         try:
             while (bucket := (await pending)[0]) is not None:
-                pending = asyncio.ensure_future(self._all(lambda r: r.export_next.remote()))
+                pending = asyncio.ensure_future(self._all("export_next", lambda r: r.export_next.remote()))
                 yield bucket
         finally:
             if not pending.done():
                 await asyncio.wait([pending])
-        yield await call(self.name, self._ranks[0].export_digest.remote())
+        yield await self._first("export_digest", self._ranks[0].export_digest.remote())
 
     async def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
         """Atomic checkpoint of all ranks with the caller's own state; `finish_save` completes one in the background."""
-        await self._all(lambda r: r.save.remote(folder, step, state, background))
+        await self._all("save", lambda r: r.save.remote(folder, step, state, background))
 
     async def finish_save(self, poll_s: float = 0.5) -> None:
         """Wait until a save in the background is complete; the ranks train meanwhile."""
-        while not all(await self._all(lambda r: r.save_written.remote())):
+        await within(self._rpc_timeout_s, self._written(poll_s), f"{self.name}: the checkpoint was not written")
+        await self._all("finish_save", lambda r: r.finish_save.remote())
+
+    async def _written(self, poll_s: float) -> None:
+        while not all(await self._all("save_written", lambda r: r.save_written.remote())):
             await asyncio.sleep(poll_s)
-        await self._all(lambda r: r.finish_save.remote())
 
     async def load(self, folder: str) -> bytes:
         """Restore all ranks; returns the caller's state."""
-        return (await self._all(lambda r: r.load.remote(folder)))[0]
+        return (await self._all("load", lambda r: r.load.remote(folder)))[0]
 
     async def export_hf(self, folder: str) -> None:
         """Write a transformers-loadable folder."""
-        await self._all(lambda r: r.export_hf.remote(folder))
+        await self._all("export_hf", lambda r: r.export_hf.remote(folder))
 
     async def close(self) -> None:
-        """Let ranks clean up, then end them."""
-        closing = [r.close.remote() for r in self._ranks]
-        await asyncio.wait([asyncio.wrap_future(ref.future()) for ref in closing], timeout=5)
+        """Let ranks clean up, then end them. Once one is lost the others wait for it and can not clean up either."""
+        if self._lost is None:
+            closing = [r.close.remote() for r in self._ranks]
+            await asyncio.wait([asyncio.wrap_future(ref.future()) for ref in closing], timeout=5)
+        self._kill()
+
+    def _kill(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
 
-    async def _all(self, remote_call: Callable[[ActorHandle], ray.ObjectRef]) -> list:
-        """One call on every rank; the first failure is raised, naming the rank."""
-        calls = [call(f"{self.name} rank {i}", _awaitable(remote_call(r))) for i, r in enumerate(self._ranks)]
-        return list(await asyncio.gather(*calls))
+    async def _first(self, what: str, ref: Awaitable[T]) -> T:
+        """One call on rank 0."""
+        return await call(f"{self.name} rank 0", what, ref, timeout_s=self._rpc_timeout_s)
+
+    async def _all(self, what: str, remote_call: Callable[[ActorHandle], ray.ObjectRef]) -> list:
+        """One call on every rank; the first failure is raised, naming the rank.
+
+        A rank that is dead or hangs leaves the others in a collective for ever, so the group answers nothing any more:
+        later calls raise the same again, at once.
+        """
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
+        try:
+            return await self._answers(what, [remote_call(r) for r in self._ranks])
+        except (StallError, RoleGone) as error:
+            self._lost = error
+            raise
+
+    async def _answers(self, what: str, refs: Sequence[ray.ObjectRef]) -> list:
+        """In the order of the ranks. Together they have the deadline, which is why the calls themselves have none."""
+        calls = [
+            asyncio.ensure_future(call(f"{self.name} rank {i}", what, _awaitable(ref), timeout_s=None))
+            for i, ref in enumerate(refs)
+        ]
+        try:
+            await asyncio.wait(calls, timeout=self._rpc_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [c for c in calls if c.done() and c.exception() is not None]
+            late = [str(i) for i, c in enumerate(calls) if not c.done()]
+            if late and not failed:
+                who = f"{self.name} rank{'s' * (len(late) > 1)} {', '.join(late)}"
+                raise StallError(f"{who}: {what} did not return within {self._rpc_timeout_s:g} s (fault.rpc_timeout)")
+            return [c.result() for c in failed or calls]
+        finally:
+            for one in calls:
+                one.cancel()
 
 
 class BasePolicy:

@@ -142,3 +142,7 @@ class TrainModel:
     save_s: float = 0.0
     fails_at_step: int | None = None
     """The trainer dies in this step."""
+    hangs_at_step: int | None = None
+    """The trainer never answers in this step, nor afterwards."""
+    rpc_timeout_s: float = 3600.0
+    """Deadline of a call to the trainer (fault.rpc_timeout)."""

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roll_async.buffer.deadline import within
+from roll_async.buffer.errors import StallError
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.schema import Group, Prompt, Reward, Sample, WeightVersion
 from roll_async.simulator.engine import bucket_names, digest_of
@@ -82,12 +84,22 @@ class SimTrainer:
         """`mask_older_than`: policy token_mask takes older tokens out of the loss; None = another policy."""
         self._seed, self._model, self._watch, self._mask_older_than = seed, model, watch, mask_older_than
         self.busy_s = 0.0
+        self.failed_s: float | None = None
+        """When it died, or its deadline passed."""
         self.trained_tokens = self.masked_tokens = 0
         self.group_lags: list[tuple[int, int]] = []
         """(step, versions between a group's admission and the step), one per trained group."""
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
-        """One step. Raises TrainerDied where the scenario says so."""
+        """One step. Raises TrainerDied where the scenario says so, StallError where it hangs."""
+        limit_s = self._model.rpc_timeout_s
+        try:
+            return await within(limit_s, self._learn(groups, step), f"trainer: step {step} did not return")
+        except (TrainerDied, StallError):
+            self.failed_s = asyncio.get_running_loop().time()
+            raise
+
+    async def _learn(self, groups: Sequence[Group], step: int) -> StepReport:
         model, loop = self._model, asyncio.get_running_loop()
         started = loop.time()
         self._watch(groups, step)
@@ -95,6 +107,8 @@ class SimTrainer:
         tokens, masked = self._count(groups, step)
         seconds = model.step_s + model.token_s * (tokens - masked)
         await asyncio.sleep(seconds * (1 + model.jitter * uniform("step", self._seed, step)))
+        if model.hangs_at_step == step:
+            await asyncio.sleep(_NEVER_S)
         if model.fails_at_step == step:
             raise TrainerDied(f"the trainer died in step {step}")
         spent = loop.time() - started

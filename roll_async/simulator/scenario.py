@@ -70,7 +70,7 @@ def random_scenario(seed: int) -> Scenario:
     """A small world with random options and faults in which every batch must come: replica 0 is healthy, and what fails
     fails for good reasons only.
     """
-    rng = Random(f"scenario/{seed}")
+    rng, trouble = Random(f"scenario/{seed}"), Random(f"hang/{seed}")
     queue, samples = _queue(rng), rng.randint(1, 3)
     steps = rng.randint(2, 6)
     filtering = samples > 1 and rng.random() < 0.3
@@ -123,6 +123,8 @@ def random_scenario(seed: int) -> Scenario:
             swap_s=rng.choice((0.0, 0.3)),
             save_s=rng.choice((0.0, 0.4)),
             fails_at_step=rng.randint(1, steps) if rng.random() < 0.05 else None,
+            hangs_at_step=trouble.randint(1, steps) if trouble.random() < 0.05 else None,
+            rpc_timeout_s=50.0,
         ),
         max_restarts=rng.randint(0, 2),
         stop_at_s=rng.uniform(0.0, 30.0) if rng.random() < 0.1 else None,
@@ -133,7 +135,7 @@ def random_killed_scenario(seed: int) -> Scenario:
     """As `random_scenario`, and the process is killed one to three times."""
     rng, calm = Random(f"kills/{seed}"), random_scenario(seed)
     kills = tuple(rng.randint(1, 400) for _ in range(rng.randint(1, 3)))
-    train = replace(calm.train, fails_at_step=None)
+    train = replace(calm.train, fails_at_step=None, hangs_at_step=None)
     return replace(calm, kills=kills, train=train, stop_at_s=None)
 
 

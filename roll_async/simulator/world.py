@@ -33,7 +33,7 @@ from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.models import EngineFaults
 from roll_async.simulator.replica import SimReplica
-from roll_async.simulator.roles import CheckpointStore, SimCheckpoint, SimPrompts, SimScorer, SimTrainer, TrainerDied
+from roll_async.simulator.roles import CheckpointStore, SimCheckpoint, SimPrompts, SimScorer, SimTrainer
 from roll_async.simulator.scenario import Scenario
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
@@ -123,8 +123,8 @@ class _SeenRollouter(Rollouter):
 class _Observer:
     """`pipelines/protocol.py: Observes`; adds how busy both sides were so far."""
 
-    def __init__(self, outcome: SimOutcome, trainer: SimTrainer, replicas: list[SimReplica]) -> None:
-        self._outcome, self._trainer, self._replicas = outcome, trainer, replicas
+    def __init__(self, outcome: SimOutcome, trainer: SimTrainer, world: World, replicas: list[SimReplica]) -> None:
+        self._outcome, self._trainer, self._world, self._replicas = outcome, trainer, world, replicas
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         engines_s = sum(r.engine.busy_until_now_s() for r in self._replicas if r.alive)
@@ -138,6 +138,8 @@ class _Observer:
     def event(self, name: str, **fields: float | str) -> None:
         now = asyncio.get_running_loop().time()
         self._outcome.spans.append(("events", name, now, now, fields))
+        if name == "end_of_data":
+            self._world.ended_for_s = now
 
 
 class World:
@@ -155,7 +157,8 @@ class World:
         self._scenario, self.watch, self._outcome, self.store = scenario, watch, outcome, store
         self._ledger, self._classes = ledger, classes
         self._all_replicas: list[SimReplica] = []
-        self._stopped_s: float | None = None
+        self.ended_for_s: float | None = None
+        """When the run was told to end: by Ctrl-C, or by the end of the data."""
         self.manager: AsyncLLMServerManager
         self.queue: MessageQueue | None = None
 
@@ -177,7 +180,7 @@ class World:
             pipeline, trainer = await self._build(stack)
             try:
                 outcome.end = (await pipeline.run()).value
-            except* (TrainerDied, ConnectionError, RuntimeError, TimeoutError, AssertionError) as errors:
+            except* (ConnectionError, RuntimeError, TimeoutError, AssertionError) as errors:
                 first = _first(errors)
                 outcome.end = f"{type(first).__name__}: {first}"
             outcome.ended_s = loop.time()
@@ -220,7 +223,7 @@ class World:
             learner=trainer,
             synchronizer=synchronizer,
             checkpoint=SimCheckpoint(queue, self.store, scenario.train),
-            observer=_Observer(self._outcome, trainer, self._all_replicas),
+            observer=_Observer(self._outcome, trainer, self, self._all_replicas),
         )
         pipeline = RLVRPipeline(parts, replace(scenario.plan, first_step=step + 1))
         self._spoil(pipeline)
@@ -257,7 +260,7 @@ class World:
         replica.crash()
 
     def _stop(self, pipeline: RLVRPipeline) -> None:
-        self._stopped_s = asyncio.get_running_loop().time()
+        self.ended_for_s = asyncio.get_running_loop().time()
         pipeline.request_stop()
 
     async def _close(self) -> None:
@@ -278,6 +281,7 @@ class World:
         outcome.group_lags = trainer.group_lags
         outcome.masked_share = trainer.masked_tokens / max(1, trainer.trained_tokens)
         self._check_end()
+        self._check_in_time(trainer)
 
     def _check_end(self) -> None:
         """Invariants 6 and 9: the run ended as it should, and in time."""
@@ -289,6 +293,9 @@ class World:
             allowed.add(RunEnd.INTERRUPTED.value)
         if scenario.train.fails_at_step is not None:
             allowed.add(f"TrainerDied: the trainer died in step {scenario.train.fails_at_step}")
+        if (step := scenario.train.hangs_at_step) is not None:
+            within = f"within {scenario.train.rpc_timeout_s:g} s"
+            allowed.add(f"StallError: trainer: step {step} did not return {within}")
         if outcome.end not in allowed:
             watch.report(6, f"the run ended with {outcome.end!r} and not with one of {sorted(allowed)}")
         if outcome.end == RunEnd.FINISHED.value and watch.steps_done != scenario.plan.max_steps:
@@ -299,9 +306,15 @@ class World:
             lost = set(range(scenario.num_prompts)) - watch.fates().keys() - waiting
             if lost:
                 watch.report(6, f"the data ended, and prompts {sorted(lost)} were never decided")
-        late_s = outcome.ended_s - (self._stopped_s if self._stopped_s is not None else outcome.ended_s)
-        if late_s > scenario.patience_s:
-            watch.report(9, f"ended {late_s:.1f} s after the stop, more than {scenario.patience_s:.1f} s")
+
+    def _check_in_time(self, trainer: SimTrainer) -> None:
+        """Invariant 9: from what ended the run to its end; an error waits for nobody."""
+        since_s, patience_s, why = self.ended_for_s, self._scenario.patience_s, "was told to"
+        if trainer.failed_s is not None:
+            since_s, patience_s, why = trainer.failed_s, 0.1, "lost its trainer"
+        late_s = 0.0 if since_s is None else self._outcome.ended_s - since_s
+        if late_s > patience_s:
+            self.watch.report(9, f"ended {late_s:.1f} s after it {why}, more than {patience_s:.1f} s")
 
 
 def simulate(scenario: Scenario, classes: Classes | None = None, *, check: bool = True) -> SimOutcome:

@@ -16,7 +16,7 @@ DRIVER = """
 import asyncio, sys
 from array import array
 import psutil
-from roll_async.cluster.reward_group import RayScorer
+from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.schema import RewardConfig
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -33,7 +33,8 @@ def sample(ids, name):
 async def main(folder):
     ids = load_tokenizer(folder).encode("=7", add_special_tokens=False)
     prompt = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
-    scorer = await RayScorer.start({"a": RewardConfig(type="exact_match")}, folder, {})
+    rewards = {"a": RewardConfig(type="exact_match")}
+    scorer = await RayScorer.start(HostPlan(rewards=rewards, tokenizer_folder=folder, env={}, rpc_timeout_s=100.0))
     assert (await scorer.score(prompt, sample(ids, "0"))).score == 1
     # Only among the processes of this driver: other runs on the machine have reward hosts, too.
     mine = psutil.Process().children(recursive=True)

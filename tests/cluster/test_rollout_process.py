@@ -92,7 +92,7 @@ async def raised(work):
         return error
 
 async def main():
-    process = await RolloutProcess.start(start, log_files=[], silence_s=3.0, env={})
+    process = await RolloutProcess.start(start, log_files=[], silence_s=3.0, rpc_timeout_s=100.0, env={})
     side = await process.couple(0)
     queue, rollouter, synchronizer = side.queue, side.rollouter, side.synchronizer
     assert side.validate is None and queue.stats().admitted == 0
@@ -128,7 +128,7 @@ async def main():
     host.send_signal(signal.SIGCONT)
     host.kill()
     gone = await raised(queue.step_trained(3))
-    assert type(gone) is ConnectionError and "rollout process: process is gone" in str(gone), repr(gone)
+    assert isinstance(gone, ConnectionError) and "rollout process: process is gone" in str(gone), repr(gone)
     await process.close()
     print("all held", flush=True)
 

@@ -59,3 +59,12 @@ def test_silent_engines_lose_their_requests_to_the_others():
     manager = replace(calm.manager, generation_timeout_s=30.0)
     outcome = simulate(replace(calm, engines=(EngineFaults(), silent), manager=manager))
     assert outcome.end == "finished" and outcome.findings == () and outcome.servers.retried > 0
+
+
+def test_a_trainer_that_hangs_ends_the_run_at_its_deadline_with_its_name():
+    calm = a_world()
+    train = replace(calm.train, hangs_at_step=3, rpc_timeout_s=40.0)
+    outcome = simulate(replace(calm, train=train))
+    assert outcome.end == "StallError: trainer: step 3 did not return within 40 s" and outcome.findings == ()
+    began = max(end for track, name, _, end, _ in outcome.spans if (track, name) == ("trainer", "learn"))
+    assert len(outcome.steps) == 2 and 40.0 <= outcome.ended_s - began < 50.0
