@@ -53,15 +53,17 @@ class BatchChoice:
         return self._book.counts[GroupState.TRAINING]
 
     def surplus(self, step: int, num_groups: int, *, nothing_more_fits: bool) -> list[Entry]:
-        """Groups in flight that are too many once the batch (or the next part) of `step` is there. Over-sampling and
-        policy wait only: every other run admits no more than its steps can train in time.
+        """Groups in flight that are too many once the batch (or the next part) of `step` is there. Over-sampling only:
+        every other run admits no more than its steps can train in time, or lets the policy deal with it.
 
         `nothing_more_fits`: the kept groups fill the admission rule, so nothing in flight can be kept before the next
-        weight push and none of it may hold the batch up. Prompts that gave way before come last, the youngest first.
+        weight push and none of it may hold the batch up. Only then are groups too many under policies drop and
+        token_mask, where one that is late holds nothing up. Prompts that gave way before come last, the youngest first.
         """
         options, book = self._options, self._book
-        full_batch = len(book.buffered_ids) >= num_groups
-        if not options.oversample_groups or options.policy is not StalenessPolicy.WAIT or not full_batch:
+        if not options.oversample_groups or len(book.buffered_ids) < num_groups:
+            return []
+        if options.policy is not StalenessPolicy.WAIT and not nothing_more_fits:
             return []
         flying = [e for e in book.in_state(GroupState.IN_FLIGHT) if not e.surplus]
         flying.sort(key=lambda e: (e.slot.attempt, -e.slot.group_id))
@@ -78,7 +80,9 @@ class BatchChoice:
             flying = [e for e in flying if e not in chosen]
 
     def is_too_many(self, entry: Entry, last_taken: int) -> bool:
-        """With this finished group the buffered ones alone would miss a deadline. Over-sampling only, as `surplus`."""
+        """With this finished group the buffered ones alone would miss a deadline. Over-sampling under policy wait only:
+        the other policies deal with what is late.
+        """
         options, book = self._options, self._book
         if not options.oversample_groups or options.policy is not StalenessPolicy.WAIT:
             return False

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from roll_async.buffer.batch_choice import BatchChoice
@@ -176,13 +176,14 @@ class MessageQueue:
             last = "; ".join(self._failures[-3:])
             raise TooManyFailures(f"{failed} groups failed, more than fault.max_failed_groups={allowed}; last: {last}")
 
-    async def early_stop(self) -> list[int]:
-        """Waits until groups in flight have become surplus (the batch is complete without them) and names them; the
-        caller aborts and releases them. Empty when the queue closes. Only over-sampling makes surplus groups.
+    async def early_stop(self, asked: Collection[int] = ()) -> list[int]:
+        """Waits until a group in flight that is not in `asked` has become surplus (the batch is complete without it)
+        and names all that are; the caller aborts and releases them. Empty when the queue closes. Only over-sampling
+        makes surplus groups.
         """
         while not self._closed:
             surplus = [e.slot.group_id for e in self._book.in_state(GroupState.IN_FLIGHT) if e.surplus]
-            if surplus:
+            if not set(surplus).issubset(asked):
                 return surplus
             await self._changed.wait()
         return []

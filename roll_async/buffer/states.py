@@ -93,7 +93,11 @@ class QueueOptions:
 
     @property
     def bound_versions(self) -> int:
-        """M: `max_versions`, or `staleness_bound`."""
+        """M: `max_versions`, or `staleness_bound`. 0 in a synchronous run (r = 0, k = 1), which is on-policy whatever
+        over-sampling leaves behind.
+        """
+        if not self.async_generation_ratio and self.trigger_parameter_sync_step == 1:
+            return 0
         return self.staleness_bound if self.max_versions is None else self.max_versions
 
     @property

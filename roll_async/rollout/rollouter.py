@@ -184,16 +184,21 @@ class Rollouter:
         self._judged["singletons"] += outcome.group is not None and len(outcome.group.samples) == 1
 
     async def _stop_early(self) -> None:
-        """Aborts groups the queue has no use for any more; their tasks end as REQUEUED. Waits for surplus groups."""
+        """Aborts groups the queue has no use for any more, the moment it says so; their tasks end as REQUEUED. Asks
+        again for those that go on: a request may not have existed yet, or be a later turn's.
+        """
         asked: set[int] = set()
-        while surplus := await self._queue.early_stop():
+        while True:
+            try:
+                async with asyncio.timeout(_ABORT_AGAIN_S if asked else None):
+                    surplus = await self._queue.early_stop(asked)
+            except TimeoutError:
+                asked = set()
+                continue
+            if not surplus:
+                return
             await self._scheduler.abort_groups([i for i in surplus if i not in asked])
             asked = set(surplus)
-            running = [self._groups[i] for i in surplus if i in self._groups]
-            if running:
-                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            else:
-                await asyncio.sleep(0)
 
     async def pause(self) -> None:
         """No new group starts, running requests stop and keep their tokens (validation)."""

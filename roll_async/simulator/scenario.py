@@ -153,7 +153,7 @@ def _queue(rng: Random) -> QueueOptions:
         policy=policy,
         soft_versions=None if rng.random() < 0.8 else rng.randint(0, bound),
         max_queue_size=limit,
-        oversample_groups=rng.randint(1, groups) if ratio > 0 and rng.random() < 0.25 else 0,
+        oversample_groups=rng.randint(1, groups) if rng.random() < 0.25 else 0,
         max_failed_groups=10**6,
         stall_timeout_s=3000.0,
         batch_timeout_s=1000.0,

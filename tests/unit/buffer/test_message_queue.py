@@ -202,6 +202,39 @@ def test_what_finishes_too_late_for_its_batch_is_counted_by_length_and_what_was_
     run(go())
 
 
+@pytest.mark.parametrize("policy", StalenessPolicy)
+def test_a_synchronous_batch_makes_the_rest_surplus_under_every_policy_and_none_of_it_a_head_start(run, finish, policy):
+    async def go():
+        queue = make_queue(oversample_groups=2, policy=policy, max_versions=4)
+        slots = await queue.reserve(10)
+        assert await soon(queue.early_stop()) is None
+        await finish(queue, slots[3], slots[1])
+        assert await soon(queue.early_stop()) is None, "the trainer has not come for the batch"
+        assert [g.group_id for g in await queue.take_batch(1)] == [1, 3]
+        assert await soon(queue.early_stop()) == [0, 2]
+        assert await soon(queue.early_stop([0])) == [0, 2] and await soon(queue.early_stop([0, 2])) is None
+        await queue.release(0, Outcome.REQUEUED)
+        assert await soon(queue.early_stop()) == [2]
+
+    run(go())
+
+
+@pytest.mark.parametrize("policy", [StalenessPolicy.DROP, StalenessPolicy.TOKEN_MASK])
+def test_what_a_later_step_can_still_train_is_its_head_start_and_no_surplus(run, finish, policy):
+    async def go():
+        queue = make_queue(oversample_groups=1, async_generation_ratio=1.0, policy=policy)
+        slots = await queue.reserve(10)
+        await finish(queue, *slots[:2])
+        await queue.take_batch(1)
+        assert await soon(queue.early_stop()) is None, "two of the three in flight are the next batch"
+        await queue.step_trained(1)
+        await finish(queue, *slots[2:4])
+        await queue.take_batch(2)
+        assert await soon(queue.early_stop()) == [4], "nothing more fits, and at step 3 it would be too old"
+
+    run(go())
+
+
 def test_under_policy_token_mask_groups_stay_as_long_as_one_of_their_trained_tokens_is_within_the_bound(run, build):
     async def go():
         options = {"async_generation_ratio": 2.0, "max_versions": 0, "policy": StalenessPolicy.TOKEN_MASK}

@@ -9,6 +9,7 @@ import pytest
 from roll_async.buffer.errors import EndOfData, TooManyFailures
 from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import QueueOptions
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
@@ -33,7 +34,7 @@ class World:
 
     def __init__(
         self, build, replicas, scorer, *, size=10**9, train_s=7.0, mode="resume", parts=1, budget=None,
-        scheduler=None, **queue
+        scheduler=None, rollouter=Rollouter, **queue
     ):  # fmt: skip
         self.replicas, self.train_s, self.mode, self.parts = replicas, train_s, mode, parts
         self.options = QueueOptions(**{"groups_per_batch": 4, **queue})
@@ -44,7 +45,7 @@ class World:
         self.scheduler = ChatCompletionScheduler(
             self.manager, scorer, SchedulerOptions(**{**options, **(scheduler or {})})
         )
-        self.rollouter = Rollouter(self.queue, self.scheduler, self.manager, Prompts(build, size), budget=budget)
+        self.rollouter = rollouter(self.queue, self.scheduler, self.manager, Prompts(build, size), budget=budget)
         self.trained, self.ages, self.checks = [], [], 0
 
     def check(self):
@@ -86,6 +87,7 @@ class World:
                 rollout = tasks.create_task(self.rollouter.run())
                 try:
                     await self.train(steps)
+                    self.trained_s = asyncio.get_running_loop().time()
                 finally:
                     await self.rollouter.stop()
                 await rollout
@@ -372,6 +374,45 @@ def test_surplus_groups_are_aborted_at_the_servers_before_they_finish(run, world
     assert done.seconds < 5 * 60, "no batch waited 600 s for the slow replica"
     servers, audit = done.end_servers, done.end
     assert servers.aborted_tokens == servers.generated_tokens - audit.generated_tokens > 0, "each token is counted once"
+
+
+@pytest.mark.parametrize("policy", StalenessPolicy)
+def test_a_synchronous_run_stops_early_under_every_policy_instead_of_generating_what_it_drops(run, world, policy):
+    options = {"policy": policy, "max_versions": 3, "scheduler": {"spread_samples": False}}
+    done = run(world(oversample_groups=4, speeds=(1.0, 30.0), train_s=100.0, **options).go(5))
+    assert done.stalest == 0 and done.end.dropped_stale == 0 and len(set(done.rows)) == 20
+    assert done.end.dropped >= 5 * 4 and len(done.replicas[1].aborted) >= 5
+    assert done.end_servers.aborted_tokens <= 5 * 8 * 20, "nothing went on through a step of training"
+
+
+def test_a_surplus_group_that_is_being_scored_does_not_hold_up_the_abort_of_later_ones(run, world, build):
+    done = world(oversample_groups=4, speeds=(1.0, 30.0), train_s=0.1, scheduler={"spread_samples": False})
+    score, hung = done.scheduler.conversations._scorer.score, []
+
+    async def stuck(prompt, sample):
+        if prompt.row_id == "0":
+            hung.append(sample.sample_id)
+            await asyncio.sleep(5000)
+        return await score(prompt, sample)
+
+    done.scheduler.conversations._scorer.score = stuck
+    run(done.go(5))
+    assert hung and done.end.dropped == 5 * 3, "the slow replica's groups, in every step"
+    assert done.trained_s < 5 * 60, "no batch waited 600 s for the slow replica"
+
+
+def test_a_group_whose_requests_did_not_exist_yet_when_it_became_surplus_is_aborted_when_they_do(
+    run, build, replica_class, scorer_class
+):
+    class Late(Rollouter):
+        async def _custom_generation_logic(self, batch):
+            await asyncio.sleep(50 if batch.slot.prompt_index >= 4 else 0)
+
+    replicas = [replica_class("engine-0")]
+    slow = World(build, replicas, scorer_class(), oversample_groups=2, train_s=2000.0, rollouter=Late)
+    done = run(slow.go(1))
+    assert done.end_servers.aborted == 4 and done.end_servers.completed == 8, "two samples of two groups"
+    assert done.end_servers.aborted_tokens <= 4, "asked for again after a second"
 
 
 @pytest.mark.parametrize("parts", [2, 4])
