@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -72,13 +73,62 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
-    """What a round brought."""
+    """What a round brought. Every prompt is in exactly one place: `groups`, `surplus`, `leftovers`, `failed`, or
+    filtered.
+    """
 
     groups: tuple[Group, ...]
+    surplus: tuple[Group, ...]
+    """Kept beyond those asked for, because they finished together: no need to generate them again."""
     leftovers: tuple[int, ...]
     """Positions of prompts that were aborted or never started."""
     failed: tuple[tuple[int, str], ...]
+    """(position, reason)"""
     statistics: dict[str, float] = field(default_factory=dict)
+    """Groups `seen` = `kept` + `filtered` + `failed` + `requeued` (by a weight push); `surplus` of the kept; prompts
+    `aborted` by the early stop, and `not_started`.
+    """
+
+
+@dataclass(kw_only=True, slots=True)
+class _Tally:
+    """A round so far."""
+
+    every_group: bool
+    """The filter is not asked (validation)."""
+    kept: list[Group] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    requeued: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    fates: Counter[GroupFate] = field(default_factory=Counter)
+
+    def add(self, index: int, outcome: GroupOutcome) -> None:
+        """One group has ended."""
+        self.fates[outcome.fate] += 1
+        if outcome.group is not None and (self.every_group or outcome.fate is GroupFate.KEPT):
+            self.kept.append(outcome.group)
+        elif outcome.fate is GroupFate.FAILED:
+            self.failed.append((index, outcome.reason))
+        elif outcome.fate is GroupFate.REQUEUED:
+            self.requeued.append(index)
+
+    def result(self, num_groups: int, *, not_started: Sequence[int]) -> RolloutResult:
+        """The round is over."""
+        surplus = tuple(self.kept[num_groups:])
+        counts = {
+            "seen": self.fates.total(),
+            **{fate.value: self.fates[fate] for fate in GroupFate},
+            "surplus": len(surplus),
+            "aborted": len(self.aborted),
+            "not_started": len(not_started),
+        }
+        return RolloutResult(
+            groups=tuple(self.kept[:num_groups]),
+            surplus=surplus,
+            leftovers=tuple(sorted([*self.requeued, *self.aborted, *not_started])),
+            failed=tuple(self.failed),
+            statistics={name: float(count) for name, count in counts.items()},
+        )
 
 
 class ChatCompletionScheduler:
@@ -184,57 +234,40 @@ class ChatCompletionScheduler:
         self, prompts: Sequence[Prompt], num_groups: int, *, validation: bool = False, first_id: int = 0
     ) -> RolloutResult:
         """One round: generate until `num_groups` groups are kept, then stop early. With `validation` every prompt
-        counts and none is cut.
+        counts and none is cut. However it ends, nothing of it runs afterwards.
 
-        Raises GeneratedTooMany when `max_num_gen_batches` batches did not suffice; nothing is lost, the prompts are the
-        caller's.
+        Raises GeneratedTooMany, which carries the groups kept so far, when `max_num_gen_batches` batches did not
+        suffice; what a group raises, as a group of errors: ConnectionError when no replica is left.
         """
         options = self._options
         width = len(prompts) if validation else (options.gen_batch_size or num_groups)
-        kept: list[Group] = []
-        failed: list[tuple[int, str]] = []
         budget = FilterBudget(
             groups_per_batch=num_groups,
             gen_batch_size=width,
             max_num_gen_batches=0 if validation else options.max_num_gen_batches,
         )
-        counts: dict[str, float] = dict.fromkeys(("seen", "kept", "filtered", "failed", "requeued"), 0.0)
+        tally = _Tally(every_group=validation)
         running: dict[asyncio.Task[GroupOutcome], int] = {}
-        leftovers: list[int] = []
         position = 0
-        while True:
-            while len(running) < width and position < len(prompts):
-                task = asyncio.ensure_future(self.run_group(prompts[position], group_id=first_id + position))
-                running[task] = position
-                position += 1
-            if not running:
-                break
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=running.__getitem__):
-                index, outcome = running.pop(task), task.result()
-                counts["seen"] += 1
-                counts[outcome.fate.value] += 1
-                if outcome.group is not None and (validation or outcome.fate is GroupFate.KEPT):
-                    kept.append(outcome.group)
-                elif outcome.fate is GroupFate.FAILED:
-                    failed.append((index, outcome.reason))
-                elif outcome.fate is GroupFate.REQUEUED:
-                    leftovers.append(index)
-                try:
-                    budget.judged(kept=outcome.fate is GroupFate.KEPT)
-                except GeneratedTooMany:
-                    await self._early_stop(running, first_id)
-                    raise
-            if not validation and len(kept) >= num_groups:
-                leftovers += await self._early_stop(running, first_id)
-                break
-        leftovers += range(position, len(prompts))
-        taken = kept if validation else kept[:num_groups]
-        leftovers += [g.group_id - first_id for g in kept[len(taken) :]]
-        counts["aborted"] = float(len(leftovers))
-        return RolloutResult(
-            groups=tuple(taken), leftovers=tuple(sorted(leftovers)), failed=tuple(failed), statistics=counts
-        )
+        try:
+            while (running or position < len(prompts)) and (validation or len(tally.kept) < num_groups):
+                while len(running) < width and position < len(prompts):
+                    task = asyncio.ensure_future(self.run_group(prompts[position], group_id=first_id + position))
+                    running[task] = position
+                    position += 1
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=running.__getitem__):
+                    outcome = task.result()
+                    tally.add(running.pop(task), outcome)
+                    if outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
+                        budget.judged(kept=outcome.fate is GroupFate.KEPT)
+        except GeneratedTooMany as error:
+            await self._early_stop(running, tally, first_id)
+            error.groups = tuple(tally.kept)
+            raise
+        finally:
+            await self._early_stop(running, tally, first_id)
+        return tally.result(len(prompts) if validation else num_groups, not_started=range(position, len(prompts)))
 
     async def abort_groups(self, group_ids: Iterable[int]) -> None:
         """End these groups as REQUEUED: collect the ids of their requests, wait until the servers acknowledge. A group
@@ -242,16 +275,24 @@ class ChatCompletionScheduler:
         """
         await self.conversations.abort(name for i in group_ids for name in self._running.get(i, ()))
 
-    async def _early_stop(self, running: dict[asyncio.Task[GroupOutcome], int], first_id: int) -> list[int]:
-        """Abort what still runs: collect the request ids, wait until the servers acknowledge, then end the tasks.
-        Positions of the prompts.
+    async def _early_stop(self, running: dict[asyncio.Task[GroupOutcome], int], tally: _Tally, first_id: int) -> None:
+        """Abort what still runs: collect the request ids, wait until the servers acknowledge, then end the tasks. What
+        was finished all the same counts.
         """
-        await self.abort_groups(first_id + index for index in running.values())
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
-        return list(running.values())
+        try:
+            await self.abort_groups(first_id + index for index in running.values())
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+            for task, index in running.items():
+                ended = None if task.cancelled() or task.exception() is not None else task.result()
+                if ended is None or ended.fate is GroupFate.REQUEUED:
+                    tally.aborted.append(index)
+                else:
+                    tally.add(index, ended)
+            running.clear()
 
 
 def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from roll_async.schema import Group
+
 
 class GeneratedTooMany(ValueError):
     """The limit is reached. What was finished is kept, every other prompt is still open."""
@@ -11,6 +13,8 @@ class GeneratedTooMany(ValueError):
             f"num_gen_batches={num_batches:g} >= max_num_gen_batches={limit} with {kept} of {wanted} groups kept. "
             "Generated too many. Please check your data."
         )
+        self.groups: tuple[Group, ...] = ()
+        """Kept before; of a round. A queue holds its own."""
 
 
 class FilterBudget:

@@ -7,6 +7,7 @@ import pytest
 
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
+from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
 from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
 
@@ -308,8 +309,10 @@ def test_a_round_stops_early_and_names_what_it_left(run, build, replica_class, s
             result = await scheduler.manager.generate_sequences(prompts, 3, first_id=100)
             kept = [int(g.prompt.row_id) for g in result.groups]
             assert kept == [1, 3, 4] and [g.group_id for g in result.groups] == [101, 103, 104]
-            assert result.failed == () and result.leftovers == (6, 7, 8, 9)
-            assert result.statistics["filtered"] == 3 and result.statistics["aborted"] == 4
+            assert result.failed == () and result.leftovers == (8, 9)
+            assert [g.group_id for g in result.surplus] == [106, 107], "finished with the last one, not to do again"
+            counts = {name: int(count) for name, count in result.statistics.items() if count}
+            assert counts == {"seen": 8, "kept": 5, "filtered": 3, "surplus": 2, "not_started": 2}
             await asyncio.sleep(1)
             assert scheduler.manager.stats().in_flight == 0 and scheduler.manager.stats().queued == 0
 
@@ -322,6 +325,7 @@ def test_a_round_aborts_what_runs_when_it_has_enough(run, build, replica_class, 
         async with scheduling([replica], scorer_class(half), {"max_concurrent_per_server": 4}, gen_batch_size=4) as s:
             result = await s.generate_sequences([build.prompt(row_id=str(i)) for i in range(6)], 1)
             assert [g.prompt.row_id for g in result.groups] == ["0"] and result.leftovers == (1, 2, 3, 4, 5)
+            assert (result.statistics["aborted"], result.statistics["not_started"]) == (3, 2)
             assert len(replica.aborted) == 4, "those of the group that ran; the others had not begun"
             assert asyncio.get_running_loop().time() < 12
 
@@ -345,8 +349,9 @@ def test_every_prompt_of_a_round_is_accounted_for_once(run, build, replica_class
             failed = [index for index, _ in result.failed]
             filtered = int(result.statistics["filtered"])
             assert len(groups) == 9 and all(g % 3 and g % 5 != 3 for g in groups)
-            assert len({*groups, *failed, *result.leftovers}) == len(groups) + len(failed) + len(result.leftovers)
-            assert len(groups) + len(failed) + len(result.leftovers) + filtered == 40
+            surplus = [int(g.prompt.row_id) for g in result.surplus]
+            places = [*groups, *surplus, *failed, *result.leftovers]
+            assert len(set(places)) == len(places) == 40 - filtered
 
     run(go())
 
@@ -357,11 +362,38 @@ def test_too_many_batches_without_spread_end_with_a_message_about_the_data(run, 
         scorer = scorer_class(lambda p, s: half(p, s) if p.row_id == "1" else 0.0)
         async with scheduling([replica_class("a")], scorer, **options) as scheduler:
             with pytest.raises(
-                ValueError, match="num_gen_batches=3 >= max_num_gen_batches=3 with 1 of 2.*check your data"
-            ):
+                GeneratedTooMany, match="num_gen_batches=3 >= max_num_gen_batches=3 with 1 of 2.*check your data"
+            ) as raised:
                 await scheduler.generate_sequences([build.prompt(row_id=str(i)) for i in range(50)], 2)
             assert scheduler.manager.stats().in_flight == 0
             assert scorer.calls == 6 * 4
+            (kept,) = raised.value.groups
+            assert kept.prompt.row_id == "1" and all(s.reward is not None for s in kept.samples), "paid for, not lost"
+
+    run(go())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_nothing_of_a_round_runs_after_it_was_cancelled_or_failed(run, build, replica_class, scorer_class, how):
+    async def go():
+        replica = replica_class("a")
+        scorer = scorer_class(lambda p, s: ZeroDivisionError("a bug") if how == "failed" else half(p, s))
+        async with scheduling([replica], scorer, {"max_concurrent_per_server": 6}, gen_batch_size=4) as scheduler:
+            prompts = [build.prompt(row_id=str(i)) for i in range(10)]
+            before = asyncio.all_tasks()
+            round_of = asyncio.create_task(scheduler.generate_sequences(prompts, 4))
+            if how == "cancelled":
+                await asyncio.sleep(12)
+                round_of.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await round_of
+            else:
+                with pytest.raises(BaseExceptionGroup) as raised:
+                    await round_of
+                assert raised.group_contains(ZeroDivisionError)
+            stats = scheduler.manager.stats()
+            assert asyncio.all_tasks() == before and stats.in_flight == stats.queued == 0
+            assert len(replica.aborted) >= 6, "the engine was told to stop"
 
     run(go())
 
