@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
+from roll_async.buffer.errors import LedgerError
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.config.schema import RLVRConfig
 from roll_async.observe.sample_dump import SampleDump
@@ -85,8 +86,11 @@ class LoopCheckpoint:
         for role in self._roles.values():
             await role.finish_save()
         await asyncio.to_thread(self._checkpoints.commit, step)
-        await self._queue.checkpointed(step)
         await asyncio.to_thread(self._checkpoints.prune)
+        try:
+            await self._queue.checkpointed(step)
+        except LedgerError as error:  # the checkpoint is good; the next write to the ledger says the same again
+            logger.error("the checkpoint of step %d is complete, the ledger keeps what it holds: %s", step, error)
 
     async def finish(self) -> None:
         """Wait for the save in the background, if any."""

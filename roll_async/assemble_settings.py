@@ -311,6 +311,7 @@ def run_plan(config: RLVRConfig, *, first_step: int) -> RunPlan:
         groups_per_batch=config.groups_per_batch,
         samples_per_group=config.samples_per_group,
         groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
+        rescue_timeout_s=config.fault.stall_timeout,
     )
 
 

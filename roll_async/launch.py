@@ -185,9 +185,24 @@ async def _train(
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, _ask_to_stop, run.pipeline)
         recorder.begin()
-        end = await run.pipeline.run()
+        try:
+            end = await run.pipeline.run()
+        finally:
+            if run.pipeline.rescued is not None:
+                print(f"\n{_way_on(config, run.pipeline.rescued)}", file=sys.stderr, flush=True)
         await run.actor.export_hf(str(folder.path / "hf"))
     return end
+
+
+def _way_on(config: RLVRConfig, rescued: str) -> str:
+    """What is left of a run that failed, and how to go on."""
+    from roll_async.checkpoint.run_checkpoints import RunCheckpoints
+
+    checkpoint = config.checkpoint
+    newest = RunCheckpoints(folder=Path(checkpoint.output_dir), max_to_keep=checkpoint.max_to_keep).find("latest")
+    if newest is None:
+        return f"{rescued}; there is no checkpoint"
+    return f"{rescued}; go on after {newest} with checkpoint.resume_from=latest"
 
 
 def _ask_to_stop(pipeline: RLVRPipeline) -> None:

@@ -66,7 +66,11 @@ class Learns(Protocol):
 class Saves(Protocol):
     """Checkpoint of the whole loop at the end of a step."""
 
-    async def save(self, step: int) -> None: ...
+    async def save(self, step: int) -> None:
+        """May go on in the background."""
+
+    async def finish(self) -> None:
+        """Wait for what goes on in the background; raises what it failed with."""
 
 
 class Observes(Protocol):

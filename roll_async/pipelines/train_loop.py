@@ -5,7 +5,8 @@
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
 
 A step is published before it is saved: a run that is killed in between does it again, one that is killed afterwards
-has told all of it.
+has told all of it. When another role fails, the step whose groups are all there is finished and published without a
+push, so that it can be saved (`abandon`, `rescue`).
 
 While it waits for groups, a replica that was restarted is given the present weights: nobody else could bring the groups
 it waits for.
@@ -49,6 +50,8 @@ class RunPlan:
     """N."""
     groups_per_part: int
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
+    rescue_timeout_s: float = 1800.0
+    """Once another role failed: seconds for the rest of the step under way, and again for its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +87,15 @@ class TrainLoop:
     def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
         self._parts, self._plan = parts, plan
         self._stop = asyncio.Event()
+        self._abandoned = self._complete = False
         self._busy_s = 0.0
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
         self.saved = self.trained
         """Last step with a checkpoint, or the one the run began after."""
+        self._save_begun = self.trained
+        """A save that failed is not tried again: whoever writes it is broken."""
         self.mid_step = False
         """Weights hold a part of the next step: no checkpoint can name them."""
         self.num_samples = 0
@@ -98,6 +104,26 @@ class TrainLoop:
     def request_stop(self) -> None:
         """Finish the step under way and end with RunEnd.INTERRUPTED. Safe to call more than once."""
         self._stop.set()
+
+    def abandon(self) -> None:
+        """Another role failed: begin nothing more, push nothing more."""
+        self._abandoned = True
+        self._stop.set()
+
+    @property
+    def finishing(self) -> bool:
+        """What the trainer does now needs nobody else, and a cancellation would waste it."""
+        return self.state is TrainerState.SAVING or (self.state is TrainerState.LEARNING and self._complete)
+
+    async def rescue(self) -> None:
+        """After an error: a checkpoint of the last whole step is complete when this returns, if the weights have not
+        gone past it. Raises what the save failed with.
+        """
+        if self._save_begun < self.trained:
+            await self.save()
+        elif self.saved < self.trained:
+            raise RuntimeError("its save failed before")
+        await self._parts.checkpoint.finish()
 
     async def run(self) -> RunEnd:
         """Train until the end. Waits for the queue, unblocked by put, by the end of the data or by a stop."""
@@ -112,7 +138,7 @@ class TrainLoop:
     async def save(self) -> None:
         """A checkpoint of the last step, unless it has one, or the weights have gone past it."""
         if self.saved < self.trained and not self.mid_step:
-            self.state = TrainerState.SAVING
+            self.state, self._save_begun = TrainerState.SAVING, self.trained
             await self._parts.checkpoint.save(self.trained)
             self.saved = self.trained
 
@@ -134,19 +160,22 @@ class TrainLoop:
         await parts.queue.step_trained(step)
         self.trained, self.mid_step = step, False
         self.num_samples += report.num_samples
-        sync = None
-        if step % plan.sync_every == 0 and step < plan.max_steps:
-            self.state = TrainerState.SYNCHRONIZING
-            with clock.measure("weight_sync"):
-                sync = await parts.synchronizer.push(step)
-        self.state = TrainerState.VALIDATING
-        with clock.measure("validation"):
-            validation = await self._validate(step)
-        metrics = self._metrics(step, groups, report, sync, clock, ages)
-        parts.observer.step(step, {**metrics, **validation})
-        self._trace(step, groups, clock)
-        if parts.dump is not None:
-            parts.dump(step, groups)
+        sync, validation = None, {}
+        try:
+            if not self._abandoned and step % plan.sync_every == 0 and step < plan.max_steps:
+                self.state = TrainerState.SYNCHRONIZING
+                with clock.measure("weight_sync"):
+                    sync = await parts.synchronizer.push(step)
+            if not self._abandoned:
+                self.state = TrainerState.VALIDATING
+                with clock.measure("validation"):
+                    validation = await self._validate(step)
+        finally:  # also when the push fails: the step is whole, and may be saved
+            metrics = self._metrics(step, groups, report, sync, clock, ages)
+            parts.observer.step(step, {**metrics, **validation})
+            self._trace(step, groups, clock)
+            if parts.dump is not None:
+                parts.dump(step, groups)
         return RunEnd.INTERRUPTED if self._stop.is_set() else None
 
     async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
@@ -163,10 +192,11 @@ class TrainLoop:
                 part = await self._welcoming(taking, stoppable=not groups)
             if part is None:
                 return None
+            groups += part
+            self._complete = len(groups) == plan.groups_per_batch
             self.state, self.mid_step = TrainerState.LEARNING, True
             with clock.measure("learn"):
                 reports.append(await parts.learner.learn(part, step))
-            groups += part
         return groups, merged_reports(reports)
 
     async def _welcoming(self, work: Awaitable[T], *, stoppable: bool) -> T | None:

@@ -168,3 +168,6 @@ class SimCheckpoint:
         await asyncio.sleep(self._model.save_s)
         self._store.states[step] = state
         await self._queue.checkpointed(step)
+
+    async def finish(self) -> None:
+        """Nothing goes on in the background."""
