@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +28,22 @@ WeightVersion = int
 
 VersionRuns = tuple[tuple[WeightVersion, int], ...]
 """Run-length coded weight version per token: ((version, num_tokens), ...), in token order."""
+
+
+def merge_runs(runs: Iterable[tuple[WeightVersion, int]]) -> VersionRuns:
+    """Neighbours of one version become one run."""
+    return tuple((version, sum(n for _, n in same)) for version, same in groupby(runs, key=lambda run: run[0]))
+
+
+def cut_runs(runs: VersionRuns, start: int, end: int) -> VersionRuns:
+    """Versions of the tokens from `start` to `end` (not included)."""
+    found, position = [], 0
+    for version, count in runs:
+        inside = min(end, position + count) - max(start, position)
+        if inside > 0:
+            found.append((version, inside))
+        position += count
+    return tuple(found)
 
 
 class FinishReason(str, Enum):

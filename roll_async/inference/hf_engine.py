@@ -231,8 +231,8 @@ class HfEngine:
             self._idle.set()
 
     def _completion(self, run: _Running) -> Completion:
-        tokens, stops = run.tokens, {*self._eos_ids, *run.request.sampling.stop_token_ids}
-        if tokens and tokens[-1] in stops:
+        tokens = run.tokens
+        if tokens and tokens[-1] in self._stops(run):
             reason = FinishReason.STOP
         else:
             reason = FinishReason.LENGTH if len(tokens) >= run.budget else FinishReason.ABORT
@@ -249,6 +249,28 @@ class HfEngine:
             generation_s=self._loop.time() - run.started_s,
             experts=experts,
         )
+
+    def progress(self, request_id: str, start: int) -> Completion | None:
+        run = self._running.get(request_id)
+        if run is None or run.finished.is_set():
+            return None
+        end = len(run.tokens)
+        if end and (end >= run.budget or run.tokens[-1] in self._stops(run)):
+            end -= 1  # the one that ends the request comes with its end
+        if end <= start:
+            return None
+        return Completion(
+            request_id=request_id,
+            token_ids=array("i", run.tokens[start:end]),
+            logprobs=array("f", run.logprobs[start:end]),
+            version_runs=((run.version, end - start),),
+            finish_reason=FinishReason.ABORT,
+            generation_s=self._loop.time() - run.started_s,
+        )
+
+    def _stops(self, run: _Running) -> set[int]:
+        """Token ids that end it."""
+        return {*self._eos_ids, *run.request.sampling.stop_token_ids}
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._stop([self._running[i] for i in request_ids if i in self._running])

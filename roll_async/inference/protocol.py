@@ -53,6 +53,21 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Tokens of a request that goes on: once they are reported they outlive the replica.
+
+    Worked example: a request has sampled 7 tokens, of which 4 were reported before: `start=4`, and a piece of 3.
+    """
+
+    start: int
+    """Tokens of the request before the first one of the piece."""
+    piece: Completion
+    """As of an interrupted request (ABORT), with the seconds since its submission. It has no record of experts: who
+    goes on from these tokens reads them again, and records them then.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReport:
     """What happened on a replica since the last report."""
 
@@ -60,6 +75,8 @@ class EngineReport:
     failures: tuple[tuple[str, str], ...]
     """(request_id, reason): the replica lives, this request did not work."""
     load: EngineLoad
+    progress: tuple[Progress, ...] = ()
+    """Of running requests; every few seconds, not in every report."""
 
 
 class Engine(Protocol):
@@ -80,6 +97,15 @@ class Engine(Protocol):
         With `EngineSettings.record_experts` also the experts of every position read from `recorded_positions` on.
 
         Raises ValueError when the request can not fit (prompt longer than the context).
+        """
+        ...
+
+    def progress(self, request_id: str, start: int) -> Completion | None:
+        """The tokens of a running request from its token `start` on, as the piece of a `Progress`; None when there is
+        nothing to tell.
+
+        What is told stays true whatever comes: it neither ends the request nor ends inside of a stop string, so the
+        request can go on from there on another replica.
         """
         ...
 

@@ -14,13 +14,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import groupby
 from typing import TypedDict
 
 import numpy as np
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+from roll_async.inference.vllm_progress import ProgressReader
 from roll_async.schema import (
     Completion,
     ExpertRecord,
@@ -29,6 +29,7 @@ from roll_async.schema import (
     SamplingParams,
     VersionRuns,
     WeightVersion,
+    merge_runs,
 )
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.transports import STAGED
@@ -54,6 +55,11 @@ class _Ticket:
     admitted: bool = False
     version: WeightVersion = 0
     """Served when it was admitted."""
+    submitted_s: float = 0.0
+    held_back: int = 0
+    """Last tokens that may be the beginning of a stop string: not told of before the end."""
+    internal_id: str | None = None
+    """vLLM's own id of the request, once it has one."""
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     """vLLM knows it, or never will: from here on an abort reaches it."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,6 +145,7 @@ class VllmEngine:
         cache = self._llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._labels_tokens = "weight_versions" in {f.name for f in fields(CompletionOutput)}
+        self._progress = ProgressReader(self._llm, labelled=self._labels_tokens)
         await self._label(self._version)
 
     async def _label(self, version: WeightVersion | None) -> None:
@@ -155,10 +162,14 @@ class VllmEngine:
             )
         if request.sampling.stop_strings and not self._settings.stop_strings:
             raise ValueError(f"request {request.request_id} has stop_strings, and the engine was started without them")
-        loop = asyncio.get_running_loop()
+        loop, stops = asyncio.get_running_loop(), request.sampling.stop_strings
         submitted = loop.time()
         max_tokens = min(request.sampling.max_new_tokens, room)
-        ticket = self._running[request.request_id] = _Ticket(num_tokens=len(prompt) + max_tokens)
+        ticket = self._running[request.request_id] = _Ticket(
+            num_tokens=len(prompt) + max_tokens,
+            submitted_s=submitted,
+            held_back=max((len(stop.encode()) for stop in stops), default=1) - 1,  # a token has a byte at least
+        )
         try:
             if not await self._admitted(ticket):
                 return _nothing(request.request_id, loop.time() - submitted)
@@ -178,6 +189,7 @@ class VllmEngine:
 
         try:
             queue = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+            ticket.internal_id = queue.request_id
             ticket.handed_over.set()
             try:
                 result = await queue.get()  # FINAL_ONLY: the first output is the last
@@ -198,6 +210,22 @@ class VllmEngine:
                 wait.cancel()
         ticket.admitted, ticket.version = not ticket.aborted.is_set(), self._version or 0
         return ticket.admitted
+
+    def progress(self, request_id: str, start: int) -> Completion | None:
+        ticket = self._running.get(request_id)
+        if ticket is None or ticket.internal_id is None:
+            return None
+        part = self._progress.read(ticket.internal_id, start, ticket.held_back, ticket.version)
+        if part is None:
+            return None
+        return Completion(
+            request_id=request_id,
+            token_ids=part.token_ids,
+            logprobs=part.logprobs,
+            version_runs=part.version_runs,
+            finish_reason=FinishReason.ABORT,
+            generation_s=asyncio.get_running_loop().time() - ticket.submitted_s,
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         tickets = {i: self._running[i] for i in request_ids if i in self._running}
@@ -294,7 +322,7 @@ class VllmEngine:
             request_id=request_id,
             token_ids=tokens,
             logprobs=array("f", _sampled_logprobs(output.logprobs, output.token_ids)),
-            version_runs=_merge(runs),
+            version_runs=merge_runs(runs),
             finish_reason=_REASONS[output.finish_reason],
             generation_s=seconds,
             experts=expert_record(output.routed_experts) if self._settings.record_experts else None,
@@ -368,7 +396,3 @@ def _sampled_logprobs(logprobs, token_ids: Sequence[int]) -> list[float]:  # noq
     """One per token: with `logprobs=0` each position holds exactly the sampled token."""
     assert len(logprobs.logprobs) == len(token_ids), "one log-prob per sampled token"
     return logprobs.logprobs
-
-
-def _merge(runs: VersionRuns) -> VersionRuns:
-    return tuple((v, sum(n for _, n in part)) for v, part in groupby(runs, key=lambda run: run[0]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
-from roll_async.schema import Completion, FinishReason, GenerateRequest, join_records
+from roll_async.inference.protocol import Progress
+from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion, join_records, merge_runs
 
 
 class GenerationFailed(RuntimeError):
@@ -16,6 +16,27 @@ class GenerationFailed(RuntimeError):
 
 class Interrupted(Exception):
     """The request was discarded by a weight push (interrupt.mode abort); its prompt is to be generated anew."""
+
+
+@dataclass(slots=True)
+class Received:
+    """What the present attempt has reported before its end: one piece that grows."""
+
+    token_ids: array = field(default_factory=lambda: array("i"))
+    logprobs: array = field(default_factory=lambda: array("f"))
+    runs: list[tuple[WeightVersion, int]] = field(default_factory=list)
+    generation_s: float = 0.0
+
+    def add(self, progress: Progress) -> None:
+        """The next tokens. A report that does not begin where the last one ended is of no use: one was lost, or this
+        one came twice.
+        """
+        if progress.start != len(self.token_ids):
+            return
+        self.token_ids += progress.piece.token_ids
+        self.logprobs += progress.piece.logprobs
+        self.runs += progress.piece.version_runs
+        self.generation_s = progress.piece.generation_s
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +54,8 @@ class PendingRequest:
     later_turn: bool = False
     """Not the first request of its conversation."""
     pieces: list[Completion] = field(default_factory=list)
+    received: Received | None = None
+    """Of the present attempt; its own end brings these tokens again, and then they are not needed."""
     attempt: int = 0
     wire_id: str = ""
     """Id of the present attempt; none before the first."""
@@ -52,7 +75,7 @@ class PendingRequest:
 
     def next_attempt(self) -> GenerateRequest:
         """The request to send now: the prompt and the tokens so far, with what is left of the budget."""
-        self.attempt += 1
+        self.attempt, self.received = self.attempt + 1, None
         self.wire_id = f"{self.request.request_id}#{self.attempt}"
         prompt, sampling = self.request.prompt_token_ids, self.request.sampling
         if not self.pieces:
@@ -70,8 +93,30 @@ class PendingRequest:
 
     def keep(self, piece: Completion) -> None:
         """Remember what an interrupted attempt generated."""
+        self.received = None
         if piece.token_ids:
             self.pieces.append(piece)
+
+    def receive(self, progress: Progress) -> None:
+        """Tokens of the present attempt, which goes on."""
+        if self.received is None:
+            self.received = Received()
+        self.received.add(progress)
+
+    def keep_received(self) -> int:
+        """The present attempt is lost: remember what it reported. Returns the number of tokens."""
+        if (found := self.received) is None:
+            return 0
+        piece = Completion(
+            request_id=self.wire_id,
+            token_ids=found.token_ids,
+            logprobs=found.logprobs,
+            version_runs=merge_runs(found.runs),
+            finish_reason=FinishReason.ABORT,
+            generation_s=found.generation_s,
+        )
+        self.keep(piece)
+        return len(piece.token_ids)
 
     def merged(self, last: Completion) -> Completion:
         """All pieces and the last one as one completion of the original request."""
@@ -87,7 +132,7 @@ class PendingRequest:
             request_id=self.request.request_id,
             token_ids=tokens,
             logprobs=logprobs,
-            version_runs=tuple((v, sum(n for _, n in same)) for v, same in groupby(runs, key=lambda run: run[0])),
+            version_runs=merge_runs(runs),
             finish_reason=last.finish_reason,
             generation_s=sum(part.generation_s for part in parts),
             experts=join_records(part.experts for part in parts),

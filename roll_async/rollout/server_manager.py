@@ -199,6 +199,7 @@ class AsyncLLMServerManager:
             await self._wait_drained(max(0.0, deadline - loop.time()))
             for pending in self._all_in_flight():  # stopped, and its tokens never came: continue from what we have
                 self._detach(pending)
+                self._keep_received(pending)
                 self._requeue(pending)
 
     def _recall(self) -> None:
@@ -332,6 +333,10 @@ class AsyncLLMServerManager:
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None:
         """What came back from a replica."""
+        for progress in report.progress:
+            pending = link.in_flight.get(progress.piece.request_id)
+            if pending is not None:  # else of an attempt that is over
+                pending.receive(progress)
         for completion in report.completions:
             self._reply(link, completion)
         for wire_id, reason in report.failures:
@@ -370,6 +375,7 @@ class AsyncLLMServerManager:
         return pending
 
     def _retry(self, pending: PendingRequest, name: str, reason: str) -> None:
+        self._keep_received(pending)
         pending.failures, pending.failed_on = pending.failures + 1, name
         if pending.failures > self._options.request_retries:
             if not pending.result.done():
@@ -383,6 +389,13 @@ class AsyncLLMServerManager:
         """Back to where it waited: it is older than everything behind it."""
         if not pending.result.done():
             self._waiting.put_back(pending)
+
+    def _keep_received(self, pending: PendingRequest) -> None:
+        """An attempt is over, and its reply will not count: its last reported token is the last one that there is."""
+        if self._interrupt_mode == "abort":
+            pending.received = None
+        else:
+            self._counts.generated_tokens += pending.keep_received()
 
     def _detach(self, pending: PendingRequest) -> None:
         """The present attempt ends here; later replies of it are late."""
@@ -458,6 +471,7 @@ class AsyncLLMServerManager:
             for pending in late:
                 if pending.server is not None and pending.dispatched_s < limit:
                     name = pending.server
+                    logger.warning("request %s did not end within %g s on %s", pending.wire_id, timeout, name)
                     self._detach(pending)
                     self._retry(pending, name, f"silent for {timeout:g} s")
             self._pump()

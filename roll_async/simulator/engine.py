@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
-from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion
+from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion, cut_runs, merge_runs
 from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, uniform
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
@@ -119,6 +119,23 @@ class SimEngine:
         self._advance()
         self._fill()
         return await running.result
+
+    def progress(self, request_id: str, start: int) -> Completion | None:
+        """The token that ends a request comes with its end."""
+        running = self._running.get(request_id)
+        if running is None:
+            return None
+        self._advance()
+        self._count(running)
+        end = min(running.counted, running.num_tokens - 1)
+        return self._part(running, start, end, FinishReason.ABORT) if end > start else None
+
+    def tokens_so_far(self) -> list[tuple[GenerateRequest, int]]:
+        """Requests that run, and the tokens this engine has sampled for each."""
+        self._advance()
+        for running in self._running.values():
+            self._count(running)
+        return [(running.request, running.counted) for running in self._running.values()]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these; unknown ids are ignored."""
@@ -266,18 +283,19 @@ class SimEngine:
         self.generated_tokens += running.counted
         if running.result.done():
             return
-        start = len(running.request.prompt_token_ids)
-        loop = asyncio.get_running_loop()
+        running.result.set_result(self._part(running, 0, running.counted, reason))
+
+    def _part(self, running: _Running, start: int, end: int, reason: FinishReason) -> Completion:
+        """Its tokens from `start` to `end`."""
+        first = len(running.request.prompt_token_ids)
         logprobs = array("f")
-        for content, count in running.real_runs:
+        for content, count in cut_runs(tuple(running.real_runs), start, end):
             logprobs.extend([logprob_of(content)] * count)
-        running.result.set_result(
-            Completion(
-                request_id=running.request.request_id,
-                token_ids=array("i", range(start, start + running.counted)),
-                logprobs=logprobs,
-                version_runs=tuple(running.runs),
-                finish_reason=reason,
-                generation_s=loop.time() - running.submitted_s,
-            )
+        return Completion(
+            request_id=running.request.request_id,
+            token_ids=array("i", range(first + start, first + end)),
+            logprobs=logprobs,
+            version_runs=merge_runs(cut_runs(tuple(running.runs), start, end)),
+            finish_reason=reason,
+            generation_s=asyncio.get_running_loop().time() - running.submitted_s,
         )

@@ -15,7 +15,9 @@ from math import ceil
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
 from roll_async.buffer.states import GroupState, Outcome, Slot
-from roll_async.schema import Group, Sample
+from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
+from roll_async.schema import GenerateRequest, Group, Sample
+from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.scenario import Scenario
 
@@ -51,6 +53,8 @@ class Watch:
         self.dropped = 0
         self._busy_at_pause: dict[str, float] = {}
         self._carried = (0, 0, 0)
+        self._orphans: dict[str, int] = {}
+        """Attempt after one that died with its engine, to the tokens of the whole request then."""
 
     def report(self, invariant: int, message: str) -> None:
         """One finding."""
@@ -236,6 +240,24 @@ class Watch:
             strict = self.scenario.queue.policy is StalenessPolicy.WAIT
             if strict:
                 self.report(1, f"group {group_id} was dropped under policy wait")
+
+    # Deaths of engines
+
+    def died(self, engine: SimEngine) -> None:
+        """An engine is about to die with all it has sampled."""
+        if self.scenario.sync.interrupt_mode == "abort":
+            return  # what is lost during a push is discarded, and its name begins anew
+        for request, tokens in engine.tokens_so_far():
+            name, _, attempt = request.request_id.partition("#")
+            self._orphans[f"{name}#{int(attempt) + 1}"] = len(request.prompt_token_ids) + tokens
+
+    def submitted(self, requests: Sequence[GenerateRequest]) -> None:
+        """Requests arrive at an engine. Who lost its engine lost what that sampled in one interval at most."""
+        interval_tokens = ceil((PROGRESS_INTERVAL_S + 0.1) / self.scenario.speed.token_s) + 1
+        for request in requests if self._orphans else ():
+            reached, kept = self._orphans.pop(request.request_id, 0), len(request.prompt_token_ids)
+            if kept < reached - interval_tokens:
+                self.report(6, f"{request.request_id} goes on from token {kept}, its engine died at token {reached}")
 
     # Weight pushes
 

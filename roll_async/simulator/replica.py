@@ -5,10 +5,11 @@ them that may delay, double, lose or reorder replies, stop to answer, or break.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from roll_async.inference.engine_host import EngineHost
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode, Progress
 from roll_async.schema import Completion, GenerateRequest, WeightVersion
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.models import EngineFaults, uniform
@@ -21,20 +22,32 @@ _NEVER_S = 1e9
 class SimReplica:
     """Implements `rollout/protocol.py: EngineClient` and `weight_sync/synchronizer.py: Replica`."""
 
-    def __init__(self, engine: SimEngine, seed: int, faults: EngineFaults, *, swap_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        engine: SimEngine,
+        seed: int,
+        faults: EngineFaults,
+        *,
+        swap_s: float = 0.0,
+        submitted: Callable[[Sequence[GenerateRequest]], None] = lambda requests: None,
+    ) -> None:
+        """`submitted` hears of the requests that arrive."""
         self.name, self.engine = engine.name, engine
         self.capabilities: EngineCapabilities = engine.capabilities
         self._seed, self._faults, self._swap_s = seed, faults, swap_s
+        self._submitted = submitted
         self._host = EngineHost(engine)
         self._reader: asyncio.Task[None] | None = None
         self._completions: list[Completion] = []
         self._failures: list[tuple[str, str]] = []
+        self._progress: list[Progress] = []
         self._broken: str | None = None
         self._news = asyncio.Event()
         self.lost_replies = self.doubled_replies = 0
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._reach()
+        self._submitted(requests)
         await self._host.submit(requests)
 
     async def collect(self) -> EngineReport:
@@ -49,39 +62,53 @@ class SimReplica:
         self._news.clear()
         completions, self._completions = self._completions, []
         failures, self._failures = self._failures, []
-        return EngineReport(completions=tuple(completions), failures=tuple(failures), load=self.engine.load())
+        progress, self._progress = self._progress, []
+        return EngineReport(
+            completions=tuple(completions),
+            failures=tuple(failures),
+            load=self.engine.load(),
+            progress=tuple(progress),
+        )
 
     async def _read(self) -> None:
         """Take replies from the host and let them go their ways."""
         try:
             while True:
                 report = await self._host.collect()
+                for progress in report.progress:
+                    name = f"{progress.piece.request_id}/{progress.start}"
+                    self._send(name, partial(self._progressed, progress))
                 for completion in report.completions:
-                    self._send(completion)
+                    self._send(completion.request_id, partial(self._arrive, completion))
                 self._failures += report.failures
                 self._news.set()
         except ConnectionError as error:
             self.crash(str(error))
 
-    def _send(self, completion: Completion) -> None:
+    def _send(self, reply: str, arrive: Callable[[], None]) -> None:
+        """Lose it, or let it arrive: now, later, twice."""
         loop, faults = asyncio.get_running_loop(), self._faults
         start = faults.silent_from_s
         frozen = _begun(faults.frozen_from_s)
         if frozen or (start is not None and start <= loop.time() < start + faults.silent_for_s):
             self.lost_replies += 1
             return
-        name = (self._seed, self.name, completion.request_id)
+        name = (self._seed, self.name, reply)
         delay = faults.delay_s * uniform("delay", *name)
         if uniform("double", *name) < faults.duplicate_share:
             self.doubled_replies += 1
-            loop.call_later(delay + _DOUBLE_WITHIN_S * uniform("again", *name), self._arrive, completion)
+            loop.call_later(delay + _DOUBLE_WITHIN_S * uniform("again", *name), arrive)
         if delay:
-            loop.call_later(delay, self._arrive, completion)
+            loop.call_later(delay, arrive)
         else:
-            self._arrive(completion)
+            arrive()
 
     def _arrive(self, completion: Completion) -> None:
         self._completions.append(completion)
+        self._news.set()
+
+    def _progressed(self, progress: Progress) -> None:
+        self._progress.append(progress)
         self._news.set()
 
     def crash(self, reason: str = "crashed") -> None:

@@ -234,7 +234,9 @@ class World:
         scenario = self._scenario
         slots = scenario.manager.max_concurrent_per_server
         engine = SimEngine(name, scenario.seed, scenario.lengths, scenario.speed, slots=slots, faults=faults)
-        replica = SimReplica(engine, scenario.seed, faults, swap_s=scenario.train.swap_s)
+        replica = SimReplica(
+            engine, scenario.seed, faults, swap_s=scenario.train.swap_s, submitted=self.watch.submitted
+        )
         self._all_replicas.append(replica)
         return replica
 
@@ -257,6 +259,7 @@ class World:
     def _crash(self, replica: SimReplica) -> None:
         now = asyncio.get_running_loop().time()
         self._outcome.spans.append(("faults", f"{replica.name} crashed", now, now, {}))
+        self.watch.died(replica.engine)
         replica.crash()
 
     def _stop(self, pipeline: RLVRPipeline) -> None:

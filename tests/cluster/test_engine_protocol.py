@@ -254,6 +254,56 @@ def test_a_full_context_ends_with_length_and_a_prompt_without_room_is_refused(re
     replica.runner.run(go())
 
 
+def test_progress_tells_running_tokens_that_their_answer_begins_with(replica):
+    async def go():
+        engine, told = replica.engine, {}
+        requests = [replica.request([9, 8, 7 + i], max_new_tokens=300, stop_token_ids=(50 + i,)) for i in range(6)]
+        requests.append(replica.request(temperature=0.0, max_new_tokens=8))
+        tasks = replica.start(*requests)
+        while not all(task.done() for task in tasks):
+            for request in requests:
+                pieces = told.setdefault(request.request_id, [])
+                start = sum(len(p.token_ids) for p in pieces)
+                piece = engine.progress(request.request_id, start)
+                if piece is not None:
+                    assert piece.token_ids and piece.request_id == request.request_id and piece.experts is None
+                    assert piece.finish_reason is FinishReason.ABORT and piece.generation_s > 0
+                    pieces.append(piece)
+            await asyncio.sleep(0.005)
+        for request, task in zip(requests, tasks, strict=True):
+            whole, pieces = task.result(), told[request.request_id]
+            tokens = [t for piece in pieces for t in piece.token_ids]
+            logprobs = [x for piece in pieces for x in piece.logprobs]
+            assert len(tokens) < len(whole.token_ids), "the token that ends a request comes with its end"
+            assert tokens == list(whole.token_ids[: len(tokens)])
+            assert logprobs == list(whole.logprobs[: len(tokens)])
+            assert all(piece.version_runs == ((0, len(piece.token_ids)),) for piece in pieces)
+            assert engine.progress(request.request_id, 0) is None, "it has ended"
+        assert sum(len(pieces) > 1 for pieces in told.values()) >= 2
+
+    replica.runner.run(go())
+
+
+def test_progress_never_ends_inside_of_a_stop_string(replica):
+    async def go():
+        engine, stop = replica.engine, "w001w002w003w004"
+        request = replica.request([9, 8, 7], max_new_tokens=200, stop_strings=(stop,), temperature=0.0)
+        (task,) = replica.start(request)
+        try:
+            longest = 0
+            while not task.done():
+                piece = engine.progress(request.request_id, 0)
+                longest = max(longest, len(piece.token_ids) if piece else 0)
+                await asyncio.sleep(0.005)
+            whole = await task
+        except ValueError as error:
+            assert "stop_strings" in str(error) and "use vllm" in str(error)
+            return
+        assert 0 < longest <= len(whole.token_ids) - len(stop)
+
+    replica.runner.run(go())
+
+
 def test_abort_returns_when_the_requests_have_ended_with_all_tokens_so_far(replica):
     async def go():
         requests = [replica.request([9, 8, 7 + i], max_new_tokens=480) for i in range(12)]

@@ -154,6 +154,25 @@ class DropsDeadRequests(AsyncLLMServerManager):
         pass
 
 
+class ForgetsProgress(AsyncLLMServerManager):
+    """Does not listen to what running requests have generated."""
+
+    def reported(self, link, report):
+        super().reported(link, replace(report, progress=()))
+
+
+class BelievesEveryReport(AsyncLLMServerManager):
+    """Takes what is told of a running request for the next tokens, whatever was lost or came twice before."""
+
+    def reported(self, link, report):
+        for progress in report.progress:
+            pending = link.in_flight.get(progress.piece.request_id)
+            start = len(pending.received.token_ids) if pending is not None and pending.received is not None else 0
+            told = replace(report, completions=(), failures=(), progress=(replace(progress, start=start),))
+            super().reported(link, told)
+        super().reported(link, replace(report, progress=()))
+
+
 class BelievesEveryDigest(ParameterSynchronizer):
     async def _transfer(self, push):
         await super()._transfer(push)
@@ -182,6 +201,8 @@ MUTANTS = {
     "pauses too early": (Classes(manager=PausesTooEarly), 5),
     "waits for every pause": (Classes(manager=WaitsForEveryPause), 6),
     "drops requests of dead engines": (Classes(manager=DropsDeadRequests), 6),
+    "forgets progress": (Classes(manager=ForgetsProgress), 6),
+    "believes every report": (Classes(manager=BelievesEveryReport), 5),
     "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
     "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),
 }
@@ -207,7 +228,27 @@ def every_reply_twice(seed):
     )
 
 
-WORLDS = {"accepts late replies": every_reply_twice}
+def long_answers_and_deaths(seed):
+    """Answers of half a minute, and a replica that tells everything twice and dies in the middle of them."""
+    base = random_scenario(seed)
+    return replace(
+        base,
+        engines=(EngineFaults(), EngineFaults(duplicate_share=1.0, crash_at_s=12.0 + seed % 15)),
+        lengths=replace(base.lengths, mean_tokens=60.0, sigma=0.0),
+        scheduler=replace(base.scheduler, sampling=replace(base.scheduler.sampling, max_new_tokens=60)),
+        manager=replace(base.manager, generation_timeout_s=200.0),
+        sync=replace(base.sync, interrupt_mode="resume"),
+        speed=replace(base.speed, token_s=0.5, token_s_per_request=0.0),
+        train=replace(base.train, fails_at_step=None),
+        stop_at_s=None,
+    )
+
+
+WORLDS = {
+    "accepts late replies": every_reply_twice,
+    "forgets progress": long_answers_and_deaths,
+    "believes every report": long_answers_and_deaths,
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -231,6 +272,7 @@ def test_a_broken_restart_is_noticed(name):
     pytest.fail(f"40 killed runs with a queue that {name} passed every check")
 
 
+@pytest.mark.parametrize("world", [every_reply_twice, long_answers_and_deaths], ids=lambda world: world.__name__)
 @pytest.mark.parametrize("seed", range(10))
-def test_the_worlds_of_the_mutation_checks_are_sound_without_mutants(seed):
-    assert simulate(every_reply_twice(seed)).findings == ()
+def test_the_worlds_of_the_mutation_checks_are_sound_without_mutants(seed, world):
+    assert simulate(world(seed)).findings == ()

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode, Progress
 from roll_async.schema import (
     Completion,
     FinishReason,
@@ -76,7 +76,7 @@ class FakeReplica:
 
     def __init__(self, name, token_s=1.0, version=0):
         self.name, self.token_s, self.version = name, token_s, version
-        self.submitted, self.calls, self.aborted = [], [], []
+        self.submitted, self.calls, self.aborted, self.told = [], [], [], []
         self.silent = self.deaf = False
         self.refuse = 0
         self.peak = 0
@@ -93,6 +93,12 @@ class FakeReplica:
         self._dead = reason
         for task in self._tasks.values():
             task.cancel()
+        self._news.set()
+
+    def tell(self):
+        """Report what running requests have generated, from their first token on."""
+        for request_id, (tokens, versions) in self._texts.items():
+            self.told.append(Progress(start=0, piece=piece(request_id, tokens, versions, FinishReason.ABORT)))
         self._news.set()
 
     def reply(self, completion):
@@ -124,17 +130,7 @@ class FakeReplica:
     def _end(self, request_id, reason):
         del self._tasks[request_id]
         tokens, versions = self._texts.pop(request_id)
-        runs = [(v, versions.count(v)) for v in sorted(set(versions))]
-        self.reply(
-            Completion(
-                request_id=request_id,
-                token_ids=array("i", tokens),
-                logprobs=array("f", [-t / 1000 for t in tokens]),
-                version_runs=tuple(runs),
-                finish_reason=reason,
-                generation_s=len(tokens) * self.token_s,
-            )
-        )
+        self.reply(piece(request_id, tokens, versions, reason))
 
     async def collect(self):
         await self._news.wait()
@@ -142,7 +138,9 @@ class FakeReplica:
         self._news.clear()
         done, self._done = self._done, []
         failed, self._failed = self._failed, []
-        return EngineReport(completions=tuple(done), failures=tuple(failed), load=await self.load())
+        told, self.told = self.told, []
+        load = await self.load()
+        return EngineReport(completions=tuple(done), failures=tuple(failed), load=load, progress=tuple(told))
 
     async def abort(self, request_ids):
         self._alive("abort")
@@ -168,6 +166,17 @@ class FakeReplica:
 
     async def load(self):
         return EngineLoad(running=len(self._tasks), waiting=0, free_kv_fraction=0.5)
+
+
+def piece(request_id, tokens, versions, reason):
+    return Completion(
+        request_id=request_id,
+        token_ids=array("i", tokens),
+        logprobs=array("f", [-t / 1000 for t in tokens]),
+        version_runs=tuple((v, versions.count(v)) for v in sorted(set(versions))),
+        finish_reason=reason,
+        generation_s=float(len(tokens)),
+    )
 
 
 class FakeScorer:

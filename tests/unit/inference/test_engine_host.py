@@ -2,21 +2,25 @@
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from roll_async.inference.backends import ENGINES, create_engine
-from roll_async.inference.engine_host import EngineHost
+from roll_async.inference.engine_host import PROGRESS_INTERVAL_S, EngineHost
 from roll_async.inference.protocol import EngineLoad, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams
 
 
 class FakeEngine:
-    """Answers after as many seconds as the request may have tokens; prompt [0] is refused, [1] kills the engine."""
+    """Answers after as many seconds as the request may have tokens; prompt [0] is refused, [1] kills the engine. Tells
+    of one token per second.
+    """
 
     def __init__(self):
         self.running, self.aborted, self.modes, self.closed = {}, [], [], False
+        self.begun = {}
 
     async def generate(self, request):
         kind = request.prompt_token_ids[0]
@@ -25,6 +29,7 @@ class FakeEngine:
         if kind == 1:
             raise ConnectionError("the engine process is dead")
         self.running[request.request_id] = stop = asyncio.Event()
+        self.begun[request.request_id] = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(request.sampling.max_new_tokens):
                 await stop.wait()
@@ -33,6 +38,10 @@ class FakeEngine:
             return answer(request, FinishReason.LENGTH)
         finally:
             del self.running[request.request_id]
+
+    def progress(self, request_id, start):
+        count = int(asyncio.get_running_loop().time() - self.begun[request_id]) - start
+        return piece(request_id, range(start, start + count)) if count > 0 and request_id in self.running else None
 
     async def abort(self, request_ids):
         self.aborted += request_ids
@@ -52,12 +61,16 @@ class FakeEngine:
 
 
 def answer(request, reason):
+    return replace(piece(request.request_id, [7]), finish_reason=reason)
+
+
+def piece(request_id, tokens):
     return Completion(
-        request_id=request.request_id,
-        token_ids=array("i", [7]),
-        logprobs=array("f", [-1.0]),
-        version_runs=((0, 1),),
-        finish_reason=reason,
+        request_id=request_id,
+        token_ids=array("i", tokens),
+        logprobs=array("f", [-1.0] * len(tokens)),
+        version_runs=((0, len(tokens)),),
+        finish_reason=FinishReason.ABORT,
         generation_s=1.0,
     )
 
@@ -80,7 +93,8 @@ def test_no_completion_is_lost_or_told_twice_while_requests_keep_coming(run):
         submitting = asyncio.create_task(submit())
         while len(told) < 400:
             report = await host.collect()
-            assert report.completions and not report.failures
+            assert report.completions or report.progress
+            assert not report.failures
             told += [c.request_id for c in report.completions]
             reports += 1
         await submitting
@@ -94,7 +108,7 @@ def test_results_that_come_together_travel_together_with_the_load(run):
         host = EngineHost(FakeEngine())
         await host.submit([*(ask(i) for i in range(20)), ask("long", tokens=50)])
         report = await host.collect()
-        assert len(report.completions) == 20 and report.load.running == 1
+        assert len(report.completions) == 20 and report.load.running == 1 and not report.progress
 
     run(go())
 
@@ -166,6 +180,41 @@ def test_a_dead_engine_first_tells_what_it_finished_and_then_that_it_is_dead(run
         for _ in range(2):
             with pytest.raises(ConnectionError, match="engine process is dead"):
                 await host.collect()
+
+    run(go())
+
+
+def test_what_running_requests_generate_is_told_every_interval_and_each_token_once(run):
+    async def go():
+        loop, host = asyncio.get_running_loop(), EngineHost(FakeEngine())
+        await host.submit([ask("long", tokens=1000), ask("short", tokens=12)])
+        told, times = {"long": [], "short": []}, []
+        while len(times) < 5:
+            report = await host.collect()
+            times += [loop.time()] if report.progress else []
+            for progress in report.progress:
+                tokens = told[progress.piece.request_id]
+                assert progress.start == len(tokens)
+                tokens += progress.piece.token_ids
+            if report.completions:
+                assert loop.time() == pytest.approx(12, abs=0.1), "an end does not wait for an interval"
+        gaps = [b - a for a, b in zip([0, *times], times, strict=False)]
+        assert gaps == pytest.approx([PROGRESS_INTERVAL_S] * 5, abs=0.1)
+        assert told["long"] == list(range(25)) and told["short"] == list(range(10))
+
+    run(go())
+
+
+def test_an_interval_without_a_token_tells_nothing(run):
+    async def go():
+        engine = FakeEngine()
+        host = EngineHost(engine)
+        await host.submit([ask("a", tokens=1000)])
+        await asyncio.sleep(0)
+        engine.begun["a"] = 50  # as of a paused engine
+        report = await host.collect()
+        assert asyncio.get_running_loop().time() == pytest.approx(55, abs=0.1)
+        assert [len(p.piece.token_ids) for p in report.progress] == [5]
 
     run(go())
 

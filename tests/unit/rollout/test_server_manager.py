@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -142,6 +143,133 @@ def test_tokens_received_before_a_death_are_kept(run, replica_class, make, manag
             (resumed,) = other.submitted
             assert list(resumed.prompt_token_ids) == [1, 2, 3, *WHOLE[:4]] and resumed.sampling.max_new_tokens == 6
             assert manager.stats().resumed == 1
+
+    run(go())
+
+
+def test_a_request_goes_on_from_the_last_token_its_dead_replica_told_of(run, replica_class, make, managed, start):
+    async def go():
+        first, other = replica_class("first", version=1), replica_class("other", version=2)
+        async with managed(first) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(2.5)
+            first.tell()
+            await asyncio.sleep(2)
+            await manager.add(other)
+            first.die()
+            completion = await task
+            assert list(completion.token_ids) == WHOLE and completion.version_runs == ((1, 2), (2, 8))
+            assert completion.logprobs.tolist() == pytest.approx([-t / 1000 for t in WHOLE])
+            (resumed,) = other.submitted
+            assert list(resumed.prompt_token_ids) == [1, 2, 3, *WHOLE[:2]] and resumed.sampling.max_new_tokens == 8
+            stats = manager.stats()
+            assert (stats.resumed, stats.retried, stats.generated_tokens) == (1, 1, 10)
+
+    run(go())
+
+
+def test_an_answer_that_was_told_of_before_is_not_doubled(run, replica_class, make, managed, start):
+    async def go():
+        replica = replica_class("a")
+        async with managed(replica) as manager:
+            (task,) = start(manager, [make()])
+            for _ in range(9):
+                await asyncio.sleep(1)
+                replica.tell()  # each tells of all tokens anew: only the first begins where the last one ended
+            completion = await task
+            assert list(completion.token_ids) == WHOLE and manager.stats().generated_tokens == 10
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(2.5)
+            replica.tell()
+            await asyncio.sleep(1)
+            await manager.interrupt("resume", 10.0)
+            await manager.resume()
+            assert list((await task).token_ids) == WHOLE and manager.stats().generated_tokens == 20
+
+    run(go())
+
+
+@pytest.mark.parametrize("gone", [1, 3], ids=["told twice", "a report was lost"])
+def test_tokens_that_do_not_follow_the_last_ones_told_of_are_not_kept(run, replica_class, make, managed, start, gone):
+    async def go():
+        first, other = replica_class("first"), replica_class("other")
+        async with managed(first) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(2.5)
+            first.tell()
+            await asyncio.sleep(2)
+            first.tell()
+            first.told[0] = replace(first.told[0], start=gone)
+            await asyncio.sleep(0.1)
+            await manager.add(other)
+            first.die()
+            assert list((await task).token_ids) == WHOLE
+            assert list(other.submitted[0].prompt_token_ids) == [1, 2, 3, *WHOLE[:2]]
+
+    run(go())
+
+
+def test_a_late_report_of_an_earlier_attempt_changes_nothing(run, replica_class, make, managed, start):
+    async def go():
+        first, other = replica_class("first"), replica_class("other")
+        async with managed(first) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(1.5)
+            first.tell()
+            late = first.told[0]
+            await asyncio.sleep(1)
+            await manager.add(other)
+            first.die()
+            await asyncio.sleep(3)
+            other.told.append(late)  # of r#1, while r#2 runs
+            other._news.set()
+            await asyncio.sleep(0.1)
+            third = replica_class("third")
+            await manager.add(third)
+            other.die()
+            assert list((await task).token_ids) == WHOLE
+            assert list(third.submitted[0].prompt_token_ids) == [1, 2, 3, *WHOLE[:1]]
+            assert manager.stats().late_results == 0
+
+    run(go())
+
+
+def test_a_request_that_timed_out_keeps_what_its_silent_replica_told_of(
+    run, replica_class, make, managed, start, caplog
+):
+    async def go():
+        stuck, other = replica_class("stuck"), replica_class("other")
+        async with managed(stuck, generation_timeout_s=100.0) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(3.5)
+            stuck.tell()
+            await asyncio.sleep(0.1)
+            stuck._serving.clear()
+            stuck.deaf = True
+            await manager.add(other)
+            assert list((await task).token_ids) == WHOLE
+            assert list(other.submitted[0].prompt_token_ids) == [1, 2, 3, *WHOLE[:3]]
+            assert "request r#1 did not end within 100 s on stuck" in caplog.text
+
+    run(go())
+
+
+@pytest.mark.parametrize("mode", ["abort", "resume"])
+def test_mode_abort_discards_what_a_replica_that_does_not_pause_told_of(run, replica_class, make, managed, start, mode):
+    async def go():
+        deaf, other = replica_class("deaf"), replica_class("other")
+        async with managed(deaf) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(3.5)
+            deaf.tell()
+            await asyncio.sleep(0.1)
+            deaf.deaf = True
+            await manager.add(other)
+            await manager.interrupt(mode, 3.0)
+            await manager.resume()
+            assert list((await task).token_ids) == WHOLE
+            kept = {"abort": [], "resume": WHOLE[:3]}[mode]
+            assert list(other.submitted[0].prompt_token_ids) == [1, 2, 3, *kept]
 
     run(go())
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
 from roll_async.simulator.models import EngineFaults, RewardModel
 from roll_async.simulator.tables import Mode, Size, world
 from roll_async.simulator.world import simulate
@@ -33,6 +34,23 @@ def test_engines_that_are_started_again_carry_the_run_to_its_end():
     outcome = simulate(a_world(engines=(crash, replace(crash, crash_at_s=3.2)), max_restarts=2))
     assert outcome.end == "finished" and outcome.findings == ()
     assert outcome.servers.lost_servers == 2 and outcome.servers.returned_servers == 2
+
+
+def test_a_death_costs_what_was_generated_since_the_last_report_and_no_more():
+    """Answers of 5 minutes on engines of which one dies after 4: without reports all of that would come again."""
+    calm = a_world(engines=(EngineFaults(), EngineFaults()), steps=1)
+    patient = replace(
+        calm,
+        lengths=replace(calm.lengths, mean_tokens=3000.0, max_tokens=3000, sigma=0.0),
+        scheduler=replace(calm.scheduler, sampling=replace(calm.scheduler.sampling, max_new_tokens=3000)),
+        speed=replace(calm.speed, token_s=0.1, token_s_per_request=0.0),
+        manager=replace(calm.manager, max_concurrent_per_server=64),  # one engine alone has room for all
+    )
+    whole = simulate(patient)
+    killed = simulate(replace(patient, engines=(EngineFaults(), EngineFaults(crash_at_s=240.0))))
+    assert whole.end == killed.end == "finished" and whole.findings == killed.findings == ()
+    assert killed.servers.lost_servers == 1 and killed.servers.resumed == killed.servers.retried > 0
+    assert whole.ended_s < killed.ended_s < whole.ended_s + PROGRESS_INTERVAL_S + 0.5
 
 
 def test_a_scorer_outage_is_waited_out_and_loses_no_group():

@@ -80,6 +80,32 @@ def test_an_abort_returns_the_tokens_so_far_and_the_rest_comes_elsewhere():
     run_virtual(main())
 
 
+def test_progress_tells_the_tokens_since_the_last_report_under_their_versions():
+    async def main():
+        engine = await make(token_s=1.0)
+        task = asyncio.create_task(engine.generate(request("a")))
+        name = "a.0/0#1"
+        await asyncio.sleep(0.5)
+        assert engine.progress(name, 0) is None and engine.progress("unknown", 0) is None
+        await asyncio.sleep(2)
+        first = engine.progress(name, 0)
+        assert list(first.token_ids) == [3, 4] and first.version_runs == ((0, 2),)
+        assert engine.progress(name, 2) is None
+        await asyncio.sleep(2)
+        await hold(engine, 7)
+        await asyncio.sleep(2)
+        second = engine.progress(name, 2)
+        assert list(second.token_ids) == [5, 6, 7, 8] and second.version_runs == ((0, 2), (7, 2))
+        assert list(second.logprobs) == [logprob_of(0)] * 2 + [logprob_of(7)] * 2
+        await asyncio.sleep(3.4)
+        assert list(engine.progress(name, 6).token_ids) == [9, 10, 11]
+        done = await task
+        assert list(done.token_ids) == list(range(3, 13)) and done.version_runs == ((0, 4), (7, 6))
+        assert engine.progress(name, 0) is None
+
+    run_virtual(main())
+
+
 def test_kept_requests_go_on_after_a_push_and_carry_both_versions():
     async def main():
         engine = await make(token_s=1.0)

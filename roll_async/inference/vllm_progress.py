@@ -1,0 +1,70 @@
+"""What requests have generated so far, read from vLLM's front end.
+
+Requests run with FINAL_ONLY: nothing is put together for them before their end. The front end holds the tokens anyway,
+in the state of each request, where they cost nothing until somebody looks. These are names inside of vLLM, as of 0.32;
+a release without them reports no progress, and only the death of an engine costs more then.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roll_async.schema import VersionRuns, WeightVersion, cut_runs
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Part of an answer: R tokens."""
+
+    token_ids: array  # [R] int32
+    logprobs: array  # [R] float32
+    version_runs: VersionRuns
+
+
+class ProgressReader:
+    """Of one AsyncLLM, on its event loop: between two calls of its output handler every state is whole."""
+
+    def __init__(self, llm: AsyncLLM, *, labelled: bool) -> None:
+        """`labelled`: vLLM knows the weight version of every token."""
+        self._llm, self._labelled = llm, labelled
+        self._works = True
+
+    def read(self, internal_id: str, start: int, held_back: int, version: WeightVersion) -> Tokens | None:
+        """The tokens from `start` on but for the last `held_back` ones; None when there are none, or when vLLM does
+        not run the request. `internal_id`: vLLM's own for it. `version`: of tokens without a label.
+
+        A request that has ended is not found here, so a token that ends one is never read.
+        """
+        if not self._works:
+            return None
+        try:
+            state = self._llm.output_processor.request_states.get(internal_id)
+            if state is None:
+                return None
+            labels = state.weight_version_starts if self._labelled else []
+            return _part(state, start, held_back, [(int(label), first) for label, first in labels] or [(version, 0)])
+        except (AttributeError, TypeError) as error:
+            self._works = False
+            logger.warning("this vLLM does not tell what running requests have generated: %s", error)
+            return None
+
+
+def _part(state: RequestState, start: int, held_back: int, versions: list[tuple[WeightVersion, int]]) -> Tokens | None:
+    """`versions`: each with the first token that was sampled with it."""
+    tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs  # type: ignore[union-attr]
+    known = min(len(tokens), len(logprobs))
+    end = known - held_back
+    if end <= start:
+        return None
+    ends = [first for _, first in versions[1:]] + [known]
+    runs = tuple((version, last - first) for (version, first), last in zip(versions, ends, strict=True))
+    return Tokens(array("i", tokens[start:end]), array("f", logprobs[start:end]), cut_runs(runs, start, end))
