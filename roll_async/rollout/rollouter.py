@@ -61,6 +61,12 @@ class RollouterStats:
     """Engines alive now."""
     lost_servers: int
     returned_servers: int
+    retried: int
+    """Requests given to an engine again because one died, failed or did not end them."""
+    resumed: int
+    """Requests given to an engine with tokens they had already."""
+    late_results: int
+    """Replies of attempts that no longer counted, refused."""
     busy_s: float
     """Seconds during which at least one request ran."""
     judged: Mapping[str, int] = field(default_factory=dict)
@@ -248,6 +254,9 @@ class Rollouter:
             num_servers=self._manager.num_servers,
             lost_servers=servers.lost_servers,
             returned_servers=servers.returned_servers,
+            retried=servers.retried,
+            resumed=servers.resumed,
+            late_results=servers.late_results,
             busy_s=servers.busy_s,
             judged=dict(self._judged),
         )

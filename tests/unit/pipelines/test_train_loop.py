@@ -88,6 +88,7 @@ def test_the_death_of_the_only_engine_costs_time_and_nothing_else(run, a_run):
     assert sorted(hit.rows) == list(range(24)) and [s for s, _ in hit.learned] == [1, 2, 3, 4, 5, 6]
     last = hit.published[-1]
     assert (last["rollout/lost_engines"], last["rollout/returned_engines"], last["rollout/engines"]) == (1, 1, 1)
+    assert last["rollout/retried"] > 0 and last["rollout/resumed"] > 0 and last["rollout/late_results"] == 0
     assert max(m["staleness/max"] for m in hit.published) <= 1
 
 
