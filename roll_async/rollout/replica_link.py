@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Protocol
 
 from roll_async.inference.protocol import EngineReport, PauseMode
@@ -92,6 +92,10 @@ class ReplicaLink:
         """End these attempts."""
         await self._call(self.client.abort(wire_ids))
 
+    async def ping(self) -> None:
+        """Returns when the replica has answered."""
+        await self._call(self.client.load())
+
     def take(self, wire_id: str) -> PendingRequest | None:
         """This attempt ends here; later replies of it are late. None when it was not in flight."""
         pending = self.in_flight.pop(wire_id, None)
@@ -99,7 +103,7 @@ class ReplicaLink:
             self.drained.set()
         return pending
 
-    async def _call(self, work: Coroutine[object, object, None]) -> None:
+    async def _call(self, work: Coroutine[object, object, object]) -> None:
         """A control call."""
         try:
             await work
@@ -143,3 +147,49 @@ class ReplicaLink:
                 self._listener.reported(self, await self.client.collect())
         except ConnectionError as error:
             self._listener.lost(self, str(error))
+
+
+async def ask_all(
+    links: Iterable[ReplicaLink],
+    what: str,
+    call: Callable[[ReplicaLink], Coroutine[object, object, None]],
+    timeout_s: float,
+    *,
+    slices: int = 1,
+) -> dict[ReplicaLink, str]:
+    """A control call to every replica at once. Those that failed it, with the error; empty: not done in time.
+
+    The time is waited for in so many slices: when this process stood still itself, for however long, one of them at
+    most is over, and the answers that came meanwhile are read in the next.
+    """
+    loop = asyncio.get_running_loop()
+    calls = {loop.create_task(call(link), name=f"{what} {link.name}"): link for link in links}
+    if not calls:
+        return {}
+    try:
+        late: set[asyncio.Task[None]] = set(calls)
+        for _ in range(slices):
+            if late:
+                _, late = await asyncio.wait(calls, timeout=max(0.0, timeout_s / slices))
+    finally:
+        for task in calls:
+            task.cancel()
+    failed = {}
+    for task, link in calls.items():
+        error = None if task in late else task.exception()
+        if task in late:
+            failed[link] = ""
+        elif isinstance(error, (RuntimeError, OSError, ValueError)):
+            failed[link] = f"{type(error).__name__}: {error}"
+        elif error is not None:
+            raise error
+    return failed
+
+
+async def wait_drained(links: Iterable[ReplicaLink], timeout_s: float) -> None:
+    """Until nothing is in flight anywhere, or the time is over."""
+    waits = [asyncio.ensure_future(link.drained.wait()) for link in links if not link.drained.is_set()]
+    if waits:
+        await asyncio.wait(waits, timeout=timeout_s)
+    for wait in waits:
+        wait.cancel()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from roll_async.inference.protocol import EngineReport, PauseMode
 from roll_async.rollout.load_index import ReplicaChoice
 from roll_async.rollout.protocol import EngineClient
-from roll_async.rollout.replica_link import ReplicaLink
+from roll_async.rollout.replica_link import ReplicaLink, ask_all, wait_drained
 from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
 from roll_async.rollout.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.waiting import WaitingRequests
@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _SWEEPS_PER_TIMEOUT = 10
 
+_HEARTBEAT_S = 5.0
+"""How often replicas are asked whether they live."""
+_HEARTBEAT_SLICES = 10
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManagerOptions:
@@ -42,7 +46,7 @@ class ManagerOptions:
     generation_timeout_s: float = 3600.0
     request_retries: int = 3
     interrupt_timeout_s: float = 30.0
-    """A replica that takes longer to acknowledge an abort or a resume does not do it."""
+    """A replica that takes longer to acknowledge an abort or a resume, or to tell its load, does not do it."""
     batch_creation_interval_s: float = 0.0
     """New requests are dispatched in rounds, at least so far apart: a burst leaves in one call per replica."""
 
@@ -61,6 +65,7 @@ class AsyncLLMServerManager:
         self._waiting = WaitingRequests()
         self._counts = ServerCounts()
         self._dispatching, self._foreground_only = True, False
+        self._num_interrupts = 0
         self._interrupt_mode: str | None = None
         self._round: asyncio.Handle | None = None
         self._last_round_s = float("-inf")
@@ -74,6 +79,7 @@ class AsyncLLMServerManager:
         for name in list(self._links):
             self._begin(name)
         self._spawn(self._sweep(), "request deadlines")
+        self._spawn(self._heartbeat(), "heartbeat of the engines")
 
     def _begin(self, name: str) -> None:
         self._choice.set(name, 0)
@@ -185,18 +191,18 @@ class AsyncLLMServerManager:
         A replica that does not acknowledge in time is taken out; its requests go on elsewhere from their last token.
         Raises ConnectionError when it was the last one and does not come back.
         """
-        self._dispatching = False
+        self._dispatching, self._num_interrupts = False, self._num_interrupts + 1
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if mode == "wait":
-            await self._wait_drained(timeout_s / 2)
+            await wait_drained(self._links.values(), timeout_s / 2)
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
         pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
         if mode != "keep":
             self._recall()
         await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
         if mode != "keep":
-            await self._wait_drained(max(0.0, deadline - loop.time()))
+            await wait_drained(self._links.values(), max(0.0, deadline - loop.time()))
             for pending in self._all_in_flight():  # stopped, and its tokens never came: continue from what we have
                 self._detach(pending)
                 self._keep_received(pending)
@@ -222,22 +228,10 @@ class AsyncLLMServerManager:
         """A control call to every replica at once. Who fails it, or is not done in what is left of the time, is out.
         Raises ConnectionError when nobody is left.
         """
-        calls = {asyncio.ensure_future(call(link)): link for link in self._links.values()}
-        if not calls:
+        if not self._links:
             return
-        try:
-            done, late = await asyncio.wait(calls, timeout=max(0.0, left_s))
-        finally:
-            for task in calls:
-                task.cancel()
-        for task in late:
-            self.lost(calls[task], f"did not {what} within {of_s:g} s")
-        for task in done:
-            error = task.exception()
-            if isinstance(error, (RuntimeError, OSError, ValueError)):
-                self.lost(calls[task], f"did not {what}: {type(error).__name__}: {error}")
-            elif error is not None:
-                raise error
+        for link, error in (await ask_all(self._links.values(), what, call, left_s)).items():
+            self.lost(link, f"did not {what}: {error}" if error else f"did not {what} within {of_s:g} s")
         if not self._links and not self._expected:
             await self.wait_failed()
 
@@ -466,15 +460,32 @@ class AsyncLLMServerManager:
             late = [p for p in self._all_in_flight() if p.dispatched_s < limit]
             if not late or not self._dispatching:
                 continue
+            for pending in late:
+                logger.warning("request %s did not end within %g s on %s", pending.wire_id, timeout, pending.server)
             await self._abort_on_servers(late)
             await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
             for pending in late:
                 if pending.server is not None and pending.dispatched_s < limit:
                     name = pending.server
-                    logger.warning("request %s did not end within %g s on %s", pending.wire_id, timeout, name)
                     self._detach(pending)
                     self._retry(pending, name, f"silent for {timeout:g} s")
             self._pump()
+
+    async def _heartbeat(self) -> None:
+        """Take out replicas that do nothing at all, such as a stopped process: no call to them fails, and requests
+        alone would tell after `generation_timeout`. A weight push has deadlines of its own: none is asked while it
+        stops the replicas, and an answer it came across says nothing.
+        """
+        limit_s = self._options.interrupt_timeout_s
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            if not self._dispatching:
+                continue
+            before = self._num_interrupts
+            links, call = self._links.values(), ReplicaLink.ping
+            failed = await ask_all(links, "heartbeat of", call, limit_s, slices=_HEARTBEAT_SLICES)
+            for link, error in failed.items() if before == self._num_interrupts else ():
+                self.lost(link, f"its load is an error: {error}" if error else f"no sign of life for {limit_s:g} s")
 
     async def _abort_on_servers(self, running: Sequence[PendingRequest]) -> None:
         by_server: dict[str, list[str]] = {}
@@ -487,13 +498,6 @@ class AsyncLLMServerManager:
                 await asyncio.gather(*calls)
         except TimeoutError:
             logger.warning("abort was not acknowledged within %g s", self._options.interrupt_timeout_s)
-
-    async def _wait_drained(self, timeout_s: float) -> None:
-        waits = [asyncio.ensure_future(s.drained.wait()) for s in self._links.values() if not s.drained.is_set()]
-        if waits:
-            await asyncio.wait(waits, timeout=timeout_s)
-        for wait in waits:
-            wait.cancel()
 
     def _all_in_flight(self) -> list[PendingRequest]:
         return [p for link in self._links.values() for p in link.in_flight.values()]

@@ -1,5 +1,6 @@
 """Real parts with one deliberate fault each: the invariants must notice every one of them."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -161,6 +162,13 @@ class ForgetsProgress(AsyncLLMServerManager):
         super().reported(link, replace(report, progress=()))
 
 
+class HasNoHeartbeat(AsyncLLMServerManager):
+    """Waits for requests to time out."""
+
+    async def _heartbeat(self):
+        await asyncio.Event().wait()
+
+
 class BelievesEveryReport(AsyncLLMServerManager):
     """Takes what is told of a running request for the next tokens, whatever was lost or came twice before."""
 
@@ -202,6 +210,7 @@ MUTANTS = {
     "waits for every pause": (Classes(manager=WaitsForEveryPause), 6),
     "drops requests of dead engines": (Classes(manager=DropsDeadRequests), 6),
     "forgets progress": (Classes(manager=ForgetsProgress), 6),
+    "has no heartbeat": (Classes(manager=HasNoHeartbeat), 6),
     "believes every report": (Classes(manager=BelievesEveryReport), 5),
     "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
     "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),

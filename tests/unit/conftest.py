@@ -77,8 +77,9 @@ class FakeReplica:
     def __init__(self, name, token_s=1.0, version=0):
         self.name, self.token_s, self.version = name, token_s, version
         self.submitted, self.calls, self.aborted, self.told = [], [], [], []
-        self.silent = self.deaf = False
+        self.silent = self.deaf = self.frozen = False
         self.refuse = 0
+        self.load_s, self.load_error = 0.0, None
         self.peak = 0
         self._texts, self._tasks, self._done, self._failed = {}, {}, [], []
         self._dead, self._news, self._serving = None, asyncio.Event(), asyncio.Event()
@@ -105,7 +106,12 @@ class FakeReplica:
         self._done.append(completion)
         self._news.set()
 
+    async def _reach(self):
+        if self.frozen:
+            await asyncio.sleep(1e6)
+
     async def submit(self, requests):
+        await self._reach()
         self._alive(f"submit {len(requests)}")
         for request in requests:
             self.submitted.append(request)
@@ -139,11 +145,12 @@ class FakeReplica:
         done, self._done = self._done, []
         failed, self._failed = self._failed, []
         told, self.told = self.told, []
-        load = await self.load()
+        load = self._load()
         return EngineReport(completions=tuple(done), failures=tuple(failed), load=load, progress=tuple(told))
 
     async def abort(self, request_ids):
         self._alive("abort")
+        await self._reach()
         if self.deaf:
             await asyncio.sleep(1e6)
         self.aborted += request_ids
@@ -165,6 +172,15 @@ class FakeReplica:
         self._serving.set()
 
     async def load(self):
+        self.calls.append("load")
+        await self._reach()
+        await asyncio.sleep(self.load_s / 2)
+        await asyncio.sleep(self.load_s / 2)
+        if self.load_error is not None:
+            raise self.load_error
+        return self._load()
+
+    def _load(self):
         return EngineLoad(running=len(self._tasks), waiting=0, free_kv_fraction=0.5)
 
 

@@ -53,6 +53,18 @@ def test_a_death_costs_what_was_generated_since_the_last_report_and_no_more():
     assert whole.ended_s < killed.ended_s < whole.ended_s + PROGRESS_INTERVAL_S + 0.5
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("interrupt", ["wait", "resume"])
+def test_a_frozen_engine_costs_half_a_minute_where_requests_may_take_longer_than_the_trainer_waits(interrupt, restarts):
+    """The time-outs of a config that names none: a batch may be missing for 1,800 s, a request may take 3,600 s."""
+    calm = a_world(ratio=0.0, engines=(EngineFaults(), EngineFaults(frozen_from_s=0.5)), max_restarts=restarts)
+    assert calm.manager.generation_timeout_s > calm.queue.stall_timeout_s > calm.manager.interrupt_timeout_s == 30
+    outcome = simulate(replace(calm, sync=replace(calm.sync, interrupt_mode=interrupt, interrupt_timeout_s=30.0)))
+    assert outcome.end == "finished" and outcome.findings == ()
+    assert outcome.servers.lost_servers == 1 and outcome.servers.retried > 0
+    assert outcome.ended_s < 30 + 5 + 1 + 1.2 * simulate(a_world(ratio=0.0)).ended_s
+
+
 def test_a_scorer_outage_is_waited_out_and_loses_no_group():
     rewards = RewardModel(seconds=0.1, outage_from_s=2.0, outage_for_s=60.0)
     outcome = simulate(a_world(rewards=rewards))
