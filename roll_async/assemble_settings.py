@@ -26,7 +26,7 @@ from roll_async.prompts.rows import Columns
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import FilterBudget
-from roll_async.rollout.server_manager import ManagerOptions
+from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.learner import LearnerOptions
 from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings, ParallelSizes

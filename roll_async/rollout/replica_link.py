@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from roll_async.inference.protocol import EngineReport, PauseMode
@@ -184,6 +184,20 @@ async def ask_all(
         elif error is not None:
             raise error
     return failed
+
+
+async def abort_on(links: Mapping[str, ReplicaLink], running: Sequence[PendingRequest], timeout_s: float) -> bool:
+    """End the present attempts of these requests, wherever they run. False: not acknowledged in time."""
+    by_server: dict[str, list[str]] = {}
+    for pending in running:
+        if pending.server is not None:
+            by_server.setdefault(pending.server, []).append(pending.wire_id)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*(links[name].abort(ids) for name, ids in by_server.items() if name in links))
+    except TimeoutError:
+        return False
+    return True
 
 
 async def wait_drained(links: Iterable[ReplicaLink], timeout_s: float) -> None:

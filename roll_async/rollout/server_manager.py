@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_async.inference.protocol import EngineReport, PauseMode
 from roll_async.rollout.load_index import ReplicaChoice
+from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import EngineClient
-from roll_async.rollout.replica_link import ReplicaLink, ask_all, wait_drained
+from roll_async.rollout.replica_link import ReplicaLink, abort_on, ask_all, wait_drained
 from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
 from roll_async.rollout.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.waiting import WaitingRequests
@@ -36,19 +36,6 @@ _SWEEPS_PER_TIMEOUT = 10
 _HEARTBEAT_S = 5.0
 """How often replicas are asked whether they live."""
 _HEARTBEAT_SLICES = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ManagerOptions:
-    """The part of the config the manager obeys. Times in seconds of the loop."""
-
-    max_concurrent_per_server: int = 128
-    generation_timeout_s: float = 3600.0
-    request_retries: int = 3
-    interrupt_timeout_s: float = 30.0
-    """A replica that takes longer to acknowledge an abort or a resume, or to tell its load, does not do it."""
-    batch_creation_interval_s: float = 0.0
-    """New requests are dispatched in rounds, at least so far apart: a burst leaves in one call per replica."""
 
 
 class AsyncLLMServerManager:
@@ -488,15 +475,7 @@ class AsyncLLMServerManager:
                 self.lost(link, f"its load is an error: {error}" if error else f"no sign of life for {limit_s:g} s")
 
     async def _abort_on_servers(self, running: Sequence[PendingRequest]) -> None:
-        by_server: dict[str, list[str]] = {}
-        for pending in running:
-            if pending.server is not None:
-                by_server.setdefault(pending.server, []).append(pending.wire_id)
-        calls = [self._links[name].abort(ids) for name, ids in by_server.items() if name in self._links]
-        try:
-            async with asyncio.timeout(self._options.interrupt_timeout_s):
-                await asyncio.gather(*calls)
-        except TimeoutError:
+        if not await abort_on(self._links, running, self._options.interrupt_timeout_s):
             logger.warning("abort was not acknowledged within %g s", self._options.interrupt_timeout_s)
 
     def _all_in_flight(self) -> list[PendingRequest]:

@@ -10,7 +10,7 @@ from roll_async.buffer.states import QueueOptions
 from roll_async.pipelines.train_loop import RunPlan
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
-from roll_async.rollout.server_manager import ManagerOptions
+from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
 from roll_async.weight_sync.synchronizer import SyncOptions

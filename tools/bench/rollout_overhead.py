@@ -49,7 +49,8 @@ async def measure(model: str, count: int, rounds: int) -> tuple[list[float], lis
     from roll_async.cluster.placement import NodePool, place
     from roll_async.inference.settings import EngineSettings
     from roll_async.inference.vllm_engine import VllmEngine
-    from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+    from roll_async.rollout.manager_options import ManagerOptions
+    from roll_async.rollout.server_manager import AsyncLLMServerManager
 
     settings = EngineSettings(model_folder=model, dtype="fp32", device="cpu", max_model_len=256, max_running=256)
     placements = place(None, num_processes=1, num_gpus_per_node=8, num_threads=1)

@@ -8,7 +8,8 @@ import pytest
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import GeneratedTooMany
-from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
 
 

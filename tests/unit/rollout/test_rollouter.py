@@ -14,8 +14,9 @@ from roll_async.buffer.states import QueueOptions
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
+from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Reward, RewardStatus, SamplingParams
 
 

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll_async.rollout.conversations import Conversations, ScoringOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager, ManagerOptions
+from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Completion, FinishReason, SamplingParams
 

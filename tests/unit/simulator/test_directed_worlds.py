@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
 from roll_async.simulator.models import EngineFaults, RewardModel
 from roll_async.simulator.tables import Mode, Size, world

@@ -17,7 +17,7 @@ SMALL = ["rollout_batch_size=8", "actor_train.training_args.gradient_accumulatio
 @pytest.mark.parametrize("kills", [[], ["--kills"]])
 def test_two_runs_of_one_seed_leave_byte_identical_traces(tmp_path, capsys, kills):
     for name in ("1", "2"):
-        assert main(["simulate", "--seed", "11", *kills, "--trace", str(tmp_path / name)]) == 0
+        assert main(["simulate", "--seed", "13", *kills, "--trace", str(tmp_path / name)]) == 0
     first, second = ((tmp_path / name).read_bytes() for name in ("1", "2"))
     assert first == second and len(json.loads(first)["traceEvents"]) > 10
 

@@ -1,0 +1,18 @@
+"""Settings of the server manager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManagerOptions:
+    """The part of the config the manager obeys. Times in seconds of the loop."""
+
+    max_concurrent_per_server: int = 128
+    generation_timeout_s: float = 3600.0
+    request_retries: int = 3
+    interrupt_timeout_s: float = 30.0
+    """A replica that takes longer to acknowledge an abort or a resume, or to tell its load, does not do it."""
+    batch_creation_interval_s: float = 0.0
+    """New requests are dispatched in rounds, at least so far apart: a burst leaves in one call per replica."""
