@@ -84,7 +84,14 @@ class RolloutRoles:
         )
         queue = MessageQueue(settings.queue_options(config), _ledger(config))
         queue.restore(order.restored, order.position)
-        rollouter = order.rollouter(queue, scheduler, manager, self.prompts, budget=settings.filter_budget(config))
+        rollouter = order.rollouter(
+            queue,
+            scheduler,
+            manager,
+            self.prompts,
+            budget=settings.filter_budget(config),
+            stop_timeout_s=config.async_training.interrupt.timeout,
+        )
         synchronizer = ParameterSynchronizer(
             order.source,
             rollouter,

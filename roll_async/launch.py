@@ -7,8 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0, 2, 3, 4, 130
+_CLOSE_WITHIN_S = 10.0
+"""After a second Ctrl-C; the reaper (`cluster/reaper.py`) ends what is left then."""
 _MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
+
+
+class EndedAtOnce(KeyboardInterrupt):
+    """A second Ctrl-C or SIGTERM."""
 
 
 def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasses | None = None) -> int:
@@ -85,6 +91,8 @@ def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
         folder.write_config(dump(config))
         folder.open_log(*classes.log_names)
         return _run_in(config, folder, classes)
+    except EndedAtOnce:
+        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing to save", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -105,7 +113,7 @@ def exit_code(error: BaseException) -> int | None:
     from roll_async.buffer.errors import StallError
 
     match first_cause(error):
-        case KeyboardInterrupt():
+        case KeyboardInterrupt() | asyncio.CancelledError():
             return EXIT_INTERRUPTED
         case StallError():
             return EXIT_STALLED
@@ -165,7 +173,7 @@ async def _train(
     observers: tuple[Recorder, RunFolder],
     classes: RunClasses,
 ) -> RunEnd:
-    """Start the roles, train, export. Ctrl-C and SIGTERM end the run after the step under way, with its state saved."""
+    """Start the roles, train, export."""
     from roll_async.assemble import build_run
     from roll_async.cluster.garbage import start_without_collections
 
@@ -182,16 +190,51 @@ async def _train(
                 run = await starting
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, _ask_to_stop, run.pipeline)
         recorder.begin()
         try:
-            end = await run.pipeline.run()
+            with obeying_signals(run.pipeline, config.checkpoint.output_dir):
+                end = await run.pipeline.run()
+                await run.actor.export_hf(str(folder.path / "hf"))
         finally:
             if run.pipeline.rescued is not None:
-                print(f"\n{_way_on(config, run.pipeline.rescued)}", file=sys.stderr, flush=True)
-        await run.actor.export_hf(str(folder.path / "hf"))
+                _say(_way_on(config, run.pipeline.rescued))
     return end
+
+
+@contextmanager
+def obeying_signals(pipeline: RLVRPipeline, checkpoints: str) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after the step under way, its state saved. The second ends the block of
+    this task at once with EndedAtOnce; if closing the roles takes more than seconds, the process, and the reaper them.
+    """
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    assert running is not None
+    signals = 0
+
+    def tell() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            _say("stopping after the step under way; the state will be saved (once more: end at once, save nothing)")
+            pipeline.request_stop()
+            return
+        if signals == 2:
+            trained = f"the last whole step was {pipeline.trained_step}"
+            _say(f"ending at once: what the newest checkpoint in {checkpoints} does not hold is not saved; {trained}")
+            loop.call_later(_CLOSE_WITHIN_S, os._exit, EXIT_INTERRUPTED)
+        running.cancel()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, tell)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if signals < 2:
+            raise
+        raise EndedAtOnce from None
+
+
+def _say(line: str) -> None:
+    print(f"\n{line}", file=sys.stderr, flush=True)
 
 
 def _way_on(config: RLVRConfig, rescued: str) -> str:
@@ -203,11 +246,6 @@ def _way_on(config: RLVRConfig, rescued: str) -> str:
     if newest is None:
         return f"{rescued}; there is no checkpoint"
     return f"{rescued}; go on after {newest} with checkpoint.resume_from=latest"
-
-
-def _ask_to_stop(pipeline: RLVRPipeline) -> None:
-    print("\nstopping after the step under way; the state will be saved", file=sys.stderr, flush=True)
-    pipeline.request_stop()
 
 
 def _report(config: RLVRConfig, folder: RunFolder, end: RunEnd) -> int:

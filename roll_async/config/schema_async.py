@@ -28,7 +28,7 @@ class InterruptConfig:
     mode: Literal["wait", "abort", "resume", "keep"] = "resume"
     """Finish first; discard and requeue; keep the tokens and re-prefill; continue in place with the KV cache."""
     timeout: float = bounded(30.0, "> 0")
-    """Seconds within which the engines must have paused."""
+    """Seconds within which the engines must have paused; a stop waits so long for groups, then cuts them short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ class FaultPolicy:
     stall_timeout: float = bounded(1800.0, "> 0")
     """Seconds without progress at any wait: report who waits for whom, end the run."""
     rpc_timeout: float = bounded(3600.0, "> 0")
-    """Seconds of one remote call."""
+    """Seconds of one remote call, a start or a save included; must be longer than a step. Then the run ends."""
     env_timeout: float = bounded(600.0, "> 0")
     """Seconds of one environment step; then the trajectory is restarted."""
     request_retries: int = bounded(3, ">= 0")

@@ -50,6 +50,11 @@ class RLVRPipeline:
         """Finish the step under way, save, and end with RunEnd.INTERRUPTED. Safe to call more than once."""
         self._trainer.request_stop()
 
+    @property
+    def trained_step(self) -> int:
+        """Last whole step."""
+        return self._trainer.trained
+
     async def run(self) -> RunEnd:
         """Push the first weights, then generate and train until the end. Errors of any role are raised after all loops
         stopped, the first one first; `self.rescued` says what became of the last step then.

@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
@@ -96,9 +97,11 @@ class Rollouter:
         prompts: PromptSource,
         *,
         budget: FilterBudget | None = None,
+        stop_timeout_s: float = 30.0,
     ) -> None:
+        """`stop_timeout_s`: so long `stop` waits for groups before it cuts them short."""
         self._queue, self._scheduler, self._manager, self._prompts = queue, scheduler, manager, prompts
-        self._budget = budget
+        self._budget, self._stop_timeout_s = budget, stop_timeout_s
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
         self._running = asyncio.Event()
@@ -226,13 +229,35 @@ class Rollouter:
         await self._manager.resume()
 
     async def stop(self) -> None:
-        """Start nothing more, abort what runs, give its slots back; `run` then returns."""
+        """Start nothing more, abort what runs, give its slots back; `run` then returns. What has not ended after
+        `stop_timeout_s`, because it is being scored or is the user's own, is cut short.
+        """
         self._stopping.set()
         self._running.set()
         self._queue.stop_reserving()
-        while running := [t for t in self._groups.values() if not t.done()]:
-            await self._manager.abort_all()
-            await asyncio.wait(running, timeout=_ABORT_AGAIN_S)
+        deadline = asyncio.get_running_loop().time() + self._stop_timeout_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while running := self._unfinished():
+                    await self._manager.abort_all()
+                    await asyncio.wait(running.values(), timeout=_ABORT_AGAIN_S)
+        if self._unfinished():
+            await self._cut_short()
+
+    def _unfinished(self) -> dict[int, asyncio.Task[None]]:
+        return {group_id: task for group_id, task in self._groups.items() if not task.done()}
+
+    async def _cut_short(self) -> None:
+        """Cancel the groups that are left. Their prompts come again when the run goes on."""
+        cut = self._unfinished()
+        logger.warning("%d groups did not end within %g s and are cut short", len(cut), self._stop_timeout_s)
+        while running := self._unfinished():
+            for task in running.values():
+                task.cancel()
+            await asyncio.wait(running.values(), timeout=_ABORT_AGAIN_S)
+        for group_id, task in cut.items():
+            if task.cancelled():
+                await self._queue.release(group_id, Outcome.REQUEUED, "cut short by the stop")
 
     def stats(self) -> RollouterStats:
         """Counters since the start."""

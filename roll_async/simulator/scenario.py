@@ -53,17 +53,23 @@ class Scenario:
 
     @property
     def patience_s(self) -> float:
-        """Seconds within which a run has ended after it was told to: the step under way, a push with all its attempts,
-        an abort that nobody acknowledges, rewards that never answer, a save. Each of these waits has a deadline.
+        """Seconds within which a run has ended after it was told to: a save, the step under way, a push with all its
+        attempts, then the end. Each of these waits has a deadline; how long a sample or a score takes is in none.
         """
-        sync, scheduler, train = self.sync, self.scheduler, self.train
+        sync, train = self.sync, self.train
         tokens = self.samples_per_batch * self.lengths.max_tokens
         step_s = (train.step_s + train.token_s * tokens) * (1 + train.jitter)
         attempts = sync.max_retries + 1
         push_s = attempts * (2 * sync.timeout_s + sync.retry_delay_s + train.transfer_s) + train.swap_s
-        abort_s = 2 * sync.interrupt_timeout_s + 4 * self.manager.interrupt_timeout_s
-        scoring_s = scheduler.scoring.outage_patience_s + 2 * scheduler.scoring.reward_timeout_s + 30.0
-        return step_s + push_s + abort_s + scoring_s + 2 * train.save_s + 1.0
+        pause_s = sync.interrupt_timeout_s + 2 * self.manager.interrupt_timeout_s
+        return train.save_s + step_s + push_s + pause_s + self.ending_s
+
+    @property
+    def ending_s(self) -> float:
+        """Seconds from the end of training to the end of the run: what still runs is aborted or cut short, and the last
+        step is saved.
+        """
+        return self.manager.interrupt_timeout_s + self.train.save_s + 0.1
 
 
 def _patient(calm: Scenario) -> Scenario:

@@ -48,6 +48,7 @@ class Classes:
     queue: type[MessageQueue] = MessageQueue
     manager: type[AsyncLLMServerManager] = AsyncLLMServerManager
     synchronizer: type[ParameterSynchronizer] = ParameterSynchronizer
+    rollouter: type[Rollouter] = Rollouter
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,6 +116,10 @@ class _SeenRollouter(Rollouter):
         await super().interrupt(mode, timeout_s)
         self.watch.paused(mode, self.world.serving(), self.world.manager.stats().in_flight)
 
+    async def stop(self) -> None:
+        self.world.ending_s = asyncio.get_running_loop().time()
+        await super().stop()
+
     async def release(self) -> None:
         self.watch.resuming(self.world.serving())
         await super().release()
@@ -123,8 +128,8 @@ class _SeenRollouter(Rollouter):
 class _Observer:
     """`pipelines/protocol.py: Observes`; adds how busy both sides were so far."""
 
-    def __init__(self, outcome: SimOutcome, trainer: SimTrainer, world: World, replicas: list[SimReplica]) -> None:
-        self._outcome, self._trainer, self._world, self._replicas = outcome, trainer, world, replicas
+    def __init__(self, outcome: SimOutcome, trainer: SimTrainer, replicas: list[SimReplica]) -> None:
+        self._outcome, self._trainer, self._replicas = outcome, trainer, replicas
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         engines_s = sum(r.engine.busy_until_now_s() for r in self._replicas if r.alive)
@@ -138,8 +143,6 @@ class _Observer:
     def event(self, name: str, **fields: float | str) -> None:
         now = asyncio.get_running_loop().time()
         self._outcome.spans.append(("events", name, now, now, fields))
-        if name == "end_of_data":
-            self._world.ended_for_s = now
 
 
 class World:
@@ -157,8 +160,10 @@ class World:
         self._scenario, self.watch, self._outcome, self.store = scenario, watch, outcome, store
         self._ledger, self._classes = ledger, classes
         self._all_replicas: list[SimReplica] = []
-        self.ended_for_s: float | None = None
-        """When the run was told to end: by Ctrl-C, or by the end of the data."""
+        self._stopped_s: float | None = None
+        """Somebody pressed Ctrl-C."""
+        self.ending_s: float | None = None
+        """The training was over, and the rollout told to stop."""
         self.manager: AsyncLLMServerManager
         self.queue: MessageQueue | None = None
 
@@ -188,15 +193,17 @@ class World:
 
     async def _build(self, stack: AsyncExitStack) -> tuple[RLVRPipeline, SimTrainer]:
         scenario, classes = self._scenario, self._classes
-        queue_class = type("_SeenQueue", (_Seen, classes.queue), {"watch": self.watch, "world": self})
+        seen = {"watch": self.watch, "world": self}
+        queue_class = type("_SeenQueue", (_Seen, classes.queue), seen)
         queue = queue_class(scenario.queue, self._ledger)
         replicas = [self._replica(f"engine-{i}", faults) for i, faults in enumerate(scenario.engines)]
         self.manager = manager = classes.manager(replicas, scenario.manager)
         await manager.start()
         stack.push_async_callback(self._close)
         scheduler = ChatCompletionScheduler(manager, SimScorer(scenario.seed, scenario.rewards), scenario.scheduler)
-        rollouter = _SeenRollouter(queue, scheduler, manager, SimPrompts(scenario.num_prompts))
-        rollouter.watch, rollouter.world = self.watch, self
+        prompts, stop_timeout_s = SimPrompts(scenario.num_prompts), scenario.manager.interrupt_timeout_s
+        rollouter_class = type("_SeenRollouter", (_SeenRollouter, classes.rollouter), seen)
+        rollouter = rollouter_class(queue, scheduler, manager, prompts, stop_timeout_s=stop_timeout_s)
         masks = scenario.queue.bound_versions if scenario.queue.policy.value == "token_mask" else None
         trainer = SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self.watch.batch)
         supervisor = EngineSupervisor(
@@ -223,7 +230,7 @@ class World:
             learner=trainer,
             synchronizer=synchronizer,
             checkpoint=SimCheckpoint(queue, self.store, scenario.train),
-            observer=_Observer(self._outcome, trainer, self, self._all_replicas),
+            observer=_Observer(self._outcome, trainer, self._all_replicas),
         )
         pipeline = RLVRPipeline(parts, replace(scenario.plan, first_step=step + 1))
         self._spoil(pipeline)
@@ -263,7 +270,7 @@ class World:
         replica.crash()
 
     def _stop(self, pipeline: RLVRPipeline) -> None:
-        self.ended_for_s = asyncio.get_running_loop().time()
+        self._stopped_s = asyncio.get_running_loop().time()
         pipeline.request_stop()
 
     async def _close(self) -> None:
@@ -312,12 +319,16 @@ class World:
 
     def _check_in_time(self, trainer: SimTrainer) -> None:
         """Invariant 9: from what ended the run to its end; an error waits for nobody."""
-        since_s, patience_s, why = self.ended_for_s, self._scenario.patience_s, "was told to"
-        if trainer.failed_s is not None:
-            since_s, patience_s, why = trainer.failed_s, 0.1, "lost its trainer"
-        late_s = 0.0 if since_s is None else self._outcome.ended_s - since_s
-        if late_s > patience_s:
-            self.watch.report(9, f"ended {late_s:.1f} s after it {why}, more than {patience_s:.1f} s")
+        scenario, failed_s = self._scenario, trainer.failed_s
+        waits = {
+            "lost its trainer": (failed_s, 0.1),
+            "was told to": (self._stopped_s if failed_s is None else None, scenario.patience_s),
+            "stopped the rollout": (self.ending_s, scenario.ending_s),
+        }
+        for why, (since_s, patience_s) in waits.items():
+            late_s = 0.0 if since_s is None else self._outcome.ended_s - since_s
+            if late_s > patience_s:
+                self.watch.report(9, f"ended {late_s:.1f} s after it {why}, more than {patience_s:.1f} s")
 
 
 def simulate(scenario: Scenario, classes: Classes | None = None, *, check: bool = True) -> SimOutcome:

@@ -10,6 +10,7 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import due_step
 from roll_async.buffer.states import Outcome
 from roll_async.rollout.requests import PendingRequest
+from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.models import EngineFaults
 from roll_async.simulator.scenario import random_killed_scenario, random_scenario
@@ -195,6 +196,13 @@ class HeldBeforeCommitted(ParameterSynchronizer):
         return await super().push(version)
 
 
+class WaitsForEveryGroup(Rollouter):
+    """A stop that waits for groups however long they are scored."""
+
+    async def _cut_short(self):
+        await asyncio.wait(self._unfinished().values())
+
+
 MUTANTS = {
     "slot free when trained": (Classes(queue=SlotFreeWhenTrained), 1),
     "slot free when finished": (Classes(queue=SlotFreeWhenFinished), 1),
@@ -214,6 +222,7 @@ MUTANTS = {
     "believes every report": (Classes(manager=BelievesEveryReport), 5),
     "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
     "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),
+    "waits for every group": (Classes(rollouter=WaitsForEveryGroup), 9),
 }
 """Name to (parts, number of the invariant that notices)."""
 
@@ -231,7 +240,7 @@ def every_reply_twice(seed):
         engines=(EngineFaults(duplicate_share=1.0, delay_s=2.0),) * 2,
         sync=replace(base.sync, interrupt_mode="resume", interrupt_timeout_s=2.0),
         speed=replace(base.speed, token_s=0.5),
-        train=replace(base.train, step_s=0.5, fails_at_step=None),
+        train=replace(base.train, step_s=0.5, fails_at_step=None, hangs_at_step=None),
         queue=replace(base.queue, async_generation_ratio=2.0, trigger_parameter_sync_step=1, max_versions=None),
         plan=replace(base.plan, sync_every=1, max_steps=6),
     )
