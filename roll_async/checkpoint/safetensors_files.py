@@ -20,6 +20,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from roll_async.checkpoint.tensor_bytes import bytes_of
+
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -41,12 +43,6 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Size of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The data of a tensor on the CPU, not copied where it is contiguous."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers, its stubs do not say so
 
 
 class SafetensorsFile:

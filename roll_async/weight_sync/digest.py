@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from roll_async.checkpoint.tensor_bytes import bytes_of
 from roll_async.weight_sync.bucket import TensorSlot
 
 VERIFY_LEVELS = ("full", "sample", "none")
@@ -41,7 +42,7 @@ class Digest:
             if data.is_cuda:  # one transfer for all windows instead of one each
                 windows = [torch.cat(windows).cpu()] if windows else []
             for window in windows:
-                self._hash.update(window.numpy().data)
+                self._hash.update(bytes_of(window))
 
     def hexdigest(self) -> str:
         """Digest of everything added so far."""
@@ -61,8 +62,8 @@ def _fold(data: Tensor) -> bytes:
     weights = _weights(data.device)
     chunks = data[:whole].view(torch.int64).split(_CHUNK_WORDS) if whole else ()
     sums = [(chunk * weights[: len(chunk)]).sum() for chunk in chunks]
-    folded = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
-    return folded + data[whole:].cpu().numpy().tobytes()
+    folded = bytes(bytes_of(torch.stack(sums))) if sums else b""
+    return folded + bytes(bytes_of(data[whole:]))
 
 
 @cache

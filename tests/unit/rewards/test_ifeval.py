@@ -125,6 +125,7 @@ def test_a_row_that_cannot_be_checked_is_an_error_and_not_a_wrong_answer(truth, 
     "text", ["[" * 200_000, "*" * 200_000, ". " * 100_000, "<" * 200_000, " " * 200_000 + "x", "{" * 200_000]
 )
 def test_checking_is_linear_in_whatever_the_model_wrote(text):
+    pytest.importorskip("py3langid")
     truth = json.dumps([{"kind": kind, **arguments} for kind, (arguments, _, _) in CASES.items()])
     started = time.process_time()
     InstructionFollowing()(text, truth, {})

@@ -1,0 +1,27 @@
+"""Bytes of tensors."""
+
+import gc
+
+import pytest
+import torch
+
+from roll_async.checkpoint.tensor_bytes import bytes_of
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.bfloat16])
+def test_the_bytes_are_those_of_the_storage_and_outlive_the_tensor(dtype):
+    tensor = torch.arange(24).to(dtype).view(2, 3, 4)
+    expected = bytes(tensor.flatten().view(torch.uint8).tolist())
+    view = bytes_of(tensor)
+    del tensor
+    gc.collect()
+    torch.zeros(1000)
+    assert bytes(view) == expected and len(bytes_of(torch.empty(0, dtype=dtype))) == 0
+
+
+def test_a_contiguous_tensor_is_not_copied_and_a_strided_one_reads_in_order():
+    tensor = torch.zeros(8, dtype=torch.uint8)
+    view = bytes_of(tensor)
+    tensor[3] = 7
+    assert view[3] == 7
+    assert bytes(bytes_of(torch.arange(6, dtype=torch.uint8).view(2, 3).T)) == bytes([0, 3, 1, 4, 2, 5])
