@@ -1,108 +1,159 @@
-"""Everything that needs a CUDA device, as JSON lines; without one it says so and exits 0.
+"""Everything that needs a CUDA device, as JSON lines, each as soon as it is known; without one it says so and exits 0.
 
-    python tools/gpu_suite.py [--only demo|trainer] [--steps 8] [--shape 0.5B 1.5B] [--device cuda]
+    python tools/gpu_suite.py [--only demo|trainer|moe|resume] [--shape 0.5B 1.5B] [--longest 2048] [--side megatron]
 
 demo: the CPU demo with Megatron and vLLM both on GPU 0 in two processes (weights through host memory), bf16, a few
 synchronous steps: step time and the agreement of engine and trainer log-probs.
 trainer: tokens/s, model FLOPs utilisation and peak memory of the Megatron trainer (packed, bf16) and of plain
-Transformers on random-weight Qwen2.5 shapes with rows of up to 2k and 8k tokens, side by side. `--shape tiny --device
-cpu` walks the same path without a GPU; its figures mean nothing.
+Transformers on random-weight Qwen2.5 shapes with rows of up to 2k and 8k tokens: a line per side, then their ratio.
+moe: steps of a tiny mixture-of-experts model. resume: save, load and go on with optimizer_cpu_offload.
+A side or case that takes longer than --limit seconds is ended, and its line says so. `--device cpu --shape tiny` walks
+all but the demo without a GPU; its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "output" / "demo_assets"
-
+DEMO_CONFIG = "rlvr_config_sync_cpu.yaml"
+DEMO_LIMIT_S = 400
+SIDES = ("megatron", "transformers")
 
 PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362, "A10": 125}
 """Dense bf16, by a part of the device's name; the first that fits counts."""
 
-LONGEST = (2048, 8192)
-"""Tokens of the longest row."""
+K3_BUDGET, RHO_MAX_BUDGET = 1e-3, 1.5
+"""Engine against trainer in bf16, per token: the mean of exp(d) - 1 - d over differences d (a standard deviation of
+0.045), and the largest exp(d) of a run.
+"""
 
 
-def demo(args: argparse.Namespace) -> list[dict]:
+def demo(args: argparse.Namespace) -> Iterator[dict]:
     """The demo on one device: synchronous, because two roles that share a device take turns."""
+    missing = [package for package in ("ray", "vllm") if find_spec(package) is None]
+    if missing:
+        yield {"name": "gpu/demo", "ok": True, "skipped": f"not installed: {', '.join(missing)}"}
+        return
     if not (ASSETS / "manifest.json").is_file():
-        subprocess.run(
-            [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", str(ASSETS)], check=True
-        )
+        script = [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", str(ASSETS)]
+        made = finish(script, DEMO_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""})
+        if isinstance(made, dict):
+            yield {"name": "gpu/demo/assets", "ok": False, **made}
+            return
     with tempfile.TemporaryDirectory() as scratch:
-        command = [
-            sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", "rlvr_config_sync_cpu.yaml",
-            "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "actor_train.world_size=null",
-            "actor_infer.world_size=null", "actor_train.model_args.dtype=bf16", "actor_infer.model_args.dtype=bf16",
-            "actor_infer.strategy_args.strategy_config.gpu_memory_utilization=0.2", f"max_steps={args.steps}",
-            "eval_steps=0",
-            f"output_dir={scratch}", "exp_name=gpu_demo", "num_gpus_per_node=1",
-        ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            tail = (done.stdout + done.stderr)[-2000:]
-            return [{"name": "gpu/demo", "ok": False, "exit_code": done.returncode, "output": tail}]
+        script = [sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", DEMO_CONFIG]
+        done = finish([*script, *demo_overrides(scratch, args.steps)], DEMO_LIMIT_S)
+        if isinstance(done, dict):
+            yield {"name": "gpu/demo", "ok": False, **done}
+            return
         lines = (Path(scratch) / "gpu_demo" / "metrics.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in lines][1:]
-    step = sum(m["time/step_s"] for m in metrics) / len(metrics)
+    yield from demo_lines([json.loads(line) for line in lines])
+
+
+def demo_overrides(output: str, steps: int) -> list[str]:
+    """What makes the CPU demo one on GPU 0."""
     return [
-        {"name": "gpu/demo/step_time", "value": round(step, 4), "unit": "s", "ok": True, "steps": len(metrics),
-         "train_s": round(sum(m["time/train_s"] for m in metrics) / len(metrics), 4),
-         "weight_sync_s": round(sum(m["time/weight_sync_s"] for m in metrics) / len(metrics), 4)},
-        {"name": "gpu/demo/logprob_agreement", "value": max(abs(m["correction/kl"]) for m in metrics), "unit": "nat",
-         "rho_max": max(m["correction/rho_max"] for m in metrics), "budget": 0.01, "upper": True,
-         "ok": max(abs(m["correction/kl"]) for m in metrics) <= 0.01},
+        "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "actor_train.world_size=null",
+        "actor_infer.world_size=null", "actor_train.model_args.dtype=bf16", "actor_infer.model_args.dtype=bf16",
+        "actor_infer.strategy_args.strategy_config.gpu_memory_utilization=0.2", f"max_steps={steps}", "eval_steps=0",
+        f"output_dir={output}", "exp_name=gpu_demo", "num_gpus_per_node=1",
+    ]  # fmt: skip
+
+
+def demo_lines(metrics: Sequence[Mapping[str, float]]) -> list[dict]:
+    """Times leave out the first step, which warms up, where there is another."""
+    timed = metrics[1:] or metrics
+    if not timed:
+        return [{"name": "gpu/demo", "ok": False, "output": "no step was recorded"}]
+
+    def mean(key: str) -> float:
+        return round(sum(step[key] for step in timed) / len(timed), 4)
+
+    k3, rho = (max(step[f"correction/{key}"] for step in metrics) for key in ("k3", "rho_max"))
+    return [
+        {"name": "gpu/demo/step_time", "value": mean("time/step_s"), "unit": "s", "ok": True, "steps": len(timed),
+         "train_s": mean("time/train_s"), "weight_sync_s": mean("time/weight_sync_s")},
+        {"name": "gpu/demo/logprob_agreement", "value": k3, "unit": "k3", "budget": K3_BUDGET, "rho_max": rho,
+         "rho_max_budget": RHO_MAX_BUDGET, "upper": True, "ok": k3 <= K3_BUDGET and rho <= RHO_MAX_BUDGET},
     ]  # fmt: skip
 
 
 def trainer(args: argparse.Namespace) -> Iterator[dict]:
     """Both sides of every shape and length, each in a process of its own, one after the other."""
-    from gpu_trainer import write_model
-
     for shape in args.shape:
         with tempfile.TemporaryDirectory() as folder:
-            write_model(shape, Path(folder))
-            for longest in LONGEST if shape != "tiny" else (64,):
-                sides = {side: run_side(side, shape, longest, folder, args) for side in ("megatron", "transformers")}
-                yield compare(f"gpu/trainer/{shape}/{longest}", sides)
+            common = ["--shape", shape, "--folder", folder, "--device", args.device]
+            written = play("gpu_trainer.py", ["--side", "write", *common], args)
+            if not written["ok"]:
+                yield {"name": f"gpu/trainer/{shape}/model", **written}
+                continue
+            for longest in args.longest if shape != "tiny" else (64,):
+                name, budget = f"gpu/trainer/{shape}/{longest}", tokens_of_micro_batch(shape, longest)
+                work = ["--longest", longest, "--tokens", 8 * budget, "--budget", budget, "--steps", args.steps]
+                sides = {}
+                for side in args.side:
+                    result = play("gpu_trainer.py", ["--side", side, *common, *map(str, work)], args)
+                    sides[side] = result
+                    yield {"name": f"{name}/{side}", "unit": "tokens/s", **result, "mfu": utilisation(result)}
+                if all(side in sides and sides[side]["ok"] for side in SIDES):
+                    yield compare(name, **sides)
 
 
-def run_side(side: str, shape: str, longest: int, folder: str, args: argparse.Namespace) -> dict:
-    budget = max(longest, 8192) if shape != "tiny" else 128
-    command = [
-        sys.executable, str(ROOT / "tools" / "gpu_trainer.py"), "--side", side, "--shape", shape, "--folder", folder,
-        "--longest", str(longest), "--tokens", str(8 * budget), "--budget", str(budget), "--steps", str(args.steps),
-        "--device", args.device,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        return {"exit_code": done.returncode, "output": (done.stdout + done.stderr)[-2000:]}
-    return json.loads(done.stdout.splitlines()[-1])
+def tokens_of_micro_batch(shape: str, longest: int) -> int:
+    if shape == "tiny":
+        return 128
+    return max(longest, 4096 if shape == "7B" else 8192)  # 18 bytes a parameter leave 7B little room for activations
 
 
-def compare(name: str, sides: dict[str, dict]) -> dict:
-    """One line; `ratio` is tokens/s of ours to those of plain Transformers. A side out of memory has no figures."""
-    ours, plain = sides["megatron"], sides["transformers"]
-    failed = [side for side, result in sides.items() if "exit_code" in result]
-    line: dict = {"name": name, "unit": "tokens/s", "ok": not failed}
-    for side, result in sides.items():
-        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
-        line[side] = {**rounded, "mfu": utilisation(result)}
-    if "tokens_per_s" in ours:
-        line["value"] = round(ours["tokens_per_s"])
-    if "tokens_per_s" in ours and "tokens_per_s" in plain:
-        line["ratio"] = round(ours["tokens_per_s"] / plain["tokens_per_s"], 3)
-        line["first_loss_difference"] = abs(ours["first_loss"] - plain["first_loss"])
-    return line
+def compare(name: str, megatron: dict, transformers: dict) -> dict:
+    """`ratio` is tokens/s of ours to those of plain Transformers."""
+    return {
+        "name": name,
+        "unit": "ratio",
+        "ok": True,
+        "value": round(megatron["value"] / transformers["value"], 3),
+        "first_loss_difference": abs(megatron["first_loss"] - transformers["first_loss"]),
+    }
+
+
+def case(args: argparse.Namespace, name: str) -> Iterator[dict]:
+    """One case of gpu_cases.py."""
+    yield {"name": f"gpu/{name}", **play("gpu_cases.py", [name, "--device", args.device], args)}
+
+
+def play(script: str, arguments: Sequence[str], args: argparse.Namespace) -> dict:
+    """The JSON object that a script prints last, with `ok`; why there is none."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = finish([sys.executable, str(ROOT / "tools" / script), *arguments], args.limit, environment)
+    return {"ok": False, **done} if isinstance(done, dict) else json.loads(done.splitlines()[-1])
+
+
+def finish(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> str | dict:
+    """What a command printed; of one that failed, or was ended with all it had started, what to say of it."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **(environment or {})}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        return {"timed_out_after_s": limit_s, "output": (output + errors)[-2000:]}
+    return output if not process.returncode else {"exit_code": process.returncode, "output": (output + errors)[-2000:]}
 
 
 def utilisation(result: dict) -> float | None:
@@ -114,7 +165,12 @@ def utilisation(result: dict) -> float | None:
     return None if peak is None or "tflops" not in result else round(result["tflops"] / peak, 4)
 
 
-SUITE: dict[str, Callable[[argparse.Namespace], Iterable[dict]]] = {"demo": demo, "trainer": trainer}
+SUITE: dict[str, Callable[[argparse.Namespace], Iterable[dict]]] = {
+    "moe": lambda args: case(args, "moe"),
+    "resume": lambda args: case(args, "resume"),
+    "demo": demo,
+    "trainer": trainer,
+}
 
 
 def installed(package: str) -> str | None:
@@ -128,18 +184,23 @@ def installed(package: str) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(SUITE), action="append")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a side; steps of the demo")
     parser.add_argument("--shape", choices=["tiny", "0.5B", "1.5B", "7B"], nargs="+", default=["0.5B", "1.5B", "7B"])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: trainer only")
+    parser.add_argument("--longest", type=int, nargs="+", default=[2048, 8192], help="tokens of the longest row")
+    parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a side or case")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: all but the demo")
     args = parser.parse_args()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    if args.device == "cpu" and args.only != ["trainer"]:
-        parser.error("--device cpu is for --only trainer")
+    if args.device == "cpu" and "demo" in (args.only or SUITE):
+        parser.error("--device cpu is for --only trainer, moe and resume")
     if args.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no CUDA device")
         return 0
-    packages = ("megatron-core", "transformers", "transformer-engine", "flash-attn", "vllm")
+    packages = ("megatron-core", "transformers", "transformer-engine", "flash-attn", "vllm", "ray")
     about = {
         "name": "gpu/device",
         "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu",

@@ -1,11 +1,13 @@
 """One side of the trainer comparison of tools/gpu_suite.py, in a process of its own: tokens/s, FLOPs, peak memory.
 
-    python tools/gpu_trainer.py --side megatron|transformers --folder DIR --longest 2048 --tokens 65536 --device cuda
+    python tools/gpu_trainer.py --side write --shape 0.5B --folder DIR
+    python tools/gpu_trainer.py --side megatron|transformers --shape 0.5B --folder DIR --longest 2048 --tokens 65536
 
+write makes the random weights, on the device.
 Rows have random lengths between half of --longest and --longest, --tokens in all, the same for both sides; one step is
-forward, backward, clip and Adam over all of them. megatron: packed micro-batches, bf16 with float32 main parameters.
-transformers: FlashAttention 2 on packed rows where the package is installed, else SDPA on padded rows; bf16 AdamW.
-Tokens are counted without padding.
+forward, backward, clip and Adam over all of them, in bf16 with float32 main weights. megatron: packed micro-batches,
+gradient sums in float32. transformers: FlashAttention 2 on packed rows where the package is installed, else SDPA on
+padded rows; gradient sums in bf16. Each side says what it did. Tokens are counted without padding.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ SHAPES = {
 }
 
 
-def write_model(shape: str, folder: Path) -> None:
+def write_model(shape: str, folder: Path, device: str) -> None:
     """A random-weight Qwen2.5 checkpoint of that shape, bf16."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     layers, hidden, heads, kv, ffn, vocabulary, tied, _ = SHAPES[shape]
     config = Qwen2Config(
@@ -47,11 +49,22 @@ def write_model(shape: str, folder: Path) -> None:
         max_position_embeddings=32768, dtype="bfloat16",
     )  # fmt: skip
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    model = Qwen2ForCausalLM(config)
-    torch.set_default_dtype(before)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def train_mask(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[B,T] bool: every token but the first of a row, which nothing predicts."""
+    mask = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).clone()
+    mask[:, 0] = False
+    return mask
 
 
 def make_rows(longest: int, total: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -91,16 +104,14 @@ def packs(lengths: Tensor, budget: int) -> list[list[int]]:
     return groups
 
 
-def megatron_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> Callable[[], float]:
+def megatron_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> tuple[Callable[[], float], dict]:
+    """The step, and how it is done."""
     from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
     from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     worker = MegatronWorker(
-        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device=args.device),
+        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port(), device=args.device),
         MegatronSettings(
             model_folder=args.folder,
             dtype="bf16",
@@ -112,13 +123,41 @@ def megatron_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> 
         ),
     )
     worker.start()
-    mask = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).clone()
-    mask[:, 0] = False
-    return lambda: worker.supervised_update(tokens, lengths, mask)
+    from megatron.core.optimizer import Adam
+
+    from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
+
+    mask = train_mask(tokens, lengths)
+    return lambda: worker.supervised_update(tokens, lengths, mask), {
+        "layers": "transformer_engine" if uses_transformer_engine("auto") else "local, torch SDPA",
+        "batches": "packed",
+        "optimizer": f"Adam of {Adam.__module__.partition('.')[0]}",
+        "precision": "bf16; float32 main weights, moments and gradient sums",
+    }
 
 
-def transformers_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> tuple[Callable[[], float], str]:
-    """The step, and how it attends."""
+class MainWeightAdam:
+    """AdamW for plain Transformers that steps float32 copies of bf16 weights: the least that trains as ours does."""
+
+    def __init__(self, model: torch.nn.Module, *, fused: bool) -> None:
+        self._weights = list(model.parameters())
+        self._main = [weight.detach().float().requires_grad_() for weight in self._weights]
+        self._adam = torch.optim.AdamW(self._main, lr=1e-5, weight_decay=0.0, fused=fused)
+
+    def step(self) -> None:
+        """Clip, step, and forget the gradients."""
+        torch.nn.utils.clip_grad_norm_(self._weights, 1.0)
+        for main, weight in zip(self._main, self._weights, strict=True):
+            assert weight.grad is not None
+            main.grad, weight.grad = weight.grad.float(), None
+        self._adam.step()
+        self._adam.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._main)
+
+
+def transformers_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> tuple[Callable[[], float], dict]:
+    """The step, and how it is done."""
     from transformers import AutoModelForCausalLM
 
     flash = args.device == "cuda" and find_spec("flash_attn") is not None
@@ -128,7 +167,7 @@ def transformers_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor)
     if SHAPES[args.shape][-1]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    optimizer = MainWeightAdam(model, fused=args.device == "cuda")
     if flash:
         batches = [packed_batch(tokens, lengths, group) for group in packs(lengths, args.budget)]
     else:
@@ -139,7 +178,6 @@ def transformers_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor)
     predicted = int((lengths - 1).sum())
 
     def step() -> float:
-        optimizer.zero_grad()
         total = 0.0
         for batch in batches:
             targets = batch["targets"]
@@ -148,11 +186,15 @@ def transformers_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor)
             loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
             (loss / predicted).backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return total / predicted
 
-    return step, "flash_attention_2, packed" if flash else "sdpa, padded"
+    return step, {
+        "layers": "transformers, flash_attention_2" if flash else "transformers, sdpa",
+        "batches": "packed" if flash else "padded",
+        "optimizer": "AdamW of torch",
+        "precision": "bf16, gradient sums, too; float32 main weights and moments",
+    }
 
 
 def packed_batch(tokens: Tensor, lengths: Tensor, rows: list[int]) -> dict[str, Tensor]:
@@ -179,10 +221,8 @@ def padded_batch(tokens: Tensor, lengths: Tensor, rows: list[int]) -> dict[str, 
 
 def measure(args: argparse.Namespace) -> dict:
     tokens, lengths = make_rows(args.longest, args.tokens, SHAPES[args.shape][5])
-    if args.side == "megatron":
-        step, attention = megatron_step(args, tokens, lengths), "packed"
-    else:
-        step, attention = transformers_step(args, tokens, lengths)
+    make = megatron_step if args.side == "megatron" else transformers_step
+    step, about = make(args, tokens, lengths)
     on_gpu = args.device == "cuda"
     losses, seconds = [step(), step()], []
     if on_gpu:
@@ -196,10 +236,13 @@ def measure(args: argparse.Namespace) -> dict:
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     took = statistics.median(seconds)
     return {
-        "tokens_per_s": int(lengths.sum()) / took,
-        "tflops": flops_of_step(args.shape, lengths) / took / 1e12,
-        "peak_gb": peak / 1e9,
-        "attention": attention,
+        "ok": True,
+        "value": round(int(lengths.sum()) / took, 1),
+        "tflops": round(flops_of_step(args.shape, lengths) / took / 1e12, 3),
+        "peak_gb": round(peak / 1e9, 2),
+        "step_s": round(took, 4),
+        "steps": args.steps,
+        **about,
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }
@@ -207,20 +250,30 @@ def measure(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", choices=["megatron", "transformers"], required=True)
+    parser.add_argument("--side", choices=["write", "megatron", "transformers"], required=True)
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
-    parser.add_argument("--folder", required=True, help="written by write_model")
-    parser.add_argument("--longest", type=int, required=True, help="tokens of the longest row")
-    parser.add_argument("--tokens", type=int, required=True, help="tokens of a step")
-    parser.add_argument("--budget", type=int, required=True, help="tokens of a micro-batch")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--folder", required=True, help="made by --side write")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest row")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of a step")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if args.device == "cpu":
+        from roll_async.trainer.megatron.cpu_shim import hide_cuda
+
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        hide_cuda()
+    started = time.perf_counter()
     try:
-        print(json.dumps(measure(args)))
+        if args.side == "write":
+            write_model(args.shape, Path(args.folder), args.device)
+            result = {"ok": True}
+        else:
+            result = measure(args)
     except torch.cuda.OutOfMemoryError:
-        print(json.dumps({"out_of_memory": True}))
+        result = {"ok": False, "out_of_memory": True}
+    print(json.dumps({**result, "took_s": round(time.perf_counter() - started, 1)}))
 
 
 if __name__ == "__main__":

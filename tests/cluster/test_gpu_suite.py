@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
@@ -25,14 +25,25 @@ def suite(*arguments):
 def test_both_sides_of_the_trainer_comparison_run_and_start_at_the_same_loss():
     done = suite("--only", "trainer", "--shape", "tiny", "--device", "cpu", "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    about, line = (json.loads(x) for x in done.stdout.splitlines())
+    about, *sides, ratio = (json.loads(x) for x in done.stdout.splitlines())
     assert about["megatron-core"] and about["transformers"]
-    assert line["ratio"] > 0 and line["first_loss_difference"] < 1e-4
-    for side in ("megatron", "transformers"):
-        assert line[side]["peak_gb"] > 0 and line[side]["last_loss"] < line[side]["first_loss"]
+    assert [line["name"].split("/")[-1] for line in sides] == ["megatron", "transformers"]
+    assert ratio["value"] == pytest.approx(sides[0]["value"] / sides[1]["value"], abs=1e-3)
+    assert ratio["first_loss_difference"] < 1e-4
+    for line in sides:
+        assert line["peak_gb"] > 0 and line["last_loss"] < line["first_loss"]
+        assert line["layers"] and line["optimizer"] and "float32 main weights" in line["precision"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.slow
+def test_the_small_cases_run():
+    done = suite("--only", "moe", "--only", "resume", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, moe, resume = (json.loads(x) for x in done.stdout.splitlines())
+    assert moe["losses"][-1] < moe["losses"][0]
+    assert resume["resumed"] == resume["losses"][2:]  # exact on the CPU
+
+
 def test_without_a_gpu_the_suite_says_so_and_succeeds():
     done = suite("--only", "trainer")
     assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n")
