@@ -19,6 +19,7 @@ def refuse_unsupported(config: RLVRConfig) -> None:
 def _roles(config: RLVRConfig) -> list[str]:
     problems = []
     for name, role in config.roles():
+        problems += _without_effect(name, role)
         strategy = role.strategy_args.strategy_config
         if isinstance(strategy, MegatronTrainConfig | MegatronInferConfig):
             problems += _megatron(name, role, strategy)
@@ -30,12 +31,30 @@ def _roles(config: RLVRConfig) -> list[str]:
     return problems
 
 
+def _without_effect(name: str, role: WorkerConfig) -> list[str]:
+    """Values that nothing would act on."""
+    problems = []
+    attention, strategy = role.model_args.attn_implementation, role.strategy_args.strategy_name
+    if attention != "auto" and strategy != "hf_infer":
+        problems.append(
+            f"{name}.model_args.attn_implementation={attention} has no effect, {strategy} chooses its own; use auto"
+        )
+    if not role.logits_in_fp32:
+        problems.append(f"{name}.logits_in_fp32=false: log-probs always come from fp32 logits; remove it")
+    return problems
+
+
 def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | MegatronInferConfig) -> list[str]:
     problems = []
     if isinstance(strategy, MegatronTrainConfig):
         if strategy.overlap_param_gather and not (strategy.use_distributed_optimizer and strategy.overlap_grad_reduce):
             problems.append(
                 f"{name}..overlap_param_gather=true needs use_distributed_optimizer and overlap_grad_reduce: true"
+            )
+        if role.model_args.lora_rank > 0 and strategy.transformer_impl == "transformer_engine":
+            problems.append(
+                f"{name}.strategy_args.strategy_config.transformer_impl=transformer_engine has no adapters "
+                f"({name}.model_args.lora_rank={role.model_args.lora_rank}); use auto or local"
             )
     return problems
 

@@ -18,7 +18,7 @@ class ModelArguments:
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Number format of weights and activations; bf16 needs no loss scaling."""
     attn_implementation: Literal["auto", "sdpa", "fa2"] = "auto"
-    """Attention kernel; fa2 = flash attention, auto = the fastest the platform has."""
+    """Kernel of hf_infer (fa2 = flash attention, auto = sdpa); other strategies choose for themselves."""
     disable_gradient_checkpointing: bool = False
     """true refuses a recompute_granularity; no effect on inference roles."""
     lora_rank: int = bounded(0, ">= 0")
@@ -300,7 +300,7 @@ class WorkerConfig:
     max_tokens_per_microbatch: int | None = option(None, megatron=True, range=">= 1")
     """Tokens of one micro-batch; required for dynamic and packed."""
     logits_in_fp32: bool = option(True, megatron=True)
-    """Log-probs from fp32 logits; bf16 logits cost about 1e-2 in log-prob."""
+    """Log-probs from fp32 logits; always so, bf16 logits would cost about 1e-2 in log-prob."""
     router_replay: bool = option(False, roles=("actor_train",), megatron=True)
     """Replay the engine's expert choice in training (MoE)."""
     system_envs: Mapping[str, str] = section(dict, form="names")

@@ -90,12 +90,13 @@ class HfEngine:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        settings, dtype = self._settings, getattr(torch, TORCH_DTYPES[self._settings.dtype])
+        settings = self._settings
+        form = {"dtype": getattr(torch, TORCH_DTYPES[settings.dtype]), "attn_implementation": settings.attention}
         if settings.random_weights:
             config = AutoConfig.from_pretrained(settings.model_folder)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(config, **form)
         else:
-            model = AutoModelForCausalLM.from_pretrained(settings.model_folder, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_pretrained(settings.model_folder, **form)
         self._model = model.eval().to(settings.device)  # pyright: ignore[reportArgumentType]  # wraps Module.to, loses self
         self._targets = WeightTargets(self._model, self._model.config.model_type)
         self._eos_ids = _stop_ids(self._model)

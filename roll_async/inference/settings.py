@@ -19,6 +19,8 @@ class EngineSettings:
     max_model_len: int
     """Tokens of prompt and response together."""
     seed: int = 42
+    attention: str = "sdpa"
+    """How the hf engine attends, in the words of transformers; the other engines choose for themselves."""
     max_running: int = 128
     """Requests decoded together."""
     max_num_batched_tokens: int | None = None

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from roll_async.assemble_settings import engine_settings
 from roll_async.config.api import load
 from roll_async.support import refuse_unsupported
 
-MOE = Path(__file__).resolve().parents[2] / "configs" / "qwen3_30b_a3b_moe.yaml"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+MOE, CPU = CONFIGS / "qwen3_30b_a3b_moe.yaml", CONFIGS / "rlvr_config_async_cpu.yaml"
 VLLM = "actor_infer.strategy_args.strategy_config"
 
 
@@ -26,3 +28,40 @@ def test_router_replay_is_refused_where_vllm_cannot_record(setting):
     assert found.startswith(f"{VLLM}.{setting}: vLLM records experts")
     assert found.endswith("change it, or set actor_train.router_replay: false")
     assert not refused(f"{VLLM}.{setting}", "actor_train.router_replay=false")
+
+
+ACTOR = "actor_train.strategy_args.strategy_config"
+
+
+def test_adapters_are_refused_with_layers_that_take_none():
+    adapters = "actor_train.model_args.lora_rank=8"
+    found = refused(adapters, f"{ACTOR}.transformer_impl=transformer_engine")
+    assert found == (
+        f"{ACTOR}.transformer_impl=transformer_engine has no adapters (actor_train.model_args.lora_rank=8); "
+        "use auto or local"
+    )
+    assert not refused(adapters) and not refused(f"{ACTOR}.transformer_impl=transformer_engine")
+
+
+@pytest.mark.parametrize("role", ["actor_train", "actor_infer"])
+@pytest.mark.parametrize("kernel", ["sdpa", "fa2"])
+def test_an_attention_kernel_is_refused_where_the_strategy_chooses(role, kernel):
+    found = refused(f"{role}.model_args.attn_implementation={kernel}")
+    assert found.startswith(f"{role}.model_args.attn_implementation={kernel} has no effect, ")
+    assert found.endswith("chooses its own; use auto")
+
+
+@pytest.mark.parametrize(("given", "taken"), [("auto", "sdpa"), ("sdpa", "sdpa"), ("fa2", "flash_attention_2")])
+def test_the_hf_engine_attends_as_asked(given, taken):
+    asked = (
+        "actor_infer.strategy_args={strategy_name: hf_infer}",
+        f"actor_infer.model_args.attn_implementation={given}",
+    )
+    config = load(str(CPU), asked)
+    refuse_unsupported(config)
+    assert engine_settings(config).attention == taken
+
+
+def test_logits_of_less_precision_are_refused():
+    found = refused("actor_train.logits_in_fp32=false")
+    assert found == "actor_train.logits_in_fp32=false: log-probs always come from fp32 logits; remove it"

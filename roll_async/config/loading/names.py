@@ -64,7 +64,7 @@ _RATIO = "use algorithm.pg_options.ratio_level (seq = sequence)"
 _DIFFICULTY = "use algorithm.difficulty_low and difficulty_high"
 _PACKING = "use micro_batching and max_tokens_per_microbatch"
 _NO_CHOICE = "no choice to make here; remove it"
-_OFFLOAD = "states are offloaded exactly when devices are shared; remove it"
+_OFFLOAD = "weights stay on their devices; remove it, or use optimizer_cpu_offload for the optimizer's state"
 _NEVER_READ = "was never read; remove it"
 _FOLLOWS = "follows from the role, pg_variant and strategy; remove it"
 

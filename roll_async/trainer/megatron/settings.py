@@ -84,7 +84,6 @@ class MegatronSettings:
     """Rows per forward pass when scoring."""
     micro_batching: str = "fixed"
     max_tokens_per_microbatch: int | None = None
-    logits_in_fp32: bool = True
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
