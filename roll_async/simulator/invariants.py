@@ -196,10 +196,13 @@ class Watch:
         age = step - 1 - oldest
         if strict and age:
             self.report(4, f"r = 0, k = 1, and step {step} trains tokens {age} versions old")
-        if queue.policy is not StalenessPolicy.TOKEN_MASK:
-            bound = queue.bound_versions
-            if age > bound:
-                self.report(1, f"group {group.group_id} is {age} versions old at step {step}, bound {bound}")
+        bound = queue.bound_versions
+        if (
+            queue.policy is StalenessPolicy.TOKEN_MASK
+        ):  # the trainer masks what is over the bound; something must be left
+            age = step - 1 - max(v for s in group.samples for v, _ in s.version_runs)
+        if age > bound:
+            self.report(1, f"group {group.group_id} is {age} versions old at step {step}, bound {bound}")
 
     # Every instant
 

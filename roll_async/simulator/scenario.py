@@ -47,6 +47,12 @@ class Scenario:
         return self.queue.groups_per_batch * self.scheduler.samples_per_group
 
     @property
+    def keeps_ledger(self) -> bool:
+        """It ends in a way after which finished groups must be found again."""
+        troubles = (self.stop_at_s, self.train.fails_at_step, self.train.hangs_at_step)
+        return bool(self.kills) or any(trouble is not None for trouble in troubles)
+
+    @property
     def slots(self) -> int:
         """Requests all replicas run at once."""
         return self.manager.max_concurrent_per_server * len(self.engines)

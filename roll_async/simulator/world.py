@@ -336,7 +336,7 @@ def simulate(scenario: Scenario, classes: Classes | None = None, *, check: bool 
     seams, which a large world can afford.
     """
     classes = classes or Classes()
-    if not scenario.kills:
+    if not (check and scenario.keeps_ledger):
         watch, outcome = Watch(scenario, every_token=check), SimOutcome(scenario=scenario)
         _live(World(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes), outcome, check=check)
         outcome.findings = tuple(watch.findings)
@@ -380,7 +380,7 @@ def _live(
 
 
 def _lives(scenario: Scenario, classes: Classes, folder: Path) -> SimOutcome:
-    """Lives until one is not killed. The ledger of the next one is what the kill left on the disk."""
+    """Lives until one is not killed, maybe the first. The ledger of the next is what the kill left on the disk."""
     store, watch = CheckpointStore(), Watch(scenario)
     for number in range(len(scenario.kills) + 1):
         here, after = folder / f"life{number}", folder / f"life{number + 1}"
@@ -410,11 +410,13 @@ def _leave_behind(world: World, here: Path, after: Path, left: list[tuple[Checkp
 
 
 def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:
-    """Invariant 8 at the end of the last life: every prompt has one fate, and the ledger says the same."""
-    fates = watch.fates()
+    """Invariants 8 (after kills) and 9 at the end of the last life: every prompt has one fate, the ledger says the same
+    and has every finished group.
+    """
+    fates, number = watch.fates(), 8 if outcome.scenario.kills else 9
     several = {row: fate for row, fate in fates.items() if len(fate) != 1}
     if several:
-        watch.report(8, f"prompts with more than one fate: {several}")
+        watch.report(number, f"prompts with more than one fate: {several}")
     if outcome.queue is None:
         return
     try:
@@ -422,14 +424,14 @@ def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:
         recovered = ledger.restore(watch.steps_done)
         ledger.close()
     except LedgerError as error:
-        watch.report(8, str(error))
+        watch.report(number, str(error))
         return
     if recovered.done != fates.keys():
-        watch.report(8, f"the ledger is done with {sorted(recovered.done)}, the run with {sorted(fates)}")
-    open_below = set(range(recovered.next_index)) - recovered.done - {s.prompt_index for s in recovered.buffered}
-    lost = {prompt for prompt, _ in watch.finished.values()} - recovered.done
-    if lost & open_below:
-        watch.report(8, f"finished prompts {sorted(lost & open_below)} are not in the ledger")
+        watch.report(number, f"the ledger is done with {sorted(recovered.done)}, the run with {sorted(fates)}")
+    finished = {prompt for prompt, _ in watch.finished.values()}
+    lost = finished - recovered.done - {s.prompt_index for s in recovered.buffered}
+    if lost:
+        watch.report(number, f"finished prompts {sorted(lost)} are not in the ledger")
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

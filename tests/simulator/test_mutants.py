@@ -1,14 +1,14 @@
 """Real parts with one deliberate fault each: the invariants must notice every one of them."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.staleness import due_step
-from roll_async.buffer.states import Outcome
+from roll_async.buffer.staleness import StalenessPolicy, due_step
+from roll_async.buffer.states import Outcome, QueueOptions
 from roll_async.rollout.requests import PendingRequest
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -23,7 +23,7 @@ class SlotFreeWhenTrained(MessageQueue):
 
     @property
     def admission_limit(self):
-        return self._options.admission_limit(max(self._held or 0, self._last_taken))
+        return 0 if self._held is None else self._options.admission_limit(max(self._held, self._last_taken))
 
 
 class SlotFreeWhenFinished(MessageQueue):
@@ -56,6 +56,42 @@ class BoundNotEnforced(MessageQueue):
 
     def _drop_stale(self, step):
         pass
+
+
+class TrainsWhatIsMaskedAltogether(MessageQueue):
+    """Policy token_mask keeps groups of which no token is left."""
+
+    def _drop_stale(self, step):
+        if self._options.policy is not StalenessPolicy.TOKEN_MASK:
+            super()._drop_stale(step)
+
+
+class LooseOptions(QueueOptions):
+    @property
+    def bound_versions(self):
+        return self.staleness_bound if self.max_versions is None else self.max_versions
+
+
+class HeadStartsWhenSynchronous(MessageQueue):
+    """Over-sampled groups of a synchronous run stay for the next step, as max_versions seems to allow."""
+
+    def __init__(self, options, ledger):
+        super().__init__(LooseOptions(**{f.name: getattr(options, f.name) for f in fields(options)}), ledger)
+
+
+class DurableWhenTrained(MessageQueue):
+    """Tells the ledger of finished groups only when the next step is done: a stop or an error loses them."""
+
+    def __init__(self, options, ledger):
+        super().__init__(options, ledger)
+        self._later, self._finished = [], ledger.finished
+        ledger.finished = lambda *group: self._later.append(group)
+
+    async def step_trained(self, step):
+        for group in self._later:
+            self._finished(*group)
+        self._later.clear()
+        await super().step_trained(step)
 
 
 class RequeuedPromptIsLost(MessageQueue):
@@ -208,6 +244,9 @@ MUTANTS = {
     "slot free when finished": (Classes(queue=SlotFreeWhenFinished), 1),
     "overdue first without look-ahead": (Classes(queue=NoLookAhead), 1),
     "bound not enforced": (Classes(queue=BoundNotEnforced), 1),
+    "trains what is masked altogether": (Classes(queue=TrainsWhatIsMaskedAltogether), 1),
+    "head starts when synchronous": (Classes(queue=HeadStartsWhenSynchronous), 4),
+    "durable when trained": (Classes(queue=DurableWhenTrained), 9),
     "requeued prompt is lost": (Classes(queue=RequeuedPromptIsLost), 2),
     "half a group": (Classes(queue=HalfGroup), 3),
     "a group twice": (Classes(queue=TakesGroupsTwice), 3),
