@@ -87,7 +87,9 @@ def _convert(arguments: argparse.Namespace) -> None:
         hf_to_megatron,
         megatron_to_hf,
     )
+    from roll_async.trainer.megatron.cpu_shim import hide_cuda
 
+    hide_cuda()  # a conversion, and its probe of logits, run on the CPU wherever they are
     source, target = arguments.source, arguments.target
     if arguments.max_file_gb <= 0:
         raise ValueError(f"--max-file-gb {arguments.max_file_gb} must be positive")
@@ -166,9 +168,6 @@ def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, s
     if has_value_head(HfFolder(files).config.architecture()):
         print("logits not compared: the model is a critic")
         return
-    from roll_async.trainer.megatron.cpu_shim import hide_cuda
-
-    hide_cuda()  # the probe runs on the CPU, wherever a conversion does
     from roll_async.trainer.megatron.logits_probe import largest_difference
 
     difference, scale = largest_difference(megatron, hf, files)

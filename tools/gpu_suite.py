@@ -138,7 +138,8 @@ def play(script: str, arguments: Sequence[str], args: argparse.Namespace) -> dic
     """The JSON object that a script prints last, with `ok`; why there is none."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     done = finish([sys.executable, str(ROOT / "tools" / script), *arguments], args.limit, environment)
-    return {"ok": False, **done} if isinstance(done, dict) else json.loads(done.splitlines()[-1])
+    result = {"ok": False, **done} if isinstance(done, dict) else json.loads(done.splitlines()[-1])
+    return {**result, "limit_s": args.limit}
 
 
 def finish(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> str | dict:
@@ -188,7 +189,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=["tiny", "0.5B", "1.5B", "7B"], nargs="+", default=["0.5B", "1.5B", "7B"])
     parser.add_argument("--longest", type=int, nargs="+", default=[2048, 8192], help="tokens of the longest row")
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a side or case")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds for a side or case")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: all but the demo")
     args = parser.parse_args()
     if args.device == "cpu":

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rank on the CPU, see cpu_shim.hide_cuda
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roll_async.prompts.addition import ALPHABET, problems
@@ -87,9 +88,6 @@ def warm_start(source: Path, target: Path) -> float:
     import torch
     from transformers import AutoTokenizer
 
-    from roll_async.trainer.megatron.cpu_shim import hide_cuda
-
-    hide_cuda()
     from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
     from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
