@@ -75,7 +75,8 @@ class PendingRequest:
 
     def next_attempt(self) -> GenerateRequest:
         """The request to send now: the prompt and the tokens so far, with what is left of the budget."""
-        self.attempt, self.received = self.attempt + 1, None
+        self.attempt += 1
+        self.received = None
         self.wire_id = f"{self.request.request_id}#{self.attempt}"
         prompt, sampling = self.request.prompt_token_ids, self.request.sampling
         if not self.pieces:
