@@ -144,17 +144,22 @@ def play(script: str, arguments: Sequence[str], args: argparse.Namespace) -> dic
 
 def finish(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> str | dict:
     """What a command printed; of one that failed, or was ended with all it had started, what to say of it."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **(environment or {})}, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        output, errors = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        return {"timed_out_after_s": limit_s, "output": (output + errors)[-2000:]}
-    return output if not process.returncode else {"exit_code": process.returncode, "output": (output + errors)[-2000:]}
+    # Files: a pipe would be waited for as long as anything the command left behind holds it.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **(environment or {})}, stdout=output, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            problem: dict = {"exit_code": code} if (code := process.wait(limit_s)) else {}
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            problem = {"timed_out_after_s": limit_s}
+        output.seek(0)
+        errors.seek(0)
+        printed = output.read()
+        return {**problem, "output": (printed + errors.read())[-2000:]} if problem else printed
 
 
 def utilisation(result: dict) -> float | None:
