@@ -8,6 +8,9 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 import megatron_cases as cases
+import tiny_families
+
+from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
@@ -148,3 +151,20 @@ def test_on_cpu_the_offload_has_nothing_to_do(rank_pool, folders):
     plain = cases.settings_of(folders["dense"])
     steps = [rank_pool.run(cases.measure, 1, settings=x)[0]["steps"] for x in (settings, plain)]
     assert steps[0] == steps[1]
+
+
+def test_adapters_that_no_layer_takes_are_refused_by_name(rank_pool, tmp_path):
+    tiny_families.save_tiny("deepseek v3", tmp_path)
+    targets = {"lora_targets": ("o_proj", "q_proj", "k_proj", "v_proj")}  # latent attention has no such projection
+    settings = cases.settings_of(str(tmp_path), **LORA, **targets)
+    with pytest.raises(AssertionError, match="'v_proj'.: no layer linear_qkv of this model takes an adapter"):
+        rank_pool.run(cases.measure, 1, settings=settings)
+
+
+def test_adapters_choose_local_layers_and_say_why(caplog):
+    uses_transformer_engine.cache_clear()
+    with caplog.at_level("INFO"):
+        assert not uses_transformer_engine("auto", adapters=True)
+    assert "layers: local (lora_rank > 0" in caplog.text
+    with pytest.raises(ValueError, match="transformer_impl=transformer_engine has no LoRA adapters; use auto"):
+        uses_transformer_engine("transformer_engine", adapters=True)

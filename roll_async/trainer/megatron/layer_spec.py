@@ -209,13 +209,11 @@ def _add_normed(norm: torch.nn.Module) -> Callable[[bool, bool], Callable[..., T
 
 
 def block_spec(
-    config: TransformerConfig, implementation: str = "auto", stage: int | None = None, sandwich_norms: bool = False
+    config: TransformerConfig, *, use_te: bool, stage: int | None = None, sandwich_norms: bool = False
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers. `implementation`: local, transformer_engine, or auto, which takes Transformer
-    Engine where it is installed and a CUDA device is there; the choice is logged once. `stage` counts the chunks of an
-    interleaved pipeline. Raises ValueError where Transformer Engine is asked for and missing.
+    """This pipeline stage's layers, of Transformer Engine or local. `stage` counts the chunks of an interleaved
+    pipeline.
     """
-    use_te = uses_transformer_engine(implementation)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=stage)
     if not use_te:
         # Megatron's choice for the final norm refuses sequence parallelism. Its annotation means a class.
@@ -264,8 +262,15 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
 
 
 @cache
-def uses_transformer_engine(implementation: str) -> bool:
-    """What `transformer_impl` comes to on this machine."""
+def uses_transformer_engine(implementation: str, *, adapters: bool = False) -> bool:
+    """What `transformer_impl` (local, transformer_engine or auto) comes to on this machine for a model with or without
+    LoRA adapters; logged once with its reason. Raises ValueError where Transformer Engine is asked for and cannot be.
+    """
+    if adapters:
+        if implementation == "transformer_engine":
+            raise ValueError("transformer_impl=transformer_engine has no LoRA adapters; use auto, or lora_rank: 0")
+        logger.info("layers: local (lora_rank > 0: adapters are for local layers)")
+        return False
     available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if implementation == "local":
         logger.info("layers: local (transformer_impl: local)")

@@ -163,11 +163,13 @@ class _Adapted:
         return {**content, **parts}
 
 
-def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[str, str]) -> None:
-    """Freeze a model part and give its target layers adapters. `name_of`: name in the whole model by local name of each
-    layer's weight. Raises ValueError for targets that no layer has.
+def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[str, str]) -> set[str]:
+    """Freeze a model part and give its target layers adapters; the kinds of layers (linear_qkv, ...) that took one.
+    `name_of`: name in the whole model by local name of each layer's weight. Raises ValueError for unknown targets, and
+    for a target that is a layer no adapter fits.
     """
     module.requires_grad_(False)
+    found: set[str] = set()
     wanted = target_layers(settings.targets)
     for name, layer in list(module.named_modules()):
         if f"{name}.weight" not in name_of or not name.startswith("decoder."):
@@ -181,6 +183,8 @@ def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[
             layer.gated = name.endswith("linear_fc1")  # type: ignore[assignment]
             # A class of the layer's own, which is all that Python asks for; the checker wants the very same one.
             layer.__class__ = type(f"Adapted{type(layer).__name__}", (_Adapted, type(layer)), {})  # pyright: ignore[reportAttributeAccessIssue]
+            found.add(name.rpartition(".")[2])
+    return found
 
 
 def target_layers(targets: Sequence[str]) -> set[str] | None:

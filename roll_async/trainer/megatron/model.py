@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -20,8 +22,15 @@ from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, language_model
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.trainer.megatron import ranks
-from roll_async.trainer.megatron.layer_spec import block_spec
-from roll_async.trainer.megatron.lora import ADAPTER, Adapter, LoraSettings, adapter_of, add_adapters
+from roll_async.trainer.megatron.layer_spec import block_spec, uses_transformer_engine
+from roll_async.trainer.megatron.lora import (
+    ADAPTER,
+    Adapter,
+    LoraSettings,
+    adapter_of,
+    add_adapters,
+    target_layers,
+)
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.value_head import ValueHead
@@ -56,7 +65,9 @@ class HfBackedModel:
     """A Megatron model that knows its Hugging Face names."""
 
     def __init__(self, settings: MegatronSettings, device: torch.device, *, with_weights: bool = True) -> None:
-        """`with_weights=False` leaves the initial values: the folder needs only config.json, and there is no export."""
+        """`with_weights=False`: the caller fills the weights, which hold whatever was in memory; the folder needs only
+        config.json, and there is no export.
+        """
         self._settings = settings
         self._hf = HfFolder(settings.model_folder)
         # A reward model's layers are those of its language model; its head becomes the critic's.
@@ -97,8 +108,18 @@ class HfBackedModel:
             targets=settings.lora_targets,
             dropout=settings.lora_dropout,
         )
+        found: set[str] = set()
         for chunk in self.chunks:
-            add_adapters(chunk, lora, {name: self._global_name(chunk, name) for name, _ in chunk.named_parameters()})
+            names = {name: self._global_name(chunk, name) for name, _ in chunk.named_parameters()}
+            found |= add_adapters(chunk, lora, names)
+        everywhere = _union(found)
+        missing = (target_layers(lora.targets) or set()) - everywhere
+        if missing or not everywhere:
+            kind = sorted(missing)[0] if missing else "at all"
+            raise ValueError(
+                f"model_args.lora_target {list(lora.targets)}: no layer {kind} of this model takes an adapter; "
+                "name others, or all-linear"
+            )
 
     def _freeze(self, prefixes: Sequence[str]) -> None:
         """Raises ValueError for a prefix that no parameter of the whole model has."""
@@ -109,9 +130,7 @@ class HfBackedModel:
             if hits:
                 parameter.requires_grad_(False)
             found |= hits
-        gathered: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(gathered, found)
-        missing = set(prefixes) - set().union(*gathered)
+        missing = set(prefixes) - _union(found)
         if missing:
             raise ValueError(f"model_args.freeze_module_prefix {sorted(missing)[0]!r}: no parameter begins with it")
 
@@ -128,7 +147,10 @@ class HfBackedModel:
         module = GPTModel(
             config=self.config,
             transformer_layer_spec=block_spec(  # pyright: ignore[reportArgumentType]  # Megatron takes a block's, too
-                self.config, self._settings.transformer_impl, stage, self._family.sandwich_norms
+                self.config,
+                use_te=uses_transformer_engine(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0),
+                stage=stage,
+                sandwich_norms=self._family.sandwich_norms,
             ),
             vocab_size=config.integer("vocab_size"),
             max_sequence_length=context,
@@ -144,6 +166,7 @@ class HfBackedModel:
         if rotary.kind != "default" and not self.config.multi_latent_attention:
             dimensions = int(self.heads.head_size * rotary.fraction)
             module.rotary_pos_emb.inv_freq = rotary.frequencies(dimensions, context)
+        _mark_shards(module)
         _mark_experts(module)
         if self.config.recompute_granularity == "full" and module.pre_process:
             module.embedding.register_forward_hook(_carry_gradients)
@@ -286,6 +309,24 @@ def _carry_gradients(embedding: torch.nn.Module, inputs: object, output: Tensor)
     """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
+
+
+def _union(own: set[str]) -> set[str]:
+    """What any rank found; collective."""
+    gathered: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return set().union(*gathered)
+
+
+def _mark_shards(module: torch.nn.Module) -> None:
+    """Say which weights tensor parallelism splits, for the gradient norm: Megatron's local layers leave that to the
+    initialisation, which does not happen here. Transformer Engine's layers say it themselves.
+    """
+    for layer in module.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            weight, dim = layer.weight, 1 if isinstance(layer, RowParallelLinear) else 0
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def _mark_experts(module: torch.nn.Module) -> None:

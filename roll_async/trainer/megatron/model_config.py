@@ -54,13 +54,15 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "bf16": settings.dtype == "bf16",
         "fp16": settings.dtype == "fp16",
         "use_cpu_initialization": True,
+        # Every weight is loaded: drawing values first would take longer than that, minutes for billions of them.
+        "perform_initialization": False,
         **_NO_FUSION,
         **_layout(parallel, settings.moe_dispatcher),
         # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.
         "calculate_per_token_loss": True,
         **family.fields(config),
         # Local layers run one expert after another; Megatron's own grouped experts have other parameters.
-        "moe_grouped_gemm": uses_transformer_engine(settings.transformer_impl),
+        "moe_grouped_gemm": uses_transformer_engine(settings.transformer_impl, adapters=settings.lora_rank > 0),
         **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
         **settings.recompute,
         **settings.extra,

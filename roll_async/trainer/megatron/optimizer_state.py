@@ -83,7 +83,8 @@ class ParameterState:
                 held.copy_(part[name])
         if "step" in self.optimizer.param_groups[0]:  # as Transformer Engine's and Apex's optimizers count
             return
-        state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=self.main.device)
+        # The parameter's device, where a fused step wants it: the rest may be in host memory until that step.
+        state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=self.parameter.device)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import TokenLogprobs
+from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
 from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
 from roll_async.trainer.megatron.partition import RowPlan, plan_rows
@@ -42,6 +43,10 @@ class Runner:
     ) -> None:
         self._network, self._config, self._settings, self._replay = list(network), config, settings, replay
         self._device = next(p for part in self._network for p in part.parameters()).device
+        # Local layers and Megatron's rotary embedding read the bounds of packed rows as numbers, in every layer: on the
+        # device each reading would wait for it. Transformer Engine's kernels take them from there.
+        on_device = uses_transformer_engine(settings.transformer_impl, adapters=settings.lora_rank > 0)
+        self._device_of_bounds = self._device if on_device else torch.device("cpu")
 
     def micro_batches(self, step: StepRows, rows: Sequence[int], rows_per_batch: int) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches of these rows of the step."""
@@ -117,7 +122,7 @@ class Runner:
     def _forward(self, model: torch.nn.Module, feed: ModelFeed) -> Tensor:
         keywords: dict[str, object] = {}
         if feed.bounds is not None:
-            bounds = torch.tensor(feed.bounds, dtype=torch.int32, device=self._device)
+            bounds = torch.tensor(feed.bounds, dtype=torch.int32, device=self._device_of_bounds)
             longest = max(b - a for a, b in zip(feed.bounds, feed.bounds[1:], strict=False))
             keywords["packed_seq_params"] = PackedSeqParams(
                 qkv_format="thd",
