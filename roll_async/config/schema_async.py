@@ -28,8 +28,8 @@ class InterruptConfig:
     mode: Literal["wait", "abort", "resume", "keep"] = "resume"
     """Finish first; discard and requeue; keep the tokens and re-prefill; continue in place with the KV cache."""
     timeout: float = bounded(30.0, "> 0")
-    """Seconds within which the engines must have paused, and between pushes answer a heartbeat; a stop waits so long for
-    groups, then cuts them short."""
+    """Seconds within which the engines must have paused, and between pushes answer a heartbeat; a stop waits so long
+    for groups, then cuts them short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
