@@ -74,10 +74,10 @@ class RLVRPipeline:
         parts, trainer = self._parts, self._trainer
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(self._train(), name="train loop")
-            rollout = tasks.create_task(self._beside(training, parts.rollouter.run()), name="rollouter")
+            rollout = tasks.create_task(self._beside(training, parts.rollouter.run), name="rollouter")
             watch = None
             if self._watch is not None:
-                watch = tasks.create_task(self._beside(training, self._watch()), name="watch")
+                watch = tasks.create_task(self._beside(training, self._watch), name="watch")
             end = await training
             await parts.rollouter.stop()
             await rollout
@@ -91,11 +91,11 @@ class RLVRPipeline:
         await self._parts.synchronizer.push(self._trainer.trained)
         return await self._trainer.run()
 
-    async def _beside(self, training: asyncio.Task[RunEnd], role: Awaitable[None]) -> None:
+    async def _beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
         """A role beside the trainer, to its end. Its failure is raised when the trainer has finished what needs nobody
         else: the ranks would do that to its end anyway.
         """
-        running = asyncio.ensure_future(role)
+        running = asyncio.ensure_future(role())
         try:
             await asyncio.wait({running})
             error = None if running.cancelled() else running.exception()

@@ -118,6 +118,9 @@ def test_an_engine_that_dies_without_restarts_left_ends_the_run_with_its_error_a
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 3
     assert "actor_infer-0" in output and "Traceback" not in output
+    steps = launcher.metrics()[-1]["step"]
+    assert f"step {steps} is saved; go on after" in output, "the trainer was healthy"
+    assert (launcher.output / "run" / "checkpoints" / f"step_{steps:08d}").is_dir()
 
 
 def test_missing_assets_and_wrong_keys_are_one_readable_line_before_anything_starts(launcher):
