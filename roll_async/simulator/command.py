@@ -67,6 +67,7 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sync-s", type=_not_negative, default=0.0, help="seconds of a weight push (0)")
     parser.add_argument("--swap-s", type=_not_negative, default=0.0, help="of it with engines stopped (0)")
     parser.add_argument("--reward-s", type=_not_negative, default=0.0, help="seconds to score a sample (0)")
+    parser.add_argument("--filtered-share", type=_share, help="of groups, by filter_groups (1 - G / gen_batch_size)")
     parser.add_argument("--split", type=_split, help="TRAIN:INFER devices instead of the config's")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_intermixed_args(list(args))
@@ -112,6 +113,7 @@ def _config(options: argparse.Namespace) -> int:
         sync_s=options.sync_s,
         swap_s=options.swap_s,
         reward_s=options.reward_s,
+        filtered_share=options.filtered_share,
     )
     split = options.split or split_of(config)
     scenario = scenario_of(config, speeds, split=split, steps=options.steps, seed=options.seed or config.seed)
@@ -127,6 +129,7 @@ def _config(options: argparse.Namespace) -> int:
         _write_trace(outcome, options.trace)
     result = {
         **figures.to_json(),
+        "filtered_share": round(scenario.rewards.flat_share, 4),
         "synchronous_step_s": round(in_turn.step_s, 4),
         "speedup": round(in_turn.step_s / figures.step_s, 3),
         "colocated_step_s": round(colocated.step_s, 4),
@@ -166,12 +169,20 @@ def _table(scenario: Scenario, result: dict[str, float], split: Split) -> str:
         ("staleness of tokens", f"mean {result['staleness_mean']:.2f}, max {result['staleness_max']:.0f} versions"),
         ("since admission", f"mean {result['lag_mean']:.2f}, max {result['lag_max']:.0f} versions"),
         ("dropped, masked", f"{result['dropped_share']:.1%} of groups, {result['masked_share']:.1%} of tokens"),
+        ("filtered", _filter_line(scenario)),
         ("length bias", f"{result['length_bias']:.3f}"),
         ("theory, any ratio", f"{result['theory_speedup_bound']:.2f} = 1 + K*L/(N*(mu + mu_train)) over all in turn"),
         ("theory, this ratio", f"{result['theory_speedup_at_ratio']:.2f} with the best split"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _filter_line(scenario: Scenario) -> str:
+    if not scenario.scheduler.filter_enabled:
+        return "no filter"
+    share, extra = scenario.rewards.flat_share, scenario.queue.oversample_groups
+    return f"{share:.1%} of groups are assumed to have no spread (--filtered-share), {extra} groups over-sampled"
 
 
 def _write_trace(outcome: SimOutcome, path: Path) -> None:
@@ -196,6 +207,13 @@ def _not_negative(text: str) -> float:
     number = _number(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return number
+
+
+def _share(text: str) -> float:
+    number = _not_negative(text)
+    if number >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not below 1")
     return number
 
 

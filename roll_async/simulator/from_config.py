@@ -31,6 +31,8 @@ class Speeds:
     """Its part in which they stand still."""
     reward_s: float = 0.0
     """Scoring one sample."""
+    filtered_share: float | None = None
+    """Groups that filter_groups drops for want of spread, 0..1; None = `filtered_share_of` the config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +49,20 @@ def split_of(config: RLVRConfig) -> Split:
     return Split(train=config.actor_train.num_ranks, infer=len(infer) if infer is not None else config.num_servers)
 
 
+def filtered_share_of(config: RLVRConfig) -> float:
+    """What the config's over-sampling makes up for: 1 - groups of a batch / gen_batch_size; 0 without a filter.
+
+    Worked example: gen_batch_size 96 for batches of 32 groups expects two groups in three to be dropped.
+    """
+    groups = config.algorithm.filter_groups
+    return max(0.0, 1 - config.groups_per_batch / groups.gen_batch_size) if groups.enable else 0.0
+
+
 def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int, seed: int) -> Scenario:
     """The schedule of a run with these devices. Another split than the config's scales both sides with their devices.
 
-    Raises ValueError for a split that leaves a side without a whole replica or rank.
+    Raises ValueError for a split that leaves a side without a whole replica or rank, and for a share of filtered groups
+    without a filter.
     """
     own = split_of(config)
     servers = config.num_servers * split.infer // own.infer
@@ -58,11 +70,14 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
         per_server = own.infer // config.num_servers
         raise ValueError(f"a split of {split.train}:{split.infer} devices: a replica needs {per_server}, training 1")
     scheduler = settings.scheduler_options(config)
+    filtered = filtered_share_of(config) if speeds.filtered_share is None else speeds.filtered_share
+    if filtered and not scheduler.filter_enabled:
+        raise ValueError(f"a filtered share of {filtered:g}: the config has no algorithm.filter_groups.enable")
     token_s = 1 / speeds.decode_tokens_per_s
     return Scenario(
         seed=seed,
         queue=settings.queue_options(config),
-        scheduler=replace(scheduler, filter_enabled=False),
+        scheduler=replace(scheduler, filter_metric="score"),  # the only number simulated rewards report
         manager=settings.manager_options(config),
         sync=settings.sync_options(config, "shm"),
         plan=replace(settings.run_plan(config, first_step=1), max_steps=steps, save_every=0, eval_every=0),
@@ -71,7 +86,7 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
             mean_tokens=speeds.mean_length, sigma=speeds.sigma, max_tokens=scheduler.sampling.max_new_tokens
         ),
         speed=SpeedModel(token_s=token_s, token_s_per_request=token_s * speeds.decode_slowdown),
-        rewards=RewardModel(seconds=speeds.reward_s),
+        rewards=RewardModel(seconds=speeds.reward_s, flat_share=filtered),
         train=TrainModel(
             step_s=0.0,
             token_s=own.train / (split.train * speeds.train_tokens_per_s),
@@ -82,7 +97,7 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
 
 
 def synchronous(scenario: Scenario) -> Scenario:
-    """The same world with ratio 0 and a push after every step."""
+    """The same world with ratio 0 and a push after every step; it over-samples as much, and stops early."""
     queue = replace(
         scenario.queue,
         async_generation_ratio=0.0,
@@ -90,14 +105,15 @@ def synchronous(scenario: Scenario) -> Scenario:
         max_versions=None,
         max_queue_size=None,
         soft_versions=None,
-        oversample_groups=0,
     )
     plan = replace(scenario.plan, sync_every=1, groups_per_part=queue.groups_per_batch)
     return replace(scenario, queue=queue, plan=plan)
 
 
 def workload_of(scenario: Scenario, *, split: Split) -> Workload:
-    """The same world as theory sees it: slots at the speed they have when a replica is full."""
+    """The same world as theory sees it: slots at the speed they have when a replica is full. Groups that the filter
+    drops make the generation of each trained sample longer.
+    """
     lengths, samples, train = scenario.lengths, scenario.samples_per_batch, scenario.train
     token_s = scenario.speed.seconds_per_token(
         min(scenario.manager.max_concurrent_per_server, -(-samples // len(scenario.engines)))
@@ -109,6 +125,6 @@ def workload_of(scenario: Scenario, *, split: Split) -> Workload:
         num_slots=round(scenario.slots + train_slots),
         num_samples=samples,
         longest_s=lengths.max_tokens * token_s,
-        generation_s=mean * token_s,
+        generation_s=mean * token_s / (1 - scenario.rewards.flat_share),
         training_s=step_s * train_slots / samples,
     )

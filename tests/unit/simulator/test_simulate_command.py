@@ -10,6 +10,7 @@ from roll_async.simulator.figures import Workload
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "configs" / "rlvr_config_async_cpu.yaml")
+DAPO = str(ROOT / "configs" / "async_dapo_cpu.yaml")
 
 SMALL = ["rollout_batch_size=8", "actor_train.training_args.gradient_accumulation_steps=1", "--steps", "8"]
 
@@ -38,6 +39,19 @@ def test_a_config_gets_figures_beside_theory(capsys):
     assert "1 train, 2 generate in 2 replicas" in out and "1 + K*L/(N*(mu + mu_train))" in out
 
 
+def test_a_dapo_config_is_simulated_with_its_filter_and_the_share_it_drops_is_told_and_costs_time(capsys):
+    args = ["simulate", DAPO, *SMALL, "algorithm.filter_groups.gen_batch_size=16", "--mean-length", "20"]
+    assert main(args) == 0
+    assert "50.0% of groups are assumed to have no spread (--filtered-share)" in capsys.readouterr().out
+    results = []
+    for share in ("0", "0.6"):
+        assert main([*args, "--json", "--filtered-share", share]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert [r["filtered_share"] for r in results] == [0.0, 0.6]
+    assert results[0]["step_s"] < results[1]["step_s"]
+    assert results[0]["theory_colocated_bound_s"] < results[1]["theory_colocated_bound_s"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -49,6 +63,8 @@ def test_a_config_gets_figures_beside_theory(capsys):
         ([CONFIG, "--sigma", "nan"], "'nan' is not a finite number"),
         ([CONFIG, "--decode-speed", "0"], "0 is not above 0"),
         ([CONFIG, "--steps", "2"], "2 simulated steps are too few"),
+        ([CONFIG, "--filtered-share", "0.3"], "the config has no algorithm.filter_groups.enable"),
+        ([CONFIG, "--filtered-share", "1"], "1 is not below 1"),
         ([CONFIG, "rollout_batch_sise=4"], "rollout_batch_sise"),
         (["no_such_file.yaml"], "no_such_file.yaml"),
         ([str(ROOT / "configs" / "agent_val_frozen_lake_async.yaml")], "only rlvr configs are simulated"),
