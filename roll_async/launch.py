@@ -88,8 +88,8 @@ def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
     classes = RunClasses() if classes is None else classes
     try:
         folder = RunFolder(config.output_dir, config.exp_name)
-        folder.write_config(dump(config))
         folder.open_log(*classes.log_names)
+        folder.write_config(dump(config))
         return _run_in(config, folder, classes)
     except EndedAtOnce:
         return EXIT_INTERRUPTED

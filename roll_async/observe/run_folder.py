@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import yaml
+
+logger = logging.getLogger(__name__)
+
+_ABSENT = "(absent)"
 
 
 class RunFolder:
@@ -22,8 +29,26 @@ class RunFolder:
             ) from error
 
     def write_config(self, text: str) -> None:
-        """The config as resolved."""
-        (self.path / "config.yaml").write_text(text)
+        """The config as resolved. One that differs from what an earlier start wrote leaves that one beside it, as
+        config.1.yaml, config.2.yaml ..., and each key that changed in the log: call `open_log` before.
+        """
+        path = self.path / "config.yaml"
+        before = path.read_text() if path.is_file() else text
+        if before != text:
+            kept = self._unused_name("config.{}.yaml")
+            path.rename(kept)
+            old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
+            changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+            logger.warning(
+                "the config differs from that of the last start in %d keys; it is kept as %s", len(changed), kept.name
+            )
+            for key in changed:
+                logger.info("config: %s: %s -> %s", key, old.get(key, _ABSENT), new.get(key, _ABSENT))
+        path.write_text(text)
+
+    def _unused_name(self, pattern: str) -> Path:
+        numbers = itertools.count(1)
+        return next(p for n in numbers if not (p := self.path / pattern.format(n)).exists())
 
     def log_files(self, *more_names: str) -> list[Path]:
         """run.log and files of these names."""
@@ -70,6 +95,15 @@ def log_to(files: Iterable[Path | str]) -> logging.Logger:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root.addHandler(file)
     return root
+
+
+def _leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    """Values of a nested config by their full key; a list is one value."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    return {
+        k: v for key, sub in tree.items() for k, v in _leaves(sub, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
 
 
 def _rounded(value: float) -> float:

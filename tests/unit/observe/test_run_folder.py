@@ -1,0 +1,26 @@
+"""The folder of a run across starts."""
+
+import logging
+
+from roll_async.observe.run_folder import RunFolder
+
+
+def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_changed(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="roll_async")
+    logging.getLogger("roll_async").propagate = True
+    folder = RunFolder(str(tmp_path), "run")
+    first = "seed: 1\nactor_train:\n  training_args: {learning_rate: 1.0e-6, devices: [0, 1]}\n"
+    folder.write_config(first)
+    folder.write_config(first)
+    assert [p.name for p in folder.path.iterdir()] == ["config.yaml"] and not caplog.messages
+    second = "seed: 1\nactor_train:\n  training_args: {learning_rate: 2.0e-6, devices: [0]}\nextra: {}\n"
+    RunFolder(str(tmp_path), "run").write_config(second)
+    assert caplog.messages[0] == "the config differs from that of the last start in 3 keys; it is kept as config.1.yaml"
+    assert caplog.messages[1:] == [
+        "config: actor_train.training_args.devices: [0, 1] -> [0]",
+        "config: actor_train.training_args.learning_rate: 1e-06 -> 2e-06",
+        "config: extra: (absent) -> {}",
+    ]
+    folder.write_config(first)
+    texts = {p.name: p.read_text() for p in folder.path.iterdir()}
+    assert texts == {"config.yaml": first, "config.1.yaml": first, "config.2.yaml": second}
