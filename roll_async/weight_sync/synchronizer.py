@@ -23,6 +23,9 @@ from roll_async.weight_sync.transports import STAGED
 
 logger = logging.getLogger(__name__)
 
+_LOOK_EVERY_S = 1.0
+"""How often a push looks whether the replicas it waits for are still there."""
+
 
 class WeightSource(Protocol):
     """The trainer's side."""
@@ -312,11 +315,15 @@ class ParameterSynchronizer:
         """Without those that are gone since the push began: dead, or taken out because they did not pause. By identity:
         one that died may already be back under its name, without these weights.
         """
-        there = [*self._replicas(), *self._returning.values()]
-        present = [r for r in replicas if any(r is other for other in there)]
-        gone = [r for r in replicas if not any(r is other for other in present)]
+        there = self._there()
+        present = [r for r in replicas if id(r) in there]
+        gone = [r for r in replicas if id(r) not in there]
         push.failures.update({r.name: "lost during the push" for r in gone})
         return present
+
+    def _there(self) -> set[int]:
+        """Identities of all replicas alive."""
+        return {id(replica) for replica in (*self._replicas(), *self._returning.values())}
 
     def _sort(self, push: _Push, failures: dict[str, str], good: list[Replica]) -> None:
         """Waiting replicas without a failure go to `good`."""
@@ -415,20 +422,29 @@ class ParameterSynchronizer:
         self, replicas: Sequence[Replica], failures: dict[str, str], call: Callable[[Replica], Awaitable[None]]
     ) -> None:
         """Call all at once. Who is not done at the deadline has failed; the others get a deadline of their own, so
-        that a hanging replica costs time and not the version. What a replica can raise is its failure.
+        that a hanging replica costs time and not the version. Nobody waits for one that was taken out meanwhile. What a
+        replica can raise is its failure.
         """
         if not replicas:
             return
         loop = asyncio.get_running_loop()
-        calls = {asyncio.ensure_future(call(r)): r.name for r in replicas}
+        tasks = {asyncio.ensure_future(call(r)): r for r in replicas}
+        calls = {task: replica.name for task, replica in tasks.items()}
+        waiting, done = set(calls), set[asyncio.Future[None]]()
         try:
-            done, late = await asyncio.wait(calls, timeout=max(0.0, self._deadline - loop.time()))
+            while waiting and (left_s := self._deadline - loop.time()) > 0:
+                ended, waiting = await asyncio.wait(waiting, timeout=min(left_s, _LOOK_EVERY_S))
+                done |= ended
+                there = self._there()
+                gone = {task for task in waiting if id(tasks[task]) not in there}
+                waiting -= gone
+                failures.update({calls[task]: "lost during the push" for task in gone})
         finally:
             for task in calls:
                 task.cancel()
-        for task in late:
+        for task in waiting:
             failures[calls[task]] = f"not done within {self._late()}"
-        if late:
+        if waiting:
             self._deadline = loop.time() + self._options.timeout_s
         for task in done:
             error = task.exception()

@@ -515,7 +515,10 @@ REFUSED = [
     ("profiler_timeline", "no choice to make here; remove it"),
     ("checkpoint_config.type", "no choice to make here; remove it"),
     ("num_nodes", "no choice to make here; remove it"),
-    ("actor_train.offload_nccl", "weights stay on their devices; remove it, or use optimizer_cpu_offload for the optimizer's state"),
+    (
+        "actor_train.offload_nccl",
+        "weights stay on their devices; remove it, or use optimizer_cpu_offload for the optimizer's state",
+    ),
     ("val_greedy", "was never read; remove it"),
     ("actor_train.data_args.dataset_dir", "write paths in file_name"),
     ("actor_train.data_args.interleave_probs", "use domain_interleave_probs"),

@@ -178,6 +178,21 @@ def test_a_hanging_replica_costs_its_time_out_and_not_the_run(run):
     assert world.replicas[1].serves == 5 and world.held == [(5, [5])]
 
 
+def test_nobody_waits_for_a_hanging_replica_that_was_taken_out_meanwhile(run):
+    world = World({"load_bucket": ["hang"]}, {}, timeout_s=300.0)
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        loop.call_later(20, world.taken_out.update, {"engine-0": "no sign of life"})
+        await world.sync.push(5)
+        return loop.time() - started
+
+    assert 20 <= run(go()) < 30
+    assert world.taken_out == {"engine-0": "no sign of life"}
+    assert world.replicas[1].serves == 5 and world.held == [(5, [5])]
+
+
 def test_a_trainer_that_sends_nothing_fails_the_push_after_its_time_out(run):
     world = World(timeout_s=10.0)
     world.trainer.gather_s = 1e6
