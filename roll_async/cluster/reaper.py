@@ -3,8 +3,8 @@
 Ray's agents outlive a killed driver by a minute or more, engines start children of their own. They are known by two
 marks: one variable inherited from the driver (Ray overwrites it in processes it renames), and open files in the
 folder of the embedded Ray session. This process waits for the end of its standard input, which the kernel closes when
-the driver dies, also by SIGKILL, and then ends whatever still carries a mark. Run as `python -m
-roll_async.cluster.reaper MARKER`; each input line is a folder.
+the driver dies, also by SIGKILL, then ends whatever still carries a mark, and removes its files of shared memory.
+Run as `python -m roll_async.cluster.reaper MARKER`; each input line is a folder.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -75,6 +77,9 @@ def main() -> None:
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=_GRACE_S)
+    for folder in ("/dev/shm", tempfile.gettempdir()):  # memory until the next boot, of who could not clean up
+        for file in Path(folder).glob(f"roll_async-{marker}-*"):  # see weight_sync/shm.py, too large to import here
+            file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
