@@ -69,6 +69,7 @@ def moe(device: str, scratch: str) -> dict:
     tokens, lengths = make_rows(LONGEST, TOKENS, VOCABULARY)
     worker = start(scratch, device)
     losses = [worker.supervised_update(tokens, lengths, train_mask(tokens, lengths)) for _ in range(4)]
+    worker.stop()
     return {"ok": all(map(math.isfinite, losses)) and losses[-1] < losses[0], "unit": "nat", "losses": losses}
 
 
@@ -84,6 +85,7 @@ def resume(device: str, scratch: str) -> dict:
     worker = start(f"{scratch}/model", device, cpu_offload=True)
     worker.load(f"{scratch}/checkpoint")
     again = [worker.supervised_update(tokens, lengths, mask) for _ in range(2)]
+    worker.stop()
     difference = max(abs(a - b) for a, b in zip(losses[2:], again, strict=True))
     return {
         "ok": difference <= RESUME_BUDGET and losses[-1] < losses[0],

@@ -2,8 +2,10 @@
 
 import gc
 import os
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -233,6 +235,18 @@ def routers_product(rank, world_size, port):
             block_spec(config, use_te=False)
             found.append(vars(moe_utils).get("te_general_gemm", "unbound"))
     return tuple(found)
+
+
+def cases_of_the_gpu_suite(rank, world_size, port, folder):
+    """What each case of tools/gpu_cases.py reports, on the CPU."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+    import gpu_cases
+
+    found = {}
+    for name, case in gpu_cases.CASES.items():
+        (folder / name).mkdir()
+        found[name] = case("cpu", str(folder / name))
+    return found
 
 
 def threads_after_stops(rank, world_size, port, settings):

@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
+import megatron_cases as cases
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,12 +38,11 @@ def test_both_sides_of_the_trainer_comparison_run_and_start_at_the_same_loss():
 
 
 @pytest.mark.slow
-def test_the_small_cases_run():
-    done = suite("--only", "moe", "--only", "resume", "--device", "cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    _, moe, resume = (json.loads(x) for x in done.stdout.splitlines())
-    assert moe["losses"][-1] < moe["losses"][0]
-    assert resume["resumed"] == resume["losses"][2:]  # exact on the CPU
+def test_the_small_cases_run(rank_pool, tmp_path):
+    found = rank_pool.run(cases.cases_of_the_gpu_suite, 1, folder=tmp_path)[0]
+    moe, resume = found["moe"], found["resume"]
+    assert moe["ok"] and moe["losses"][-1] < moe["losses"][0]
+    assert resume["ok"] and resume["resumed"] == resume["losses"][2:]  # exact on the CPU
 
 
 def test_without_a_gpu_the_suite_says_so_and_succeeds():
