@@ -38,7 +38,7 @@ class Watch:
 
     def __init__(self, scenario: Scenario, restored_step: int = 0, *, every_token: bool = True) -> None:
         """`every_token`: look at the tokens of every sample, which is what costs time in a large world."""
-        self.scenario, self.restored_step, self._every_token = scenario, restored_step, every_token
+        self.scenario, self.restored_step, self.every_token = scenario, restored_step, every_token
         self.findings: list[str] = []
         self.slots: dict[int, Slot] = {}
         self.where: dict[int, Where] = {}
@@ -171,7 +171,7 @@ class Watch:
         whole = len(group.samples) == number
         if not whole:
             self.report(3, f"group {group.group_id} has {len(group.samples)} of {number} samples")
-        for sample in group.samples if self._every_token else ():
+        for sample in group.samples if self.every_token else ():
             self._check_sample(group, sample)
 
     def _check_sample(self, group: Group, sample: Sample) -> None:
@@ -299,7 +299,7 @@ class Watch:
 
     def rewind(self, step: int) -> Watch:
         """Books of the next life, restored to `step`: what later steps and verdicts decided is open again."""
-        next_life = Watch(self.scenario, step, every_token=self._every_token)
+        next_life = Watch(self.scenario, step, every_token=self.every_token)
         next_life.trained = {s: rows for s, rows in self.trained.items() if s <= step}
         next_life.decided = [d for d in self.decided if d[0] <= step]
         next_life.finished = dict(self.finished)

@@ -241,6 +241,7 @@ class World:
         scenario = self._scenario
         slots = scenario.manager.max_concurrent_per_server
         engine = SimEngine(name, scenario.seed, scenario.lengths, scenario.speed, slots=slots, faults=faults)
+        engine.tells_progress = self.watch.every_token
         replica = SimReplica(
             engine, scenario.seed, faults, swap_s=scenario.train.swap_s, submitted=self.watch.submitted
         )
