@@ -12,5 +12,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The data of a tensor on the CPU, uint8 [num_bytes]; not copied where it is contiguous and there already."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     window = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
-    window.tensor = flat  # the view keeps the memory it looks at
+    window.tensor = flat  # pyright: ignore[reportAttributeAccessIssue]  # the view keeps the memory it looks at
     return memoryview(window).cast("B")

@@ -430,7 +430,7 @@ class ParameterSynchronizer:
         loop = asyncio.get_running_loop()
         tasks = {asyncio.ensure_future(call(r)): r for r in replicas}
         calls = {task: replica.name for task, replica in tasks.items()}
-        waiting, done = set(calls), set[asyncio.Future[None]]()
+        waiting, done = set(calls), set[asyncio.Task[None]]()
         try:
             while waiting and (left_s := self._deadline - loop.time()) > 0:
                 ended, waiting = await asyncio.wait(waiting, timeout=min(left_s, _LOOK_EVERY_S))
