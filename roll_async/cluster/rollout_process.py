@@ -41,6 +41,8 @@ ROLE = "rollout process"
 _OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedTooMany, SyncFailed)
 """Of the roles inside, with a meaning for who calls; others come as RoleFailed."""
 _LOOK_EVERY_S = 1.0
+_TAKE_BACK_S = 5.0
+"""So long a question that nobody waits for any more may take to end."""
 _SLOW_S = 10.0
 """So long an answer may take before the log says so."""
 _INNER_S = 30.0
@@ -89,7 +91,9 @@ class _Link:
         try:
             return await call(ROLE, what, ref, timeout_s=timeout_s, own=_OWN_ERRORS)
         except asyncio.CancelledError:
+            assert isinstance(ref, ray.ObjectRef)
             ray.cancel(ref)
+            await _ended(ref)  # else what is asked next may come before this is taken back, and answer it
             raise
 
     async def look_on(self) -> None:
@@ -113,6 +117,13 @@ class _Link:
             await asyncio.wait({look}, timeout=min(_SLOW_S, left_s))
             if not look.done():
                 logger.warning("%s: no answer for %.0f s", ROLE, loop.time() - asked)
+
+
+async def _ended(ref: ray.ObjectRef) -> None:
+    """Wait until a question that was taken back is over, whatever came of it; not for ever."""
+    ending = asyncio.wrap_future(ref.future())
+    ending.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    await asyncio.wait({ending}, timeout=_TAKE_BACK_S)
 
 
 class QueueClient:
