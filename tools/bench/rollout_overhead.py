@@ -57,7 +57,7 @@ async def measure(model: str, count: int, rounds: int) -> tuple[list[float], lis
     order = EngineOrder(strategy="vllm", settings=settings, env={}, rpc_timeout_s=300.0)
     pool = NodePool(placements, num_gpus_per_node=8, timeout_s=60)
     client = await RayEngineClient.start(order, placements[0], pool)
-    manager = AsyncLLMServerManager([client], ManagerOptions(max_concurrent_per_server=256))
+    manager = AsyncLLMServerManager([client], ManagerOptions(max_concurrent_per_server=512))
     await manager.start()
     direct = VllmEngine(settings)
     await direct.start()
