@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from roll_async.inference.protocol import Engine, EngineLoad, EngineReport, PauseMode, Progress
 from roll_async.schema import Completion, GenerateRequest
 
-_COALESCE_S = 0.002
+_COALESCE_S = 0.02
 """After the first result, how long `collect` waits for company: one decoding step of a small model."""
 
 PROGRESS_INTERVAL_S = 5.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import pickle
 from array import array
@@ -33,6 +34,8 @@ from roll_async.schema import (
 )
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.transports import STAGED
+
+logger = logging.getLogger(__name__)
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -136,6 +139,8 @@ class VllmEngine:
             raise ValueError(f"{where}: {error}") from error
         with _core_placement(settings.device):
             self._llm = AsyncLLM.from_engine_args(engine_arguments)
+        if settings.device == "cpu":
+            _norms_of_the_cpu_build()
         if settings.device == "cpu" and self._llm.model_config.get_num_experts() > 0:
             self._llm.shutdown()
             raise ValueError(
@@ -188,7 +193,9 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            queue = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+            # With its type it is taken as it is; without, a thread looks first whether it must be tokenized.
+            rendered = {"type": "token", "prompt_token_ids": prompt}
+            queue = await self._llm.add_request(request_id, rendered, sampling)  # pyright: ignore[reportArgumentType]
             ticket.internal_id = queue.request_id
             ticket.handed_over.set()
             try:
@@ -232,9 +239,12 @@ class VllmEngine:
         for ticket in tickets.values():
             ticket.aborted.set()
         await self._handed_over(tickets.values())
-        running = [i for i, ticket in tickets.items() if ticket.admitted and not ticket.done.is_set()]
-        if running:
-            await self._llm.abort(running)
+        running = {i: ticket for i, ticket in tickets.items() if ticket.admitted and not ticket.done.is_set()}
+        if running and self._settings.device == "cpu":  # its core holds tokens back; see vllm_gather.py
+            known = [ticket.internal_id for ticket in running.values() if ticket.internal_id is not None]
+            await self._llm.engine_core.end_requests_async(known)  # pyright: ignore[reportAttributeAccessIssue]
+        elif running:
+            await self._llm.abort(list(running))
         await asyncio.gather(*(ticket.done.wait() for ticket in tickets.values()))
 
     async def _handed_over(self, tickets: Iterable[_Ticket]) -> None:
@@ -247,8 +257,11 @@ class VllmEngine:
         self._serving.clear()
         admitted = [t for t in self._running.values() if t.admitted]
         await self._handed_over(admitted)
-        # Clearing the cache makes kept requests compute their KV again after resume, under the weights then loaded.
-        await self._llm.pause_generation(mode=mode.value, clear_cache=True)
+        # Kept requests go on with the KV of the old weights; where prompts share blocks they compute it again, or a
+        # request that begins under the new weights would read what an old one wrote.
+        clear = mode is PauseMode.ABORT or self._settings.enable_prefix_caching
+        # Not `pause_generation`: it sleeps for 20 ms in case somebody expects the outputs, who are awaited below.
+        await self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=clear)
         if mode is PauseMode.ABORT:
             await asyncio.gather(*(t.done.wait() for t in admitted))
 
@@ -264,17 +277,17 @@ class VllmEngine:
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
         self._mixed = self._mixed or in_place
         self._transport = plan.transport
-        await self._workers("roll_begin_update", plan.transport, plan.verify)
+        await self._stage("roll_begin_update", plan.transport, plan.verify)
 
     async def load_bucket(self, bucket: Bucket) -> None:
         if self._transport is None:
             raise RuntimeError("load_bucket without begin_update")
-        await self._workers("roll_load_bucket", pickle.dumps(bucket))
+        await self._stage("roll_load_bucket", pickle.dumps(bucket))
 
     async def finish_update(self) -> str:
         if self._transport is None:
             raise RuntimeError("finish_update without begin_update")
-        digests = set(await self._workers("roll_finish_update"))
+        digests = set(await self._stage("roll_finish_update"))
         if len(digests) != 1:
             raise RuntimeError(f"workers of one replica hold different weights: {sorted(digests)}")
         return digests.pop()
@@ -290,9 +303,19 @@ class VllmEngine:
         await self._label(version)
         self._version, self._transport, self._mixed = version, None, False
 
-    async def _workers(self, method: str, *args: str | bytes) -> list[str]:
+    async def _stage(self, method: str, *args: str | bytes) -> list[str]:
+        """Part of an update before its commit. With a staged transport it touches no weights: a core in this process
+        does it beside the step under way.
+        """
+        beside = self._settings.device == "cpu" and self._transport in STAGED
+        return await self._workers(method, *args, beside=beside)
+
+    async def _workers(self, method: str, *args: str | bytes, beside: bool = False) -> list[str]:
         """Call `vllm_worker_extension.py` on every worker. Raises RuntimeError with the first worker's error."""
-        answers = await self._llm.collective_rpc("roll_call", args=(method, *args))
+        if beside:
+            answers = await self._llm.engine_core.rpc_beside_async("roll_call", (method, *args))  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            answers = await self._llm.collective_rpc("roll_call", args=(method, *args))
         error = next((error for _, error in answers if error), None)
         if error is not None:
             raise RuntimeError(error)
@@ -310,7 +333,7 @@ class VllmEngine:
     async def close(self) -> None:
         await self.abort(list(self._running))
         self._llm.shutdown()
-        del self._llm  # its finalizer fails when it first runs at the end of the interpreter
+        del self._llm, self._progress  # its finalizer fails when it first runs at the end of the interpreter
 
     def _completion(self, request_id: str, output, version: WeightVersion, seconds: float) -> Completion:  # noqa: ANN001
         """From vLLM's CompletionOutput. Without labels nothing outlives a weight update, so one version is all."""
@@ -339,6 +362,23 @@ def expert_record(routed: np.ndarray | None) -> ExpertRecord | None:
     ids = array(typecode)
     ids.frombytes(np.ascontiguousarray(routed, dtype=kind).tobytes())
     return ExpertRecord(ids=ids, num_layers=routed.shape[1], top_k=routed.shape[2])
+
+
+def _norms_of_the_cpu_build() -> None:
+    """Choose its compiled norms: vLLM knows them as kernels of GPUs only and puts five operations of torch in their
+    place, three times as slow. A release that has moved them goes on as it is.
+    """
+    try:
+        import torch
+        import vllm.kernels.vllm_c  # noqa: F401 (registers them)
+        from vllm import ir
+
+        for operation in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+            if hasattr(torch.ops._C, operation.name):
+                operation.impls["vllm_c"].supported = True
+                operation.set_default(["vllm_c", "native"])
+    except (ImportError, AttributeError, KeyError) as error:
+        logger.info("vLLM computes its norms with torch: %s", error)
 
 
 def _core_placement(device: str) -> contextlib.AbstractContextManager[None]:

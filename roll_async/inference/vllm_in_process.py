@@ -2,8 +2,8 @@
 
 AsyncLLM runs its core in a child process and talks to it over sockets: right where a GPU does the work, and a third of
 all the work where the model is a CPU's. Here one thread owns the core: whatever touches it is a call in its inbox,
-carried out between two steps; outputs come back in order. Saves the child's start-up too: it imports torch and vLLM
-again.
+carried out between two steps; outputs come back in order, tokens of many steps at once where nobody waits for each
+(`vllm_gather.py`). Saves the child's start-up too: it imports torch and vLLM again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TypeVar
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.request import Request, RequestStatus
 
+from roll_async.inference.vllm_gather import OutputGatherer
+
 T = TypeVar("T")
+
+_DECODING = {"num_lookahead_tokens": 0}
+"""What the scheduler says of a request that already runs; of others it says more."""
 
 
 class InProcessCore(EngineCoreClient):
@@ -33,9 +40,11 @@ class InProcessCore(EngineCoreClient):
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        _allocate_only_at_block_ends(core)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-core")
         self._inbox: deque[Callable[[], None]] = deque()
         self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
+        self._gatherer = OutputGatherer()
         self._work = asyncio.Event()
         self._drained: list[asyncio.Future[None]] = []
         """Waiters for a core without running requests."""
@@ -52,11 +61,7 @@ class InProcessCore(EngineCoreClient):
             while True:
                 await self._work.wait()
                 self._work.clear()
-                busy = True
-                while busy:
-                    outputs, busy = await self._loop.run_in_executor(self._thread, self._step)
-                    for output in outputs:
-                        self._outputs.put_nowait(output)
+                await self._loop.run_in_executor(self._thread, self._steps)
                 for future in self._drained:
                     if not future.done():
                         future.set_result(None)
@@ -64,16 +69,27 @@ class InProcessCore(EngineCoreClient):
         except Exception as error:  # whatever ends the core ends every request of it
             self._die(error)
 
-    def _step(self) -> tuple[list[EngineCoreOutputs], bool]:
-        """In the thread: the calls that came, then one step. True while something is left to do."""
+    def _steps(self) -> None:
+        """In the thread: calls and steps until nothing is left to do. The event loop hears of a step only when there is
+        something to tell: each time it wakes up it takes the interpreter lock from here.
+        """
         core = self._core
-        while self._inbox:
-            self._inbox.popleft()()
-        if not (core.scheduler.has_requests() or core.batch_queue):
-            return [], bool(self._inbox)
-        outputs, executed = core.step_fn()
-        core.post_step(executed)
-        return list((outputs or {}).values()), True
+        while not self._closed:
+            while self._inbox:
+                self._inbox.popleft()()
+            if not (core.scheduler.has_requests() or core.batch_queue):
+                if self._inbox:
+                    continue
+                return
+            outputs, executed = core.step_fn()
+            core.post_step(executed)
+            for output in (outputs or {}).values():
+                self._tell(output)
+
+    def _tell(self, outputs: EngineCoreOutputs) -> None:
+        """In the thread: to the front end, now or together with what comes next."""
+        for gathered in self._gatherer.take(outputs):
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, gathered)
 
     def _die(self, error: Exception) -> None:
         self.resources.engine_dead = True
@@ -118,6 +134,7 @@ class InProcessCore(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         def add() -> None:
+            self._gatherer.expect(request)
             try:
                 self._core.add_request(*self._core.preprocess_add_request(request))
             except (TypeError, ValueError):
@@ -126,8 +143,23 @@ class InProcessCore(EngineCoreClient):
         self._post(add)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """The front end has forgotten them."""
         if request_ids and not self.resources.engine_dead:
-            self._post(lambda: self._core.abort_requests(request_ids))
+            self._post(lambda: self._abort(request_ids))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._core.abort_requests(request_ids)
+        for request_id in request_ids:
+            self._gatherer.forget(request_id)
+
+    async def end_requests_async(self, request_ids: list[str]) -> None:
+        """End them with every token they have: unlike the front end's abort, which knows those it was told of."""
+
+        def end() -> None:
+            ended = self._core.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+            self._end([request.request_id for request in ended], FinishReason.ABORT)
+
+        await self._call(end)
 
     async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """As the core process does it: abort at once, wait for what runs, or keep it frozen."""
@@ -167,6 +199,10 @@ class InProcessCore(EngineCoreClient):
     ) -> list[T]:
         return await self._call(lambda: self._core.collective_rpc(method, timeout, args, kwargs))
 
+    async def rpc_beside_async(self, method: str, args: tuple[object, ...]) -> list:
+        """A call of the workers that a step does not mind: it waits for none."""
+        return await asyncio.to_thread(self._core.collective_rpc, method, None, args)
+
     async def set_weight_version_async(self, weight_version: str) -> None:
         await self._call(lambda: self._core.set_weight_version(weight_version))
 
@@ -192,8 +228,30 @@ class InProcessCore(EngineCoreClient):
         if not request_ids:
             return
         outputs = [EngineCoreOutput(i, [], finish_reason=reason) for i in request_ids]
-        report = EngineCoreOutputs(finished_requests=set(request_ids), outputs=outputs)
-        self._loop.call_soon_threadsafe(self._outputs.put_nowait, report)
+        version = self._core.get_weight_version()
+        self._tell(EngineCoreOutputs(finished_requests=set(request_ids), outputs=outputs, weight_version=version))
+
+
+def _allocate_only_at_block_ends(core: EngineCore) -> None:
+    """Ask for KV blocks only when a token may need one. A decoding request asks at every token, and 127 of 128 times
+    the answer is an empty list, found slowly: 7 % of what a small model's step costs.
+
+    Only with plain full attention and one group of layers: sliding windows give blocks back at any token.
+    """
+    manager = core.scheduler.kv_cache_manager  # type: ignore[attr-defined]
+    caches = manager.coordinator.single_type_managers
+    if len(caches) != 1 or type(caches[0]) is not FullAttentionManager:
+        return
+    allocate, block_size = manager.allocate_slots, caches[0].block_size
+
+    def sparing(request: Request, num_new_tokens: int, *args: object, **options: object) -> KVCacheBlocks | None:
+        # The token lies in the block of the one before it, and does not fill it (a full block is put into the cache).
+        inside = 0 < request.num_computed_tokens % block_size < block_size - 1
+        if inside and num_new_tokens == 1 and not args and options == _DECODING:
+            return manager.empty_kv_cache_blocks
+        return allocate(request, num_new_tokens, *args, **options)
+
+    manager.allocate_slots = sparing
 
 
 @contextlib.contextmanager

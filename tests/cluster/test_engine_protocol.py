@@ -495,6 +495,54 @@ def test_kept_requests_carry_the_version_of_every_token(replica):
     replica.runner.run(go())
 
 
+@torch.no_grad()
+def logprobs_across_a_swap(before, after, prompt, tokens, count):
+    """[R - count] log-probs of the tokens after the first `count`: the cache up to the last one that `before` sampled
+    is its own, `after` goes on from there.
+    """
+    past = before(torch.tensor([[*prompt, *tokens[: count - 1]]]), use_cache=True).past_key_values
+    logits = after(torch.tensor([tokens[count - 1 : -1]]), past_key_values=past).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[count:])[:, None])[:, 0]
+
+
+def test_kept_requests_go_on_with_the_cache_of_the_old_weights_where_prompts_share_none(tmp_path):
+    pytest.importorskip("vllm")
+    replica = Replica("vllm", tmp_path, tied=True, enable_prefix_caching=False)
+
+    async def go():
+        requests = [replica.request([3, 4, 5 + i], max_new_tokens=400) for i in range(6)]
+        tasks = replica.start(*requests)
+        await replica.take_in(tensors_of(replica.models["new"]), 1)
+        await asyncio.sleep(0.1)
+        await replica.engine.pause(PauseMode.KEEP)
+        await replica.engine.commit(1)
+        await replica.engine.resume()
+        mixed = 0
+        for request, task in zip(requests, tasks, strict=True):
+            completion = await task
+            counts = dict(completion.version_runs)
+            if set(counts) != {0, 1}:
+                continue
+            mixed += 1
+            prompt, tokens = list(request.prompt_token_ids), list(completion.token_ids)
+            old, new = replica.models["old"], replica.models["new"]
+            wanted = torch.cat([
+                reference_logprobs(old, prompt, tokens[: counts[0]], request.sampling),
+                logprobs_across_a_swap(old, new, prompt, tokens, counts[0]),
+            ])  # fmt: skip
+            assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=TOLERANCE, rtol=0)
+            fresh = reference_logprobs(new, prompt, tokens, request.sampling)[counts[0] :]
+            assert (torch.tensor(completion.logprobs)[counts[0] :] - fresh).abs().max() > 0.1, "it was not recomputed"
+        assert mixed
+        request = replica.request()
+        replica.assert_sampled_from("new", request, await replica.engine.generate(request))
+
+    try:
+        replica.runner.run(go())
+    finally:
+        replica.close()
+
+
 def test_load_counts_what_runs_and_what_waits(replica):
     async def go():
         requests = [replica.request(max_new_tokens=480) for _ in range(70)]
