@@ -29,7 +29,7 @@ T = TypeVar("T")
 _CONCURRENT_CALLS = 64
 """Calls open at once on one replica: one collect, a few submits and aborts, never one per request."""
 
-_CPU_NICENESS = 10
+_CPU_NICENESS = 5
 """Where trainer and engines share cores, the trainer comes first: the engines work ahead, and what they do meanwhile on
 the cores that are left costs nobody a step.
 """

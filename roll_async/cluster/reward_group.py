@@ -22,7 +22,7 @@ from roll_async.schema import Prompt, Reward, Sample
 
 logger = logging.getLogger(__name__)
 
-_COALESCE_S = 0.005
+_COALESCE_S = 0.02
 """How long the first of a batch waits for company: far less than a reward takes."""
 _CONCURRENT_CALLS = 64
 """Calls open at once on the host: one collect, and a submit per moment."""

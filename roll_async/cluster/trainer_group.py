@@ -230,9 +230,9 @@ class RayTrainerGroup:
         plans = await self._all(
             "export_begin", lambda r: r.export_begin.remote(transport, verify, version, self._bucket_bytes)
         )
-        yield next(p for p in plans if p is not None)
         pending = asyncio.ensure_future(self._all("export_next", lambda r: r.export_next.remote()))
         try:
+            yield next(p for p in plans if p is not None)
             while (bucket := (await pending)[0]) is not None:
                 pending = asyncio.ensure_future(self._all("export_next", lambda r: r.export_next.remote()))
                 yield bucket
