@@ -1,11 +1,12 @@
 """TRL's GRPOTrainer against this project: same checkpoint, prompts, 32 x 8 samples a step, learning rate, temperature;
 in turn.
 
-    python tools/bench/vs_trl.py [--steps 40] [--assets output/demo_assets] [--venv output/bench_trl/venv]
+    python tools/bench/vs_trl.py [--steps 40] [--assets output/demo_assets] [--venv FOLDER] [key=value ...]
 
-TRL gets a virtual environment of its own, made here. Both runs may use all cores. samples/s leaves out start-up and
-the first 5 steps; accuracy is measured afterwards by the same code for both: temperature 1 on the held-out problems,
-5 samples each.
+TRL gets a virtual environment of its own, made here. Both runs may use all cores, each with the settings that make it
+fastest on a CPU: TRL in float32 (`--trl-bf16`: in bfloat16, which is slower there), ours the demo's file with SETTINGS.
+samples/s leaves out start-up and the first 5 steps; accuracy is measured afterwards by the same code for both:
+temperature 1 on the held-out problems, 5 samples each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 5
 
+SETTINGS = (
+    "actor_train.model_args.dtype=bf16",  # float32 main weights and optimizer
+    "actor_infer.model_args.dtype=bf16",
+    "algorithm.proximal_logprobs=behaviour",  # one optimizer step a batch: TRL computes no old log-probs either
+    "async_training.interrupt.mode=keep",
+    "actor_infer.strategy_args.strategy_config.enable_prefix_caching=false",  # prompts are 8 tokens long
+)
+
 TRL_RUN = r"""
 import json, os, sys, time
 import torch
@@ -30,6 +39,7 @@ from trl import GRPOConfig, GRPOTrainer
 from roll_async.rewards.exact_match import ExactMatch
 
 assets, output, steps, rate = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+bf16 = sys.argv[5] == "bf16"
 torch.set_num_threads(os.cpu_count())
 rows = [json.loads(line) for line in open(f"{assets}/train.jsonl")]
 data = Dataset.from_list([{"prompt": r["messages"][0]["content"], "ground_truth": r["ground_truth"]} for r in rows])
@@ -47,7 +57,7 @@ class Clock(TrainerCallback):
 config = GRPOConfig(
     output_dir=output, per_device_train_batch_size=256, gradient_accumulation_steps=1, num_generations=8,
     max_completion_length=96, temperature=1.0, learning_rate=rate, lr_scheduler_type="constant", max_steps=steps,
-    beta=0.0, use_cpu=True, bf16=False, logging_steps=1, save_strategy="no",
+    beta=0.0, use_cpu=True, bf16=bf16, logging_steps=1, save_strategy="no",
     report_to="none", gradient_checkpointing=False, seed=42, disable_tqdm=True,
 )
 model = AutoModelForCausalLM.from_pretrained(f"{assets}/model", dtype=torch.float32)
@@ -62,11 +72,11 @@ print("RESULT " + json.dumps({"times": times, "rewards": rewards}))
 """
 
 
-def run_trl(python: str, assets: Path, output: Path, steps: int, rate: float) -> dict:
+def run_trl(python: str, assets: Path, output: Path, steps: int, rate: float, dtype: str) -> dict:
     """samples/s, reward curve and folder of TRL's run."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count())}
     done = subprocess.run(
-        [python, "-c", TRL_RUN, str(assets), str(output), str(steps), str(rate)],
+        [python, "-c", TRL_RUN, str(assets), str(output), str(steps), str(rate), dtype],
         env=env,
         capture_output=True,
         text=True,
@@ -90,7 +100,7 @@ def run_ours(assets: Path, output: Path, steps: int, rate: float, overrides: lis
         f"pretrain={assets}/model", f"actor_train.data_args.file_name={assets}/train.jsonl",
         f"validation.data_args.file_name={assets}/validation.jsonl", f"output_dir={output}", "exp_name=ours",
         f"max_steps={steps}", f"actor_train.training_args.learning_rate={rate}", "eval_steps=0", "save_steps=0",
-        *overrides,
+        *SETTINGS, *overrides,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -110,7 +120,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--assets", default="output/demo_assets")
     parser.add_argument("--venv", default="output/bench_trl/venv")
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--trl-bf16", action="store_true")
+    parser.add_argument("overrides", nargs="*", help="more settings of ours, key=value")
     args = parser.parse_args()
     python = Path(args.venv) / "bin" / "python"
     if not python.exists():
@@ -122,9 +133,10 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tools"))
     from check_demo_result import accuracy
 
+    trl_dtype = "bf16" if args.trl_bf16 else "fp32"
     with tempfile.TemporaryDirectory() as scratch:
         ours = run_ours(assets, Path(scratch), args.steps, args.rate, args.overrides)
-        trl = run_trl(str(python.absolute()), assets, Path(scratch) / "trl", args.steps, args.rate)
+        trl = run_trl(str(python.absolute()), assets, Path(scratch) / "trl", args.steps, args.rate, trl_dtype)
         for result in (ours, trl):
             scores = [accuracy(str(result["folder"]), str(assets / "test.jsonl"), 1.0, seed) for seed in range(5)]
             result["accuracy"] = sum(scores) / len(scores)
@@ -142,6 +154,8 @@ def main() -> None:
         "trl_reward_last_5": round(trl["reward_last_5"], 3),
         "ok": ratio >= 1.2 and ours["accuracy"] >= trl["accuracy"],
         "steps": args.steps,
+        "trl_dtype": trl_dtype,
+        "settings": [*SETTINGS, *args.overrides],
     }
     print(json.dumps(line))
 
