@@ -22,8 +22,10 @@ from roll_async.schema import Prompt, Reward, Sample
 
 logger = logging.getLogger(__name__)
 
-_COALESCE_S = 0.02
-"""How long the first of a batch waits for company: far less than a reward takes."""
+_COALESCE_S = 0.005
+"""How long the first question of a batch waits for company."""
+_ANSWER_COALESCE_S = 0.02
+"""How long the first answer does, while others are being scored: a message costs a millisecond of a core."""
 _CONCURRENT_CALLS = 64
 """Calls open at once on the host: one collect, and a submit per moment."""
 _FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 30.0
@@ -71,7 +73,7 @@ class RewardHost:
     async def collect(self) -> list[Answer]:
         """Wait for at least one answer, then a moment for others."""
         await self._news.wait()
-        await asyncio.sleep(_COALESCE_S)
+        await asyncio.sleep(_ANSWER_COALESCE_S if self._tasks else 0)
         self._news.clear()
         answers, self._answers = self._answers, []
         return answers

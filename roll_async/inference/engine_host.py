@@ -9,7 +9,9 @@ from roll_async.inference.protocol import Engine, EngineLoad, EngineReport, Paus
 from roll_async.schema import Completion, GenerateRequest
 
 _COALESCE_S = 0.02
-"""After the first result, how long `collect` waits for company: one decoding step of a small model."""
+"""After the first result, how long `collect` waits for company while other requests run: a step or two of a small
+model. A message costs a millisecond of a core, which a busy machine has better use for.
+"""
 
 PROGRESS_INTERVAL_S = 5.0
 """How often running requests are told of: the death of a replica costs what it sampled in that time."""
@@ -71,7 +73,7 @@ class EngineHost:
         """
         while True:
             await self._news.wait()
-            await asyncio.sleep(_COALESCE_S)
+            await asyncio.sleep(_COALESCE_S if self._tasks else 0)
             if self._dead is not None and not self._completions:
                 raise self._dead
             self._news.clear()

@@ -213,7 +213,7 @@ def test_an_interval_without_a_token_tells_nothing(run):
         await asyncio.sleep(0)
         engine.begun["a"] = 50  # as of a paused engine
         report = await host.collect()
-        assert asyncio.get_running_loop().time() == pytest.approx(55, abs=0.1)
+        assert asyncio.get_running_loop().time() == pytest.approx(55, abs=0.3)
         assert [len(p.piece.token_ids) for p in report.progress] == [5]
 
     run(go())
