@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_async.buffer.errors import StallError, first_cause
 from roll_async.config.api import ConfigError, dump, load_with_warnings
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import RLVRConfig
@@ -110,7 +111,6 @@ def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
 
 def exit_code(error: BaseException) -> int | None:
     """Which end of a run an error is; None = a mistake of our own, worth a traceback."""
-    from roll_async.buffer.errors import StallError
 
     match first_cause(error):
         case KeyboardInterrupt() | asyncio.CancelledError():
@@ -122,13 +122,6 @@ def exit_code(error: BaseException) -> int | None:
         case RuntimeError() | OSError():  # of a role: ConnectionError and TimeoutError are OSErrors
             return EXIT_ROLE_FAILED
     return None
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The error that a group of errors began with."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:

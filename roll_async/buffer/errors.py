@@ -1,4 +1,4 @@
-"""What can end a wait on the buffer other than a result."""
+"""What can end a wait on the buffer other than a result, and how to find it in a group of errors."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ class TooManyFailures(RuntimeError):
 
 class LedgerError(RuntimeError):
     """The ledger cannot be used or written. The message names the file, what was being written, and the remedy."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that a group of errors began with, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import ray
 
+from roll_async.buffer.errors import first_cause
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
@@ -143,7 +144,7 @@ class RolloutHost:
         try:
             await self._side.rollouter.run()
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise first_cause(errors) from None
         return self._counters()
 
     async def pause(self) -> None:
@@ -172,10 +173,3 @@ class RolloutHost:
     async def close(self) -> None:
         """Every finished group is in the ledger; then the engines end."""
         await self._stack.aclose()
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

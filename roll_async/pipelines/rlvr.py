@@ -19,6 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from roll_async.buffer.deadline import within
+from roll_async.buffer.errors import first_cause
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
 
@@ -103,7 +104,7 @@ class RLVRPipeline:
                 self._first = self._first or error
                 self._trainer.abandon()
                 if self._trainer.finishing:
-                    logger.error("%s; the step under way is finished, then the run ends", _cause(error))
+                    logger.error("%s; the step under way is finished, then the run ends", first_cause(error))
                     await asyncio.wait({training}, timeout=self._plan.rescue_timeout_s)
         finally:
             running.cancel()
@@ -123,9 +124,3 @@ class RLVRPipeline:
             self.rescued = f"step {trainer.trained} is not saved: the weights hold a part of the next one"
         else:
             self.rescued = f"step {trainer.saved} is saved" if trainer.saved else "no step was trained"
-
-
-def _cause(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

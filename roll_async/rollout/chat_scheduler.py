@@ -15,6 +15,7 @@ from enum import Enum
 
 from roll_async.algorithms.group_variance import group_verdict
 from roll_async.algorithms.overlong import OverlongShaping
+from roll_async.buffer.errors import first_cause
 from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
 from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
 from roll_async.rollout.protocol import Scorer
@@ -168,9 +169,9 @@ class ChatCompletionScheduler:
             ended = GroupOutcome(fate=GroupFate.REQUEUED, reason="interrupted by a weight push")
         except* Unscorable as errors:
             # Without all its scores the group has no statistics; like one with a score that is not finite.
-            ended = GroupOutcome(fate=GroupFate.FILTERED, reason=f"dropped_invalid: {_first(errors)}")
+            ended = GroupOutcome(fate=GroupFate.FILTERED, reason=f"dropped_invalid: {first_cause(errors)}")
         except* (GenerationFailed, RewardOutage, ValueError) as errors:
-            ended = GroupOutcome(fate=GroupFate.FAILED, reason=str(_first(errors)))
+            ended = GroupOutcome(fate=GroupFate.FAILED, reason=str(first_cause(errors)))
         finally:
             del self._running[group_id]
             self._manager.forget_affinity(name)
@@ -313,10 +314,3 @@ def _greedy(sampling: SamplingParams) -> SamplingParams:
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         stop_token_ids=sampling.stop_token_ids,
     )
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

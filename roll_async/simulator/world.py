@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from roll_async.buffer.errors import LedgerError
+from roll_async.buffer.errors import LedgerError, first_cause
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, QueueStats, Slot
@@ -186,7 +186,7 @@ class World:
             try:
                 outcome.end = (await pipeline.run()).value
             except* (ConnectionError, RuntimeError, TimeoutError, AssertionError) as errors:
-                first = _first(errors)
+                first = first_cause(errors)
                 outcome.end = f"{type(first).__name__}: {first}"
             outcome.ended_s = loop.time()
             self._collect(trainer)
@@ -433,10 +433,3 @@ def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:
     lost = finished - recovered.done - {s.prompt_index for s in recovered.buffered}
     if lost:
         watch.report(number, f"finished prompts {sorted(lost)} are not in the ledger")
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

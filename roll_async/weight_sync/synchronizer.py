@@ -428,28 +428,27 @@ class ParameterSynchronizer:
         if not replicas:
             return
         loop = asyncio.get_running_loop()
-        tasks = {asyncio.ensure_future(call(r)): r for r in replicas}
-        calls = {task: replica.name for task, replica in tasks.items()}
+        calls = {asyncio.ensure_future(call(r)): r for r in replicas}
         waiting, done = set(calls), set[asyncio.Task[None]]()
         try:
             while waiting and (left_s := self._deadline - loop.time()) > 0:
                 ended, waiting = await asyncio.wait(waiting, timeout=min(left_s, _LOOK_EVERY_S))
                 done |= ended
                 there = self._there()
-                gone = {task for task in waiting if id(tasks[task]) not in there}
+                gone = {task for task in waiting if id(calls[task]) not in there}
                 waiting -= gone
-                failures.update({calls[task]: "lost during the push" for task in gone})
+                failures.update({calls[task].name: "lost during the push" for task in gone})
         finally:
             for task in calls:
                 task.cancel()
         for task in waiting:
-            failures[calls[task]] = f"not done within {self._late()}"
+            failures[calls[task].name] = f"not done within {self._late()}"
         if waiting:
             self._deadline = loop.time() + self._options.timeout_s
         for task in done:
             error = task.exception()
             if isinstance(error, (RuntimeError, OSError, ValueError)):
-                failures[calls[task]] = f"{type(error).__name__}: {error}"
+                failures[calls[task].name] = f"{type(error).__name__}: {error}"
             elif error is not None:
                 raise error
 
