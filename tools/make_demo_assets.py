@@ -27,7 +27,7 @@ VERSION = 5
 VOCABULARY = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 20_000, 128, 200
-WARM_STEPS, WARM_BATCH, WARM_RATE, WRONG_DIGITS = 550, 64, 2e-3, 0.06
+WARM_STEPS, WARM_BATCH, WARM_RATE, WRONG_DIGITS = 500, 64, 2e-3, 0.06
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -122,7 +122,7 @@ def warm_start(source: Path, target: Path) -> float:
             tokens[row, : lengths[row]] = torch.tensor(prompt + answer)
             mask[row, len(prompt) : lengths[row]] = True
         loss = worker.supervised_update(tokens, lengths, mask)
-        if (step + 1) % 110 == 0:
+        if (step + 1) % 100 == 0:
             print(f"  warm start: step {step + 1} of {WARM_STEPS}, loss {loss:.3f}", flush=True)
     worker.export_hf(str(target))
     return loss
