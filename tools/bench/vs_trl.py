@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 5
 
 SETTINGS = (
-    "actor_train.model_args.dtype=bf16",  # float32 main weights and optimizer
-    "actor_infer.model_args.dtype=bf16",
+    "actor_train.model_args.dtype=bf16",  # float32 main weights and optimizer; the engine stays in float32
     "algorithm.proximal_logprobs=behaviour",  # one optimizer step a batch: TRL computes no old log-probs either
     "async_training.interrupt.mode=keep",
     "actor_infer.strategy_args.strategy_config.enable_prefix_caching=false",  # prompts are 8 tokens long
