@@ -7,6 +7,8 @@ interpreter lock that the next step needs.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +16,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists
 
-_MOST_TOKENS = 32
-"""Told at the latest after so many: what `Engine.progress` can report lies no further back."""
+_LONGEST_S = 0.25
+"""How long a token is held at most: what `Engine.progress` can report lies no further back than that and a step."""
 
 
 @dataclass(slots=True)
@@ -30,9 +32,10 @@ class _Held:
 class OutputGatherer:
     """Between a core and its front end, in the thread of the core."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._held: dict[str, _Held] = {}
         self._version: str | None = None
+        self._clock, self._told_s = clock, clock()
 
     def expect(self, request: EngineCoreRequest) -> None:
         """Gather this one, if nobody looks at single tokens: stop strings are found in the front end."""
@@ -45,9 +48,8 @@ class OutputGatherer:
 
     def take(self, outputs: EngineCoreOutputs) -> list[EngineCoreOutputs]:
         """What the front end has to hear now, in order. The tokens of one output have one weight version."""
-        earlier = self._everything() if outputs.weight_version != self._version else []
-        before = self._version
-        self._version = outputs.weight_version
+        before, self._version = self._version, outputs.weight_version
+        earlier = self._everything() if self._version != before or self._clock() >= self._told_s + _LONGEST_S else []
         now = [output for output in map(self._one, outputs.outputs) if output is not None]
         told = [EngineCoreOutputs(outputs=earlier, weight_version=before)] if earlier else []
         if now or outputs.scheduler_stats is not None or outputs.utility_output is not None:
@@ -57,7 +59,7 @@ class OutputGatherer:
 
     def _one(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         held = self._held.get(output.request_id)
-        if held is None:
+        if held is None or output.routed_experts is not None:  # the front end collects those by itself
             return output
         if output.finish_reason is not None:
             del self._held[output.request_id]
@@ -67,12 +69,10 @@ class OutputGatherer:
         held.token_ids += output.new_token_ids
         if output.new_logprobs is not None:
             held.logprobs.append(output.new_logprobs)
-        if len(held.token_ids) < _MOST_TOKENS and output.routed_experts is None:
-            return None
-        self._held[output.request_id] = _Held()
-        return _merged(held, None)
+        return None
 
     def _everything(self) -> list[EngineCoreOutput]:
+        self._told_s = self._clock()
         merged = []
         for request_id, held in self._held.items():
             if held.first is not None:
