@@ -111,7 +111,6 @@ def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
 
 def exit_code(error: BaseException) -> int | None:
     """Which end of a run an error is; None = a mistake of our own, worth a traceback."""
-
     match first_cause(error):
         case KeyboardInterrupt() | asyncio.CancelledError():
             return EXIT_INTERRUPTED

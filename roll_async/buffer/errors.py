@@ -1,4 +1,4 @@
-"""What can end a wait on the buffer other than a result, and how to find it in a group of errors."""
+"""What can end a wait on the buffer other than a result, and which error a group began with."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class OutputGatherer:
 
     def _one(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         held = self._held.get(output.request_id)
-        if held is None or output.routed_experts is not None:  # the front end collects those by itself
+        if held is None:
             return output
         if output.finish_reason is not None:
             del self._held[output.request_id]
