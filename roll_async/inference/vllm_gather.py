@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists
 
-_LONGEST_S = 0.25
+_LONGEST_S = 0.1
 """How long a token is held at most: what `Engine.progress` can report lies no further back than that and a step."""
 
 
