@@ -19,7 +19,7 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import call
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
@@ -81,6 +81,19 @@ class EngineReplica:
 
     async def resume(self) -> None:
         await self._host.resume()
+
+    async def sleep(self, level: int) -> EngineMemory:
+        """What it still holds."""
+        await self._engine.sleep(level)
+        return self._engine.memory()
+
+    async def wake(self, tags: Sequence[str]) -> EngineMemory:
+        """What it then holds."""
+        await self._engine.wake(tags)
+        return self._engine.memory()
+
+    async def memory(self) -> EngineMemory:
+        return self._engine.memory()
 
     async def load(self) -> EngineLoad:
         return await self._host.load()
@@ -151,6 +164,17 @@ class RayEngineClient:
 
     async def resume(self) -> None:
         await self._ask("resume", self._actor.resume.remote())
+
+    async def sleep(self, level: int) -> EngineMemory:
+        """See `Engine.sleep`. Returns what the replica still holds."""
+        return await self._ask("sleep", self._actor.sleep.remote(level))
+
+    async def wake(self, tags: Sequence[str]) -> EngineMemory:
+        """See `Engine.wake`. Returns what the replica then holds."""
+        return await self._ask("wake", self._actor.wake.remote(list(tags)))
+
+    async def memory(self) -> EngineMemory:
+        return await self._ask("memory", self._actor.memory.remote())
 
     async def load(self) -> EngineLoad:
         return await self._ask("load", self._actor.load.remote())

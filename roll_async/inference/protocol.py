@@ -12,6 +12,11 @@ With a staged transport (`weight_sync/transports.py: STAGED`) the buckets wait i
 serving the old version until `commit`; an update that is never committed changes nothing. Other transports load into
 the served weights: pause before `begin_update`, and the replica refuses to resume until a `commit` has succeeded. A
 partial update is never served.
+
+Where trainer and engine share devices, a replica sleeps while the trainer works (`inference/sleeping.py`):
+
+    pause(ABORT) -> sleep(level) -> ... -> wake(["weights"]) -> update as above, up to commit
+                 -> wake(["kv_cache"]) -> resume()
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from roll_async.inference.sleeping import SleepState
 from roll_async.schema import Completion, GenerateRequest, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
@@ -40,6 +46,8 @@ class EngineCapabilities:
     """`PauseMode.KEEP` works: running requests survive a weight update."""
     prefix_caching: bool
     """Requests that share a prompt are cheaper on the same replica."""
+    sleep_levels: tuple[int, ...] = ()
+    """Levels of `Engine.sleep`; empty = the replica never gives its memory back (`EngineSettings.sleep_level: 0`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +58,18 @@ class EngineLoad:
     waiting: int
     free_kv_fraction: float
     """Share of the KV cache that no unfinished request can claim, 0..1."""
+    preemptions: int = 0
+    """Requests that lost their KV cache to others since the start and computed it again: too many run at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """What a replica holds now, over all of its devices."""
+
+    weights_bytes: int
+    kv_cache_bytes: int
+    host_weights_bytes: int = 0
+    """Weights that wait in host memory (sleep level 1 of a replica on GPUs)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +154,29 @@ class Engine(Protocol):
 
         The replica must be paused. Raises RuntimeError when the update is not whole; it then needs another one.
         """
+
+    @property
+    def sleep_state(self) -> SleepState:
+        """Which of its memory the replica holds."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Give device memory back. Level 1: the KV cache goes, the weights wait in host memory. Level 2: both go, and
+        only a `commit` brings weights again (`resume` is refused before).
+
+        The replica must be paused with no request running. While it sleeps `generate`, `resume`, `begin_update` and
+        `commit` raise RuntimeError; the prefix cache is empty afterwards. Asleep at this level, it stays so.
+        Raises ValueError for a level that `capabilities.sleep_levels` does not have.
+        """
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take memory again: `["weights"]`, then `["kv_cache"]`, or both at once; what is awake is left alone. The
+        replica stays paused. With weights alone it takes updates in and generates nothing.
+
+        Raises ValueError for an unknown tag, RuntimeError for a KV cache without weights.
+        """
+
+    def memory(self) -> EngineMemory: ...
 
     def load(self) -> EngineLoad: ...
 

@@ -42,6 +42,8 @@ class EngineSettings:
     """top_k or top_p in use: log-probs are those of the truncated distribution."""
     record_experts: bool = False
     """Completions carry the experts their tokens went to (mixture-of-experts models only)."""
+    sleep_level: int = 0
+    """Deepest `Engine.sleep` the replica is prepared for; 0 = it keeps its memory, and nothing is paid for sleeping."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Handed to the library unchanged."""
 
