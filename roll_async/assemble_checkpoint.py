@@ -85,7 +85,7 @@ class LoopCheckpoint:
     async def _complete(self, step: int) -> None:
         for role in self._roles.values():
             await role.finish_save()
-        await asyncio.to_thread(self._checkpoints.commit, step)
+        await asyncio.to_thread(self._checkpoints.commit, step, list(self._roles))
         await asyncio.to_thread(self._checkpoints.prune)
         try:
             await self._queue.checkpointed(step)

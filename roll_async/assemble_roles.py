@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from roll_async import assemble_settings as settings
 from roll_async.assemble_rollout import RolloutRoles, start_rollout
+from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo
@@ -69,6 +71,13 @@ def place_roles(config: RLVRConfig) -> RolePlacements:
     )
 
 
+def _written(config: RLVRConfig) -> list[tuple[str, str]]:
+    """Folders that the driver and the ranks write into."""
+    run = Path(config.output_dir) / config.exp_name
+    keys = {"output_dir": run, "checkpoint.output_dir": Path(config.checkpoint.output_dir)}
+    return [(key, str(path.absolute())) for key, path in keys.items()]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roles:
     """Everything that runs, ready to be coupled."""
@@ -93,12 +102,14 @@ class RoleStarter:
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
-        training = asyncio.gather(*(self._start_training(n, w) for n, w in training_roles(self._config).items()))
-        if rollout_log_files is None:
-            starting = start_rollout(self._config, self._placements.engines, self._pool, self._stack)
-        else:
-            starting = self._start_process(rollout_log_files)
-        groups, rollout = await asyncio.gather(training, starting)
+        with shared_folders(_written(self._config)) as folders:
+            workers = training_roles(self._config).items()
+            training = asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
+            if rollout_log_files is None:
+                starting = start_rollout(self._config, self._placements.engines, self._pool, self._stack)
+            else:
+                starting = self._start_process(rollout_log_files)
+            groups, rollout = await asyncio.gather(training, starting)
         return Roles(training={g.name: g for g in groups}, rollout=rollout)
 
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
@@ -113,7 +124,7 @@ class RoleStarter:
         self._stack.push_async_callback(process.close)
         return process
 
-    async def _start_training(self, name: str, worker: WorkerConfig) -> RayTrainerGroup:
+    async def _start_training(self, name: str, worker: WorkerConfig, folders: SharedFolders) -> RayTrainerGroup:
         group = await RayTrainerGroup.start(
             TrainingRole(
                 name=name,
@@ -125,6 +136,7 @@ class RoleStarter:
             self._pool,
             {**self._config.system_envs, **worker.system_envs},
             embedded=self._runtime.embedded,
+            folders=folders,
         )
         self._stack.push_async_callback(group.close)
         return group

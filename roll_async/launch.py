@@ -83,10 +83,12 @@ def _check_inputs(config: RLVRConfig) -> None:
 def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.assemble import RunClasses
+    from roll_async.cluster.folders import absolute_paths
     from roll_async.observe.run_folder import RunFolder
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     classes = RunClasses() if classes is None else classes
+    config = absolute_paths(config, Path.cwd())
     try:
         folder = RunFolder(config.output_dir, config.exp_name)
         folder.open_log(*classes.log_names)

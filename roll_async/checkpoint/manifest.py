@@ -45,6 +45,22 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
+def demand_written(folder: Path, step: int) -> None:
+    """Raises RuntimeError unless `folder` holds what a role wrote for this step, every file in full length. Digests are
+    compared when it is read: here the question is whether the writer's folder is this one.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        raise RuntimeError(f"{error}; its ranks wrote elsewhere, or not at all: all nodes must share it") from error
+    if manifest["step"] != step:
+        raise RuntimeError(f"{folder} holds step {manifest['step']}, not step {step}")
+    for name, expected in manifest["files"].items():
+        path, size = folder / name, int(expected.split(":")[0])
+        if not path.is_file() or path.stat().st_size != size:
+            raise RuntimeError(f"{path} is not there in its {size} bytes; all nodes must share {folder}")
+
+
 def recorded_alpha(megatron: Path) -> float | None:
     """`lora_alpha` of the run that wrote a Megatron folder; None when it is not part of a checkpoint that says so."""
     if not (megatron.parent / MANIFEST).is_file():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.checkpoint.manifest import sync, sync_tree
+from roll_async.checkpoint.manifest import demand_written, sync, sync_tree
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -34,9 +35,13 @@ class RunCheckpoints:
         staging.mkdir()
         return staging
 
-    def commit(self, step: int) -> Path:
-        """Give it its final name, in one step; an older checkpoint of the same name is replaced."""
+    def commit(self, step: int, roles: Sequence[str]) -> Path:
+        """Give it its final name, in one step; an older checkpoint of the same name is replaced. Raises RuntimeError
+        when a role did not write its part here: the older checkpoint stays then.
+        """
         final = self.folder_of(step)
+        for role in roles:
+            demand_written(self._staging(step) / role, step)
         shutil.rmtree(final, ignore_errors=True)
         sync_tree(self._staging(step))
         os.rename(self._staging(step), final)

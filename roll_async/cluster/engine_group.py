@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import call
+from roll_async.cluster.folders import demand_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
@@ -56,6 +57,7 @@ class EngineReplica:
 
     async def start(self) -> EngineCapabilities:
         """Load the model."""
+        demand_model(self._settings.model_folder)
         if self._settings.device == "cpu":
             os.nice(_CPU_NICENESS)
         with start_without_collections():

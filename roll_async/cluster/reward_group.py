@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleFailed, call
+from roll_async.cluster.folders import demand_model
 from roll_async.config.schema import RewardConfig
 from roll_async.schema import Prompt, Reward, Sample
 
@@ -49,6 +50,7 @@ class RewardHost:
         from roll_async.prompts.tokenizer import load_tokenizer
         from roll_async.rewards.router import RewardRouter
 
+        demand_model(self._tokenizer_folder)
         self._tokenizer = load_tokenizer(self._tokenizer_folder)
         self._router = RewardRouter(self._rewards)
         await self._router.start()

@@ -84,4 +84,4 @@ def _python_path() -> str:
     """The package must be importable in role processes also when it runs from a checkout."""
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join([root, inherited]) if inherited else root
+    return os.pathsep.join([root, *(os.path.abspath(folder) for folder in inherited.split(os.pathsep) if folder)])

@@ -22,6 +22,7 @@ from torch import Tensor
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleGone, call
+from roll_async.cluster.folders import SharedFolders, demand_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.role_log import log_lines
@@ -54,6 +55,12 @@ class MegatronRank:
     def __init__(self, role: TrainingRole, placement: ProcessPlacement) -> None:
         self._role, self._placement = role, placement
         self._export = None
+
+    def demand_folders(self, folders: SharedFolders) -> None:
+        """Raises ValueError when this process would write or read elsewhere than the driver means."""
+        if problems := folders.problems():
+            raise ValueError("; ".join(problems))
+        demand_model(self._role.settings.model_folder)
 
     def free_port(self, host: str) -> int:
         """A port that was free a moment ago, for the rendezvous of the group."""
@@ -166,6 +173,7 @@ class RayTrainerGroup:
         env: Mapping[str, str],
         *,
         embedded: bool,
+        folders: SharedFolders,
     ) -> RayTrainerGroup:
         """Start one process per placement and let them find each other. Raises ValueError for what the user can fix,
         StallError when they do not come up in time.
@@ -180,6 +188,7 @@ class RayTrainerGroup:
             ranks.append(rank)
         group = cls(role.name, ranks, bucket_bytes=role.bucket_bytes, rpc_timeout_s=role.rpc_timeout_s)
         try:
+            await group._all("demand_folders", lambda r: r.demand_folders.remote(folders))
             if not embedded:
                 group._host = await group._first("node_ip", ranks[0].node_ip.remote())
             port = await group._first("free_port", ranks[0].free_port.remote(group._host))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ class Role:
     async def save(self, folder, step, state, *, background=False):
         Path(folder).mkdir()
         (Path(folder) / "state.bin").write_bytes(state)
+        write_manifest(Path(folder), {"state.bin": fingerprint(Path(folder) / "state.bin")}, {"step": step})
         self.files.append(folder)
         if not background:
             self.may_end.set()
@@ -191,5 +193,31 @@ def test_every_file_is_on_disk_before_a_checkpoint_gets_its_name(tmp_path, monke
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", renamed)
-    assert (checkpoints.commit(7) / "hf" / "config.json").is_file()
+    assert (checkpoints.commit(7, []) / "hf" / "config.json").is_file()
     assert on_disk[-1] == str(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda part: shutil.rmtree(part), "manifest.json is missing"),
+        (lambda part: (part / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda part: (part / "state.bin").unlink(), "state.bin is not there"),
+        (lambda part: (part / "state.bin").write_bytes(b"x"), "state.bin is not there in its"),
+        (lambda part: write_manifest(part, {}, {"step": 3}), "holds step 3, not step 4"),
+    ],
+)
+def test_a_checkpoint_that_a_role_wrote_elsewhere_gets_no_name_and_the_one_before_stays(tmp_path, damage, message):
+    async def scenario():
+        run = parts(tmp_path, background=True)
+        await run.saver.save(4)
+        before = run.checkpoints.folder_of(4)
+        before.mkdir()
+        damage(Path(run.roles["critic"].files[-1]))
+        for role in run.roles.values():
+            role.may_end.set()
+        with pytest.raises(RuntimeError, match=message):
+            await run.saver.finish()
+        assert before.is_dir() and names(before) == [] and run.queue.safe == []
+
+    asyncio.run(scenario())
