@@ -173,9 +173,96 @@ class Reward:
     scoring_s: float = 0.0
 
 
+class Outcome(str, Enum):
+    """How a trajectory of many turns ended. Only a trusted end carries a reward; nothing else is a failure of the
+    policy, and it is never trained as one.
+    """
+
+    SOLVED = "solved"
+    FAILED = "failed"
+    TRUNCATED_TURNS = "truncated_turns"  # cut at max_steps, and graded as it stood
+    TRUNCATED_TOKENS = "truncated_tokens"  # the context was used up; graded as it stood
+    TRUNCATED_TIME = "truncated_time"  # cut at the time limit of its tag; graded as it stood
+    AGENT_ERROR = "agent_error"  # the agent's own code raised
+    INFRA_ERROR = "infra_error"  # the world crashed, hung or could not be reached
+    GRADER_ERROR = "grader_error"  # the end was reached and could not be judged
+    CANCELLED = "cancelled"  # nobody wants it any more
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the reward of a trajectory that ended so says something about the policy."""
+        return self in _TRUSTED
+
+
+_TRUSTED = frozenset(
+    {Outcome.SOLVED, Outcome.FAILED, Outcome.TRUNCATED_TURNS, Outcome.TRUNCATED_TOKENS, Outcome.TRUNCATED_TIME}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of the policy, and where its tokens lie in a row.
+
+    Worked example: the row's response is `[7, 8, 3, 3, 9]` with mask `1 1 0 0 1`; its turns are `Turn(index=0, start=0,
+    num_tokens=2, ...)` and `Turn(index=1, start=4, num_tokens=1, ...)`.
+    """
+
+    index: int
+    """Order in the trajectory, from 0, over all of its rows."""
+    start: int
+    """First position in the response."""
+    num_tokens: int
+    reward: float = 0.0
+    """What the world gave for it; the rewards of all turns add up to the trajectory's."""
+    state: int = 0
+    """Key of the observation it answered: equal states of a group share it (gigpo)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceNode:
+    """The tokens that one message or one turn of the policy added to a text. Sampled by the policy iff there are
+    log-probs.
+    """
+
+    parent: int | None
+    """Position of the node it continues in `Trace.nodes`; None for a beginning."""
+    role: str
+    """system, user, tool: the request's new part, by its last message; assistant: sampled."""
+    token_ids: array  # [N] int32, only those that this node adds
+    logprobs: array | None = None  # [N] float32 of a sampled node
+    version_runs: VersionRuns = ()
+    """Over the N tokens of a sampled node."""
+    finish_reason: FinishReason = FinishReason.STOP
+    experts: ExpertRecord | None = None
+    """From where the records of its ancestors end."""
+    generation_s: float = 0.0
+    started_s: float = 0.0
+    """Loop time when the request came."""
+    reward: float = 0.0
+    state: int = 0
+
+    def __post_init__(self) -> None:
+        if self.logprobs is None:
+            if self.version_runs:
+                raise ValueError("a node without log-probs was not sampled and has no versions")
+            return
+        counts = len(self.token_ids), len(self.logprobs), sum(n for _, n in self.version_runs)
+        if len(set(counts)) > 1:
+            raise ValueError(f"a sampled node needs one log-prob and version per token; it has {counts}")
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy wrote it."""
+        return self.logprobs is not None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One trajectory: a prompt and everything after it. Tool and environment tokens carry mask 0, log-prob 0."""
+    """One row to train: a prompt and everything after it. Tool and environment tokens carry mask 0, log-prob 0.
+
+    A trajectory is one row, or several: a path from the root to each leaf of its tree of turns. Tokens that paths share
+    are trained in the first of them. All rows of a trajectory carry its one reward.
+    """
 
     sample_id: str
     prompt_token_ids: array  # [P] int32
@@ -189,8 +276,16 @@ class Sample:
     num_turns: int = 1
     experts: ExpertRecord | None = None
     """Of the prompt's and the response's first positions, each from when the model first read it."""
+    trajectory: str = ""
+    """Rows of one trajectory share this name; empty: the row is a whole trajectory."""
+    turns: tuple[Turn, ...] = ()
+    """Turns trained in this row, in order; empty: all trained tokens are one turn."""
+    outcome: Outcome | None = None
+    """How the trajectory ended; None for a single answer."""
 
     def __post_init__(self) -> None:
+        if self.outcome is not None and not self.outcome.is_trusted and self.reward is not None:
+            raise ValueError(f"{self.sample_id}: a trajectory that ended as {self.outcome.value} carries no reward")
         size = len(self.response_token_ids)
         assert self.experts is None or self.experts.num_positions < len(self.prompt_token_ids) + max(1, size)
         assert size == len(self.loss_mask) == len(self.behaviour_logprobs) == sum(n for _, n in self.version_runs)
@@ -230,6 +325,14 @@ class Group:
         return min(versions) if versions else None
 
     @property
+    def trajectories(self) -> tuple[tuple[Sample, ...], ...]:
+        """The rows of each trajectory, in the order of their first rows."""
+        rows: dict[object, list[Sample]] = {}
+        for position, sample in enumerate(self.samples):
+            rows.setdefault(sample.trajectory or position, []).append(sample)
+        return tuple(tuple(found) for found in rows.values())
+
+    @property
     def num_tokens(self) -> int:
         """Response tokens of all samples."""
         return sum(len(s.response_token_ids) for s in self.samples)
@@ -243,6 +346,16 @@ class ExpertRows:
 
     ids: Tensor  # [N,L,K] uint8 or int16
     num_positions: Tensor  # [B] int64, 0 where nothing was recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnTable:
+    """The K turns of a batch, one entry each."""
+
+    trajectory: Tensor  # [K] int64, unique over groups
+    index: Tensor  # [K] int64, order in the trajectory
+    rewards: Tensor  # [K] float32
+    states: Tensor  # [K] int64, meaningful inside a group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +380,9 @@ class TrainBatch:
     baseline_scores: Tensor | None = None  # [B] float32, greedy score of the row's prompt (remax)
     experts: ExpertRows | None = None
     """The engines' choice of experts; None when no row has a record."""
+    trajectory_index: Tensor | None = None  # [B] int64, rows of one trajectory share it; None: every row is one
+    turns: TurnTable | None = None
+    turn_of: Tensor | None = None  # [B,T] int64 into `turns`, -1 where not sampled; None: single answers
 
     @property
     def response_lengths(self) -> Tensor:

@@ -10,7 +10,7 @@ import json
 from array import array
 from dataclasses import asdict
 
-from roll_async.schema import ExpertRecord, FinishReason, Group, Prompt, Reward, RewardStatus, Sample
+from roll_async.schema import ExpertRecord, FinishReason, Group, Outcome, Prompt, Reward, RewardStatus, Sample, Turn
 
 
 def encode_group(group: Group) -> tuple[str, bytes]:
@@ -32,6 +32,9 @@ def encode_group(group: Group) -> tuple[str, bytes]:
                 "reward": None if sample.reward is None else asdict(sample.reward),
                 "num_turns": sample.num_turns,
                 "experts": None if sample.experts is None else _shape_of(sample.experts),
+                "trajectory": sample.trajectory,
+                "turns": [asdict(turn) for turn in sample.turns],
+                "outcome": None if sample.outcome is None else sample.outcome.value,
             }
         )
         if sample.experts is not None:
@@ -118,6 +121,9 @@ def decode_group(header: str, block: bytes) -> Group:
                 reward=None if reward is None else Reward(**{**reward, "status": RewardStatus(reward["status"])}),
                 num_turns=item["num_turns"],
                 experts=None if item.get("experts") is None else reader.experts(item["experts"]),
+                trajectory=item.get("trajectory", ""),
+                turns=tuple(Turn(**turn) for turn in item.get("turns", ())),
+                outcome=None if item.get("outcome") is None else Outcome(item["outcome"]),
             )
         )
     return Group(

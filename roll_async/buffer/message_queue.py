@@ -133,7 +133,7 @@ class MessageQueue:
                 break  # at the end of a run nothing would make room any more, and the ledger keeps what is finished
             await self._changed.wait()
         expected = self._options.samples_per_group
-        assert expected is None or len(group.samples) == expected, f"group {group.group_id} is not whole"
+        assert expected is None or len(group.trajectories) == expected, f"group {group.group_id} is not whole"
         oldest = group.oldest_version
         assert oldest is None or oldest >= entry.slot.admitted_version, f"group {group.group_id} is older than its slot"
         version = self._held or 0

@@ -70,7 +70,7 @@ class QueueOptions:
     start.
     """
     samples_per_group: int | None = None
-    """A finished group must have this many samples; None = not checked."""
+    """A finished group must have this many trajectories; None = not checked."""
     batch_timeout_s: float = 30.0
     stall_timeout_s: float = 1800.0
     max_failed_groups: int = 100

@@ -63,6 +63,7 @@ class SampleFacts:
 def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
     """Rewards, lengths and token staleness of a batch trained at `step` (from weights of step - 1)."""
     samples = [s for g in groups for s in g.samples]
+    trajectories = [rows for g in groups for rows in g.trajectories]
     lags, weights = [], []
     for sample in samples:
         position = 0
@@ -72,11 +73,11 @@ def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
             if trained:
                 lags.append(step - 1 - version)
                 weights.append(trained)
-    scores = [s.reward.score for s in samples if s.reward is not None]
+    rewards = [rows[0].reward for rows in trajectories if rows[0].reward is not None]
     return SampleFacts(
-        rewards=tuple(scores),
-        accuracies=tuple(_accuracy(s.reward) for s in samples if s.reward is not None),
-        lengths=tuple(sum(s.loss_mask) for s in samples),
+        rewards=tuple(reward.score for reward in rewards),
+        accuracies=tuple(_accuracy(reward) for reward in rewards),
+        lengths=tuple(sum(sum(s.loss_mask) for s in rows) for rows in trajectories),
         staleness=tuple(lags),
         staleness_weights=tuple(weights),
     )
@@ -102,7 +103,8 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """What the rewards reported, as means over the samples that report it: `reward/metrics/NAME` and the seconds of
     scoring; and with more than one domain each domain's share of the batch, score and accuracy.
     """
-    scored = [(g.prompt.domain, s.reward) for g in groups for s in g.samples if s.reward is not None]
+    leads = [(g.prompt.domain, rows[0].reward) for g in groups for rows in g.trajectories]
+    scored = [(domain, reward) for domain, reward in leads if reward is not None]
     seconds = [r.scoring_s for _, r in scored]
     metrics = {"time/scoring_mean_s": _mean(seconds), "time/scoring_max_s": max(seconds, default=0.0)}
     for name in sorted({name for _, r in scored for name in r.metrics} - {"acc"}):

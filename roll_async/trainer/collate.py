@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from roll_async.schema import ExpertRecord, ExpertRows, Group, Sample, TrainBatch, VersionRuns
+from roll_async.schema import ExpertRecord, ExpertRows, Group, Sample, TrainBatch, TurnTable, VersionRuns
 
 
 def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> TrainBatch:
@@ -38,6 +38,8 @@ def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> Tr
             sampled, torch.frombuffer(sample.behaviour_logprobs, dtype=torch.float32), 0.0
         )
         versions[row, start:end] = torch.where(sampled, _expand_runs(sample.version_runs), -1)
+    trajectory = _trajectories(groups)
+    turns, turn_of = _turns([sample for _, sample in samples], trajectory, mask)
     return TrainBatch(
         step=step,
         tokens=tokens,
@@ -52,7 +54,48 @@ def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> Tr
         domains=tuple(domains),
         baseline_scores=_baselines(groups),
         experts=_experts([sample.experts for _, sample in samples]),
+        trajectory_index=trajectory,
+        turns=turns,
+        turn_of=turn_of,
     )
+
+
+def _trajectories(groups: Sequence[Group]) -> Tensor:
+    """[B] numbers the trajectories of the batch, in the order of their first rows."""
+    numbers: dict[tuple[int, object], int] = {}
+    found = []
+    for place, group in enumerate(groups):
+        for row, sample in enumerate(group.samples):
+            found.append(numbers.setdefault((place, sample.trajectory or row), len(numbers)))
+    return torch.tensor(found)
+
+
+def _turns(samples: Sequence[Sample], trajectory: Tensor, mask: Tensor) -> tuple[TurnTable, Tensor] | tuple[None, None]:
+    """The turns of all rows, and [B,T] which of them each trained token belongs to. None when no row has turns. Raises
+    ValueError for a trained token outside of every turn.
+    """
+    if not any(sample.turns for sample in samples):
+        return None, None
+    turn_of = torch.full(mask.shape, -1, dtype=torch.int64)
+    turns, owners = [], []
+    for row, sample in enumerate(samples):
+        first = len(sample.prompt_token_ids)
+        for turn in sample.turns:
+            start = first + turn.start
+            turn_of[row, start : start + turn.num_tokens] = len(turns)
+            turns.append(turn)
+            owners.append(int(trajectory[row]))
+    turn_of = torch.where(mask, turn_of, -1)
+    lost = (mask & (turn_of < 0)).any(-1).nonzero().flatten().tolist()
+    if lost:
+        raise ValueError(f"sample {samples[lost[0]].sample_id} trains tokens that belong to none of its turns")
+    table = TurnTable(
+        trajectory=torch.tensor(owners),
+        index=torch.tensor([turn.index for turn in turns]),
+        rewards=torch.tensor([turn.reward for turn in turns], dtype=torch.float32),
+        states=torch.tensor([turn.state for turn in turns]),
+    )
+    return table, turn_of
 
 
 def _int_tensor(ids: array) -> Tensor:

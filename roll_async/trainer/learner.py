@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from roll_async.algorithms import rewards as reward_math
-from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs, clip_advantages
+from roll_async.algorithms.advantages import clip_advantages
 from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics
 from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
-from roll_async.algorithms.masked import masked_mean, segment_ids_from_mask, whiten
+from roll_async.algorithms.masked import masked_mean, whiten
 from roll_async.algorithms.rewards import RunningMoments
 from roll_async.schema import ExpertRows, Group, TrainBatch
+from roll_async.trainer import credit
 from roll_async.trainer.collate import collate
 from roll_async.trainer.protocol import (
     CriticGroup,
@@ -189,11 +190,11 @@ class Learner:
         """
         options = self._options
         scores, metrics = self._shaped_scores(batch)
-        token_rewards = None
+        token_rewards = None if batch.turns is None else credit.token_rewards(batch, scores)
         if options.token_kl_coef > 0:
             assert reference is not None, "config refuses token_kl_coef without a reference"
             token_rewards = kl_in_reward(
-                token_rewards_BT=_on_last_token(scores, batch.mask),
+                token_rewards_BT=credit.token_rewards(batch, scores),
                 logprobs_BT=known,
                 ref_logprobs_BT=reference,
                 mask_BT=batch.mask,
@@ -202,15 +203,9 @@ class Learner:
             )
             observed = kl_estimate(logprobs_BT=known, ref_logprobs_BT=reference, mask_BT=batch.mask, estimator="k1")
             metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=batch.mask))
-        inputs = AdvantageInputs(
-            scores=scores,
-            mask=batch.mask,
-            group_index=batch.group_index,
-            token_rewards=token_rewards,
-            values=values,
-            baseline_scores=batch.baseline_scores,
+        advantages, returns = credit.advantages(
+            batch, options.adv_estimator, options.adv_options, scores=scores, rewards=token_rewards, values=values
         )
-        advantages, returns = ADVANTAGES[options.adv_estimator](inputs, **options.adv_options)
         if options.whiten_advantages:
             advantages = whiten(values_BT=advantages, mask_BT=batch.mask)
         if options.advantage_clip is not None:
@@ -247,10 +242,15 @@ class Learner:
         return scores, metrics
 
     def _normalised(self, batch: TrainBatch, scores: Tensor) -> Tensor:
-        """[B] normalised per domain: domains have their own scale of difficulty."""
+        """[B] normalised per domain, because domains have their own scale of difficulty; a trajectory counts once,
+        however many rows it has.
+        """
         options, result = self._options, torch.zeros_like(scores)
+        lead = credit.first_rows(batch)
+        counted = torch.zeros_like(scores, dtype=torch.bool)
+        counted[lead] = True
         for index, domain in enumerate(batch.domains):
-            rows = batch.domain_index == index
+            rows = (batch.domain_index == index) & counted
             if not bool(rows.any()):
                 continue
             merged = self.state.moments.get(domain, RunningMoments()).merged(scores_B=scores, row_mask_B=rows)
@@ -263,7 +263,7 @@ class Learner:
                 running=merged,
                 row_mask_B=rows,
             )
-        return result
+        return credit.of_each_row(batch, result[lead])
 
     def _loss_mask(self, batch: TrainBatch) -> Tensor:
         """[B,T] tokens that are trained: sampled ones minus what the sample masks and the staleness bound take out."""
@@ -290,7 +290,7 @@ class Learner:
     ) -> tuple[PolicyRows, dict[str, float]]:
         """The rows the ranks train on, and the metrics of the train-engine mismatch."""
         options, weights, metrics = self._options, None, {}
-        segments = segment_ids_from_mask(mask_BT=batch.mask)
+        segments = credit.segments(batch)
         lag = torch.where(signal.mask, _version_lag(batch), 0)
         if proximal is not None:
             correction = correct(
@@ -347,9 +347,3 @@ def _version_lag(batch: TrainBatch) -> Tensor:
     Step t starts from version t - 1, which is the freshest possible: its staleness is counted as 0.
     """
     return torch.where(batch.mask, batch.step - 1 - batch.versions, 0)
-
-
-def _on_last_token(scores: Tensor, mask: Tensor) -> Tensor:
-    """[B,T] the row's score on its last valid token, 0 elsewhere."""
-    last = mask & (mask.long().flip(-1).cumsum(-1).flip(-1) == 1)
-    return torch.where(last, scores[:, None], 0.0)

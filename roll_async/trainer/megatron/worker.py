@@ -215,8 +215,10 @@ class MegatronWorker:
         return self._step(whole, rows, rows, loss_for, 1)["trainer/loss"]
 
     def _mini_batches(self, whole: StepRows) -> list[range]:
-        count, size = len(whole.lengths), self._settings.mini_batch_rows
-        return [range(start, min(start + size, count)) for start in range(0, count, size)]
+        """Of equal size: trajectories of several rows make a batch that is no multiple of a mini-batch."""
+        count = len(whole.lengths)
+        parts = max(1, round(count / self._settings.mini_batch_rows))
+        return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
     def _step(
         self,

@@ -1,0 +1,163 @@
+"""Rewards of trajectories and turns to advantages of tokens, whatever rows they lie in.
+
+A trajectory may be one row of many turns, one row per turn, or a tree of rows. The estimators of `algorithms/` see one
+row per unit of credit: the tokens are folded into rows of trajectories (or of turns, for the estimators that compare
+turns), the estimator runs, and its result is unfolded to where the tokens came from. So group statistics count every
+trajectory once, and returns to go pass from a row to the next row of the same trajectory.
+
+Worked example. Two rows of one trajectory hold the turns 0 and 1, with 2 and 1 tokens; rewards 0.2 and 1. Folded into
+trajectories: one row of 3 tokens with token rewards `0 0.2 1`. Folded into turns: two rows, of 2 and 1 tokens.
+
+Shape letters: B rows of the batch, T positions, R folded rows, W folded positions, K turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from roll_async.algorithms.masked import segment_ids_from_mask
+from roll_async.schema import TrainBatch
+
+COMPARE_TURNS = frozenset({"step_reinforce", "gigpo"})
+"""Estimators whose row is a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Where the n valid tokens of the batch lie in folded rows."""
+
+    source: Tensor  # [n] int64 into the flattened batch
+    target: Tensor  # [n] int64 into the flattened folded rows
+    mask: Tensor  # [R,W] bool
+    shape: torch.Size  # of the batch
+
+    @classmethod
+    def of(cls, unit_BT: Tensor, order_BT: Tensor, num_units: int) -> Fold:
+        """`unit_BT`: the folded row of each token, -1 where not valid; `order_BT`: within it tokens are sorted by this
+        number, then by where they are.
+        """
+        source = (unit_BT >= 0).flatten().nonzero().flatten()
+        source = source[torch.argsort(order_BT.flatten()[source], stable=True)]
+        source = source[torch.argsort(unit_BT.flatten()[source], stable=True)]
+        units = unit_BT.flatten()[source]
+        counts = torch.bincount(units, minlength=num_units)
+        place = torch.arange(len(units)) - (counts.cumsum(0) - counts)[units]
+        width = max(1, int(counts.max())) if len(counts) else 1
+        mask = torch.arange(width)[None] < counts[:, None]
+        return cls(source, units * width + place, mask, unit_BT.shape)
+
+    def fold(self, values_BT: Tensor) -> Tensor:
+        """[R,W] of [B,T]; 0 where nothing is."""
+        folded = values_BT.new_zeros(self.mask.numel())
+        folded[self.target] = values_BT.flatten()[self.source]
+        return folded.view(self.mask.shape)
+
+    def unfold(self, values_RW: Tensor) -> Tensor:
+        """[B,T] of [R,W]; 0 where not valid."""
+        flat = values_RW.new_zeros(self.shape.numel())
+        flat[self.source] = values_RW.flatten()[self.target]
+        return flat.view(self.shape)
+
+
+def first_rows(batch: TrainBatch) -> Tensor:
+    """[R] the first row of each trajectory."""
+    index = _trajectory_index(batch)
+    first = torch.full((int(index.max()) + 1,), len(index))
+    return first.scatter_reduce(0, index, torch.arange(len(index)), "amin")
+
+
+def of_each_row(batch: TrainBatch, values_R: Tensor) -> Tensor:
+    """[B] the value of each row's trajectory."""
+    return values_R[_trajectory_index(batch)]
+
+
+def segments(batch: TrainBatch) -> Tensor:
+    """[B,T] number of the turn within its row, -1 where not sampled."""
+    return segment_ids_from_mask(mask_BT=batch.mask) if batch.turn_of is None else batch.turn_of
+
+
+def token_rewards(batch: TrainBatch, scores: Tensor) -> Tensor:
+    """[B,T] each turn's reward on its last token, and what the trajectory's score [B] says beyond their sum (shaping,
+    the verdict of a grader) on the trajectory's last token.
+    """
+    fold = _by_trajectory(batch)
+    rewards = torch.zeros_like(fold.mask, dtype=scores.dtype)
+    if batch.turns is not None and batch.turn_of is not None:
+        turn = torch.where(fold.mask, fold.fold(batch.turn_of), -1)
+        ends = fold.mask & (turn != torch.nn.functional.pad(turn[:, 1:], (0, 1), value=-1))
+        rewards = torch.where(ends, batch.turns.rewards.to(scores.dtype)[turn.clamp(min=0)], 0)
+    last = fold.mask & (fold.mask.long().flip(-1).cumsum(-1).flip(-1) == 1)
+    rest = scores[first_rows(batch)] - rewards.sum(-1)
+    return fold.unfold(rewards + torch.where(last, rest[:, None], 0))
+
+
+def advantages(
+    batch: TrainBatch,
+    estimator: str,
+    options: Mapping[str, object],
+    *,
+    scores: Tensor,
+    rewards: Tensor | None,
+    values: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(advantages [B,T], returns [B,T]). `scores` [B] of the trajectories; `rewards` [B,T] replaces them, token by
+    token; `values` [B,T] of the critic.
+    """
+    compute = ADVANTAGES[estimator]
+    if estimator in COMPARE_TURNS:
+        fold, inputs = _turn_inputs(batch, scores, rewards)
+    else:
+        fold, lead = _by_trajectory(batch), first_rows(batch)
+        baseline = batch.baseline_scores
+        inputs = AdvantageInputs(
+            scores=scores[lead],
+            mask=fold.mask,
+            group_index=batch.group_index[lead],
+            token_rewards=None if rewards is None else fold.fold(rewards),
+            values=None if values is None else fold.fold(values),
+            baseline_scores=None if baseline is None else baseline[lead],
+            segment_ids=None if batch.turn_of is None else fold.fold(_turn_order(batch)),
+        )
+    found, returns = compute(inputs, **options)
+    return fold.unfold(found), fold.unfold(returns)
+
+
+def _turn_inputs(batch: TrainBatch, scores: Tensor, rewards: Tensor | None) -> tuple[Fold, AdvantageInputs]:
+    """One row per turn."""
+    turns, turn_of = batch.turns, batch.turn_of
+    if turns is None or turn_of is None:
+        raise ValueError("estimators that compare turns need trajectories of turns; this batch has single answers")
+    fold = Fold.of(turn_of, torch.zeros_like(turn_of), len(turns.index))
+    lead = first_rows(batch)[turns.trajectory]
+    of_tokens = token_rewards(batch, scores) if rewards is None else rewards
+    return fold, AdvantageInputs(
+        scores=scores[lead],
+        mask=fold.mask,
+        group_index=batch.group_index[lead],
+        trajectory_index=turns.trajectory,
+        step_index=turns.index,
+        step_rewards=fold.fold(of_tokens).sum(-1),
+        state_index=turns.states,
+    )
+
+
+def _by_trajectory(batch: TrainBatch) -> Fold:
+    index = _trajectory_index(batch)
+    unit = torch.where(batch.mask, index[:, None], -1)
+    return Fold.of(unit, _turn_order(batch), int(index.max()) + 1)
+
+
+def _turn_order(batch: TrainBatch) -> Tensor:
+    """[B,T] order of each token's turn in its trajectory; 0 for single answers."""
+    if batch.turns is None or batch.turn_of is None:
+        return torch.zeros_like(batch.tokens)
+    return torch.where(batch.mask, batch.turns.index[batch.turn_of.clamp(min=0)], 0)
+
+
+def _trajectory_index(batch: TrainBatch) -> Tensor:
+    return torch.arange(len(batch.lengths)) if batch.trajectory_index is None else batch.trajectory_index
