@@ -28,7 +28,7 @@ from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.role_log import log_lines
 from roll_async.cluster.runtime import LOOPBACK
 from roll_async.trainer.megatron.settings import MegatronSettings
-from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
+from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,12 @@ class MegatronRank:
         assert self._export is not None
         return self._export.digest
 
+    def offload_states(self, kinds: Sequence[str]) -> StateMemory:
+        return self._worker.offload_states(kinds)
+
+    def load_states(self, kinds: Sequence[str]) -> StateMemory:
+        return self._worker.load_states(kinds)
+
     def save(self, folder: str, step: int, state: bytes, background: bool) -> None:
         self._worker.save(folder, step, state, background=background)
 
@@ -155,7 +161,8 @@ class MegatronRank:
 
 
 class RayTrainerGroup:
-    """All ranks of a Megatron role. Implements TrainerGroup, ScoringGroup and CriticGroup of `trainer/protocol.py`."""
+    """All ranks of a Megatron role. Implements TrainerGroup, ScoringGroup, CriticGroup and OffloadingGroup of
+    `trainer/protocol.py`."""
 
     def __init__(self, name: str, ranks: Sequence[ActorHandle], *, bucket_bytes: int, rpc_timeout_s: float) -> None:
         self.name = name
@@ -249,6 +256,14 @@ class RayTrainerGroup:
             if not pending.done():
                 await asyncio.wait([pending])
         yield await self._first("export_digest", self._ranks[0].export_digest.remote())
+
+    async def offload_states(self, kinds: Sequence[str] = STATE_KINDS) -> list[StateMemory]:
+        """Free the devices for the role that shares them, see OffloadingGroup."""
+        return await self._all("offload_states", lambda r: r.offload_states.remote(kinds))
+
+    async def load_states(self, kinds: Sequence[str] = STATE_KINDS) -> list[StateMemory]:
+        """Inverse of `offload_states`."""
+        return await self._all("load_states", lambda r: r.load_states.remote(kinds))
 
     async def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
         """Atomic checkpoint of all ranks with the caller's own state; `finish_save` completes one in the background."""

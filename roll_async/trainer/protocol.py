@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,6 +68,35 @@ class StepReport:
     num_samples: int
     num_tokens: int
     """Prompt and response tokens of the batch, padding excluded."""
+
+
+STATE_KINDS = ("weights", "optimizer", "gradients")
+"""What a rank holds on its device between calls, in the order in which it comes back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateMemory:
+    """Where the state of a rank lies, in bytes by kind of STATE_KINDS."""
+
+    device_bytes: Mapping[str, int]
+    host_bytes: Mapping[str, int]
+    """What was moved away from the device; gradients are counted, but not kept."""
+    allocated_bytes: int | None
+    """All that the process has allocated on its CUDA device; None on CPU."""
+
+
+class OffloadingGroup(Protocol):
+    """Ranks that share devices with another role and take turns with it."""
+
+    async def offload_states(self, kinds: Sequence[str] = STATE_KINDS) -> list[StateMemory]:
+        """Move kinds of state to host memory and give the device's back; one report per rank, in their order. Until
+        `load_states` a call that needs what is away raises RuntimeError.
+        """
+        ...
+
+    async def load_states(self, kinds: Sequence[str] = STATE_KINDS) -> list[StateMemory]:
+        """Bring kinds of state back, bit by bit; gradients as zeros."""
+        ...
 
 
 class ScoringGroup(Protocol):

@@ -339,6 +339,47 @@ def steps_from_host_memory(rank, world_size, port, settings):
     return found
 
 
+def steps_between_phases(rank, world_size, port, settings):
+    """Steps, log-probs, weights and optimizer state of a worker as ever, and of one that gives all its memory back
+    after each call; what it reports and refuses meanwhile.
+    """
+    found = {}
+    for name in ("plain", "moved"):
+        worker = start_worker(rank, world_size, port, settings)
+        rows, policy = batch()
+        found[name] = []
+        for step in (1, 2, 3):
+            found[name].append(worker.update_policy(policy, step))
+            if name == "moved":
+                held = worker.offload_states(("gradients", "optimizer"))
+                found.setdefault("partly", held)
+                found.setdefault("pushed", {key: x.clone() for key, x in worker.export_named_tensors()})
+                found["away"] = worker.offload_states()
+                found["left"] = sum(x.untyped_storage().nbytes() for x in worker._model.chunks[0].parameters())
+                found["refused"] = _message_of(worker.update_policy, policy, step)
+                worker.load_states(("weights",))
+                found["refused with weights"] = _message_of(worker.update_policy, policy, step)
+            if name == "plain" and step == 1:
+                found["expected push"] = {key: x.clone() for key, x in worker.export_named_tensors()}
+            found[name].append(worker.compute_logprobs(rows))
+            if name == "moved":
+                found["back"] = worker.load_states()
+        found[f"{name} state"] = _optimizer_state(worker)
+        found[f"{name} weights"] = {key: x.clone() for key, x in worker.export_named_tensors()}
+        worker.stop()
+        port += 1
+    return found
+
+
+def _message_of(function, *arguments):
+    """Of the RuntimeError that it raises."""
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def critic_values(rank, world_size, port, settings):
     """What a critic says of the batch."""
     worker = start_worker(rank, world_size, port, settings)

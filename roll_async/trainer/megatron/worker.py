@@ -26,6 +26,7 @@ from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.schema import ExpertRows  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
+from roll_async.trainer.megatron.device_state import DeviceState  # noqa: E402
 from roll_async.trainer.megatron.host_state import host_state  # noqa: E402
 from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch, StepRows  # noqa: E402
@@ -37,7 +38,7 @@ from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
 from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa: E402
 from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
-from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows  # noqa: E402
+from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows  # noqa: E402
 
 _POLICY_FIELDS = (
     "advantages",
@@ -72,6 +73,7 @@ class MegatronWorker:
         if self._settings.optimizer is None:
             for chunk in self._model.chunks:
                 chunk.requires_grad_(False)
+            self._state = DeviceState(self._model.chunks, [], None, self._device)
             self._runner = Runner(self._model.chunks, self._model.config, self._settings, self._replay)
             return
         self._network = wrap(self._model.chunks, self._model.config, self._settings.optimizer)
@@ -80,13 +82,26 @@ class MegatronWorker:
         if self._settings.optimizer.cpu_offload:
             self._host_state = host_state(self._optimizer, self._device)
         self._runner = Runner(self._network, self._model.config, self._settings, self._replay)
+        self._state = DeviceState(self._model.chunks, self._network, self._optimizer, self._device)
         self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings)
 
     def stop(self) -> None:
         """Leave the process groups and let go of the model; the process may start another worker."""
-        for name in ("_model", "_network", "_optimizer", "_runner", "_checkpoint"):
+        for name in ("_model", "_network", "_optimizer", "_runner", "_checkpoint", "_state"):
             self.__dict__.pop(name, None)
         ranks.leave()
+
+    # Memory
+
+    def offload_states(self, kinds: Sequence[str] = STATE_KINDS) -> StateMemory:
+        """Move weights, optimizer state or gradients to host memory; collective. See `OffloadingGroup`."""
+        if not self._state.is_away("weights"):
+            self._gather_parameters()
+        return self._state.offload(kinds)
+
+    def load_states(self, kinds: Sequence[str] = STATE_KINDS) -> StateMemory:
+        """Bring them back."""
+        return self._state.load(kinds)
 
     # Scoring
 
@@ -102,6 +117,7 @@ class MegatronWorker:
             return self.compute_logprobs(rows)
 
     def _score(self, rows: TokenRows, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
+        self._state.demand("weights")
         self._model.train(False)
         experts = self._experts_of(rows)
         step = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields={}, experts=experts)
@@ -233,6 +249,7 @@ class MegatronWorker:
         """
         settings = self._settings.optimizer
         assert settings is not None
+        self._state.demand(*STATE_KINDS)
         self._model.train(True)
         counted = whole.mask[mini_batch.start : mini_batch.stop]
         denominators = count_denominators(mask_BT=counted, normalizer_length=normalizer_length)
@@ -276,6 +293,7 @@ class MegatronWorker:
         """HF-named full tensors; collective, so every rank must exhaust it. Only one data-parallel replica takes part:
         the other ranks get nothing and go on at once.
         """
+        self._state.demand("weights")
         self._gather_parameters()
         return self._model.export() if ranks.exports(self._settings.parallel) else iter(())
 
@@ -300,6 +318,7 @@ class MegatronWorker:
         """Atomic checkpoint of all ranks: `folder` exists only when it is complete. With `background` the weights of
         this moment are written while training goes on; `finish_save` completes it.
         """
+        self._state.demand("weights", "optimizer")
         self._gather_parameters()
         self._checkpoint.save(
             folder, step=step, state=state, optimizer_steps=self._optimizer_steps, background=background
@@ -317,6 +336,7 @@ class MegatronWorker:
         """Restore what `save` wrote, under this or another layout; returns the caller's state. Raises ValueError naming
         a bad file.
         """
+        self._state.demand("weights", "optimizer")
         state, self._optimizer_steps = self._checkpoint.load(folder)
         return state
 
