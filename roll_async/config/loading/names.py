@@ -6,8 +6,9 @@ from roll_async.config.loading.compose import type_name
 from roll_async.config.loading.devices import MAX_DEVICES, parse_devices
 from roll_async.config.loading.diagnostics import Diagnostic, shown
 from roll_async.config.loading.node import Node, Plain, drop, find, plain, put
-from roll_async.config.schema import ROLES, AlgorithmConfig
+from roll_async.config.schema import ROLES, AlgorithmConfig, PipelineConfig
 
+_GPUS_PER_NODE: int = next(f.default for f in fields(PipelineConfig) if f.name == "num_gpus_per_node")  # type: ignore[assignment]
 _ASYNC = "async_training"
 _PG = "algorithm.pg_options"
 _ACTOR = "actor_rollout_ref.actor"
@@ -148,8 +149,9 @@ class Renamer:
         for name in list(self.root.value):
             if name in _ALGORITHM_FIELDS:
                 self._move(name, (f"algorithm.{name}",), self.root.value[name], warn=False)
-        offset = self._devices("trainer", "actor_train", 0)
-        self._devices("rollout", "actor_infer", offset)
+        per_node = self._gpus_per_node()
+        nodes = self._devices("trainer", "actor_train", 0, per_node)
+        self._devices("rollout", "actor_infer", nodes, per_node)
 
     def _table(self) -> dict[str, tuple[str, ...]]:
         table = alias_table(self._kind)
@@ -189,13 +191,29 @@ class Renamer:
             message = f"also given as '{source}' ({node.where}) with another value; keep '{canonical}'"
             self.errors.append(_diagnostic("C016", canonical, present, message))
 
-    def _devices(self, block: str, role: str, first: int) -> int:
-        """`trainer` or `rollout`: nnodes * n_gpus_per_node devices from `first` on. Returns the next free id."""
+    def _gpus_per_node(self) -> int:
+        """num_gpus_per_node; where it is not written, nodes are as large as the largest that a block asks for."""
+        written = find(self.root, ("num_gpus_per_node",))
+        if written is not None:
+            value = written.value
+            return value if isinstance(value, int) and value > 0 else _GPUS_PER_NODE  # reported as C003 or C005 later
+        wanted = [find(self.root, (block, "n_gpus_per_node")) for block in ("trainer", "rollout")]
+        sizes = [(node.value, node) for node in wanted if node is not None and isinstance(node.value, int)]
+        size, largest = max(sizes, key=lambda pair: pair[0], default=(0, self.root))
+        if not _GPUS_PER_NODE < size <= MAX_DEVICES:
+            return _GPUS_PER_NODE
+        self.root = put(self.root, ("num_gpus_per_node",), largest)
+        return size
+
+    def _devices(self, block: str, role: str, first: int, per_node: int) -> int:
+        """`trainer` or `rollout`: n_gpus_per_node devices of each of nnodes nodes, from node `first` on. Returns the
+        next free node. Example: 2 nodes with 4 of 8 GPUs from node 0: devices 0..3 and 8..11, and 2.
+        """
         node = find(self.root, (block,))
         mapping = find(self.root, (role, "device_mapping"))
         named = {"nnodes", "n_gpus_per_node", "device"}
         if node is None or not isinstance(node.value, dict) or not named & set(node.value):
-            return _next_free(mapping)
+            return _next_free(mapping, per_node)
         given = {key: child for key, child in node.value.items() if key in named}
         for key, child in given.items():
             self.root = drop(self.root, (block, key))
@@ -205,27 +223,33 @@ class Renamer:
             message = f"also given as '{block}' ({node.where}) with another value; keep '{role}.device_mapping'"
             self.errors.append(_diagnostic("C016", f"{role}.device_mapping", mapping, message))
             return first
-        count = self._device_count(block, given, node)
+        sizes = self._device_counts(block, given, node)
         device = given.get("device")
         if device is not None and device.value not in ("cpu", "cuda"):
             message = f"{shown(plain(device))} is not one of cpu | cuda; did you mean 'cuda'?"
             self.errors.append(_diagnostic("C004", f"{block}.device", device, message))
-        if count is None:
+        if sizes is None:
             return first
+        num_nodes, used = sizes
         if device is not None and device.value == "cpu":
-            self._place(block, [role, "world_size"], Node(count, node.file, node.line))
+            self._place(block, [role, "world_size"], Node(num_nodes * used, node.file, node.line))
             return first
-        ids: list[Node] = [Node(i, node.file, node.line) for i in range(first, first + count)]
-        self.root = put(self.root, (role, "device_mapping"), Node(ids, node.file, node.line))
-        return first + count
+        if used > per_node:
+            message = f"{used} must be <= num_gpus_per_node {per_node}"
+            self.errors.append(_diagnostic("C005", f"{block}.n_gpus_per_node", given["n_gpus_per_node"], message))
+            return first
+        ids = [n * per_node + gpu for n in range(first, first + num_nodes) for gpu in range(used)]
+        listed = Node([Node(i, node.file, node.line) for i in ids], node.file, node.line)
+        self.root = put(self.root, (role, "device_mapping"), listed)
+        return first + num_nodes
 
-    def _device_count(self, block: str, given: dict[str, Node], node: Node) -> int | None:
-        """nnodes * n_gpus_per_node; None after an error."""
+    def _device_counts(self, block: str, given: dict[str, Node], node: Node) -> tuple[int, int] | None:
+        """(nnodes, n_gpus_per_node); None after an error."""
         if "n_gpus_per_node" not in given:
             message = "required and not set; give the devices of a node"
             self.errors.append(_diagnostic("C006", f"{block}.n_gpus_per_node", node, message))
             return None
-        count = 1
+        sizes = []
         for key in ("nnodes", "n_gpus_per_node"):
             child = given.get(key, Node(1, node.file, node.line))
             if not isinstance(child.value, int) or isinstance(child.value, bool):
@@ -235,17 +259,18 @@ class Renamer:
             if child.value < 1:
                 self.errors.append(_diagnostic("C005", f"{block}.{key}", child, f"{child.value} must be >= 1"))
                 return None
-            count *= child.value
+            sizes.append(child.value)
+        count = sizes[0] * sizes[1]
         if count > MAX_DEVICES:
             self.errors.append(_diagnostic("C018", block, node, f"{shown(count)}: more than {MAX_DEVICES} devices"))
             return None
-        return count
+        return sizes[0], sizes[1]
 
 
-def _next_free(mapping: Node | None) -> int:
-    """The id after the highest of a mapping that was written out; 0 if there is none or it can not be read."""
+def _next_free(mapping: Node | None, per_node: int) -> int:
+    """The node after the last of a mapping that was written out; 0 if there is none or it can not be read."""
     ids = parse_devices(plain(mapping))[0] if mapping is not None and mapping.value is not None else None
-    return max(ids) + 1 if ids else 0
+    return max(ids) // per_node + 1 if ids else 0
 
 
 def _equal(a: Plain, b: Plain) -> bool:

@@ -476,8 +476,17 @@ def test_device_counts_become_device_ids(files):
     gone = {"actor_train.device_mapping": files.Remove, "actor_infer.device_mapping": files.Remove}
     blocks = {"trainer": {"nnodes": 2, "n_gpus_per_node": 4, "device": "cuda"}, "rollout": {"n_gpus_per_node": 2}}
     config = load(files.rlvr({**gone, **blocks, "rollout_batch_size": 8}))
-    assert config.actor_train.device_mapping == tuple(range(8))
-    assert config.actor_infer.device_mapping == (8, 9)
+    assert config.actor_train.device_mapping == (0, 1, 2, 3, 8, 9, 10, 11), "nodes of num_gpus_per_node 8, half used"
+    assert config.actor_infer.device_mapping == (16, 17), "a node of its own"
+    assert config.num_nodes == 3
+    written_out = {"actor_train.device_mapping": [0, 1], "actor_infer.device_mapping": files.Remove}
+    assert load(files.rlvr({**written_out, "rollout": blocks["rollout"]})).actor_infer.device_mapping == (8, 9)
+    sixteen = {"trainer": {"n_gpus_per_node": 16}, "rollout": {"n_gpus_per_node": 1}, "rollout_batch_size": 16}
+    config = load(files.rlvr({**gone, **sixteen}))
+    assert (config.num_gpus_per_node, config.actor_infer.device_mapping) == (16, (16,))
+    assert found(load, files.rlvr({**gone, **blocks, "num_gpus_per_node": 2})) == [
+        "C005 trainer.n_gpus_per_node: 4 must be <= num_gpus_per_node 2"
+    ]
     on_cpu = {"trainer": {"n_gpus_per_node": 2, "device": "cpu"}, "rollout": {"n_gpus_per_node": 3, "device": "cpu"}}
     config = load(files.rlvr({**gone, **on_cpu}))
     assert (config.actor_train.world_size, config.actor_infer.num_servers) == (2, 3)
