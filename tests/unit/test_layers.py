@@ -28,6 +28,7 @@ ALLOWED = {
     "schema": {"torch"},  # annotations only
     "config": {"yaml", "dataclasses_json"},
     "algorithms": {"torch"},
+    "envs": {"gymnasium", "minigrid", "textarena", "reasoning_gym"},
     "buffer": set(),
     "rollout": set(),
     "pipelines": set(),

@@ -1,0 +1,52 @@
+"""A world's settings: `env_config` of the YAML to the world's own dataclass, strictly."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+
+def build_options(cls: type, values: Mapping[str, object], key: str) -> object:
+    """`cls(**values)` after a check of names and types. Raises ValueError with the key, the value and what there is."""
+    assert is_dataclass(cls), f"{cls.__name__} must be a dataclass"
+    hints = get_type_hints(cls)
+    known = {f.name: f for f in fields(cls) if f.init}
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{key}.{name}: unknown key; {cls.__name__} has: {', '.join(known) or 'none'}")
+    checked = {name: _checked(value, hints[name], f"{key}.{name}") for name, value in values.items()}
+    for name, field in known.items():
+        if name not in checked and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{key}.{name}: required and not set")
+    try:
+        return cls(**checked)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _checked(value: object, hint: object, key: str) -> object:
+    """The value as the hint wants it; lists become tuples and ints floats where that is asked for."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in get_args(hint):
+            return None
+        wanted = [part for part in get_args(hint) if part is not type(None)]
+        return _checked(value, wanted[0], key)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{key}: {value!r} is not one of {' | '.join(map(str, get_args(hint)))}")
+        return value
+    if origin in (tuple, list, Sequence):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{key}: expected a list, got {type(value).__name__} {value!r}")
+        item = get_args(hint)[0] if get_args(hint) else object
+        return tuple(_checked(v, item, f"{key}.{i}") for i, v in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = origin or hint
+    if isinstance(plain, type) and plain is not object:
+        if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
+            raise ValueError(f"{key}: expected {plain.__name__}, got {type(value).__name__} {value!r}")
+    return value

@@ -1,0 +1,273 @@
+"""Worlds for trajectories: in the event loop where they are quick or async, else in worker processes.
+
+A step that takes longer than `step_timeout_s` fails its trajectory at once. Its process takes no new world; it is
+killed when its other worlds have ended, and one time-out later in any case. So a hung world holds up nobody, and the
+worlds beside it end as they would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
+from roll_async.envs.registry import WorldSpec, build, runs_in_loop
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0
+_LINE_BYTES = 64 << 20
+
+
+class WorldPool:
+    """Opens worlds. `close` ends every worker process."""
+
+    def __init__(self, *, max_per_worker: int = 16, step_timeout_s: float = 600.0) -> None:
+        self._max_per_worker, self._step_timeout_s = max_per_worker, step_timeout_s
+        self._workers: list[Worker] = []
+        self._numbers = itertools.count()
+        self.killed = 0
+        """Worker processes that had to be killed, or died."""
+
+    def open(self, spec: WorldSpec) -> LiveWorld:
+        """A fresh world; it costs nothing before `reset`."""
+        if runs_in_loop(spec):
+            return _InLoop(spec, self._step_timeout_s)
+        return _InWorker(self, spec, next(self._numbers), self._step_timeout_s)
+
+    def place(self) -> Worker:
+        """The fullest worker with room, so that as few as possible run; a new one when there is none."""
+        self._workers = [w for w in self._workers if w.takes_worlds or w.alive]
+        usable = [w for w in self._workers if w.takes_worlds and len(w.worlds) < self._max_per_worker]
+        if usable:
+            return max(usable, key=lambda w: len(w.worlds))
+        worker = Worker(self._step_timeout_s)
+        self._workers.append(worker)
+        return worker
+
+    def lost(self, worker: Worker) -> None:
+        """A worker process has ended, or will be killed."""
+        if not worker.counted_lost:
+            worker.counted_lost = True
+            self.killed += 1
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that run."""
+        return sum(worker.alive for worker in self._workers)
+
+    async def close(self) -> None:
+        """End all workers."""
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(w.kill("the pool is closed") for w in workers))
+
+
+class Worker:
+    """One worker process; started with its first world."""
+
+    def __init__(self, step_timeout_s: float) -> None:
+        self._step_timeout_s = step_timeout_s
+        self.worlds: set[int] = set()
+        self.takes_worlds = True
+        self.counted_lost = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._asked: dict[int, asyncio.Future[dict]] = {}
+        self._ids = itertools.count()
+
+    async def ask(self, **request: object) -> dict:
+        """One request. Raises WorldFailed when the process is gone."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        await asyncio.shield(self._starting)
+        assert self._process is not None and self._process.stdin is not None
+        number = next(self._ids)
+        answer: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            if self._process.stdin.is_closing() or not self.alive:
+                raise WorldFailed("its worker process has ended")
+            self._process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
+            return await answer
+        finally:
+            self._asked.pop(number, None)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    async def _start(self) -> None:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "roll_async.envs.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**env, "CUDA_VISIBLE_DEVICES": ""},
+            limit=_LINE_BYTES,
+            start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
+        )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(_START_S):
+                if not await self._process.stdout.readline():
+                    raise WorldFailed("a worker process for worlds ended at its start")
+        except TimeoutError:
+            await self.kill("not up")
+            raise WorldFailed(f"a worker process for worlds was not up within {_START_S:g} s") from None
+        self._reader = asyncio.ensure_future(self._read(self._process.stdout))
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while line := await stream.readline():
+            answer = json.loads(line)
+            waiting = self._asked.get(answer.pop("id"))
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        self._fail("its worker process ended")
+
+    def _fail(self, reason: str) -> None:
+        self.takes_worlds = False
+        for waiting in self._asked.values():
+            if not waiting.done():
+                waiting.set_exception(WorldFailed(reason))
+
+    def retire(self) -> None:
+        """A step hangs here: no new world comes, and the process is killed when the others have ended, at latest one
+        time-out from now.
+        """
+        self.takes_worlds = False
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end_later())
+
+    async def _end_later(self) -> None:
+        deadline = asyncio.get_running_loop().time() + self._step_timeout_s
+        while self.worlds and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(min(0.1, self._step_timeout_s / 10))
+        await self.kill("killed: a step of a world beside it hung")
+
+    async def kill(self, reason: str) -> None:
+        """End the process; what waits for it fails."""
+        self._fail(reason)
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        for task in (self._reader, self._ending):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+
+class _InWorker:
+    """A world of a worker process."""
+
+    def __init__(self, pool: WorldPool, spec: WorldSpec, number: int, timeout_s: float) -> None:
+        self._pool, self._spec, self._number, self._timeout_s = pool, spec, number, timeout_s
+        self._worker: Worker | None = None
+
+    async def reset(self, seed: int) -> Observation:
+        if self._worker is None:
+            self._worker = self._pool.place()
+            self._worker.worlds.add(self._number)
+        return await self._ask("reset", seed=seed, env_type=self._spec.env_type, values=dict(self._spec.values))
+
+    async def step(self, action: str) -> Observation:
+        return await self._ask("step", action=action)
+
+    async def _ask(self, op: str, **more: object) -> Observation:
+        worker = self._worker
+        assert worker is not None, "reset() first"
+        started = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._timeout_s + (0 if worker.alive else _START_S)):
+                answer = await worker.ask(op=op, world=self._number, **more)
+        except TimeoutError:
+            worker.worlds.discard(self._number)
+            worker.retire()
+            self._pool.lost(worker)
+            taken = f"{asyncio.get_running_loop().time() - started:.1f} s"
+            raise WorldFailed(f"{op} of {self._spec.env_type} took longer than {taken} (fault.env_timeout)") from None
+        except (WorldFailed, ConnectionError) as error:
+            self._pool.lost(worker)
+            raise WorldFailed(f"{op} of {self._spec.env_type}: {error}") from error
+        return _observation(answer, op, self._spec.env_type)
+
+    async def close(self) -> None:
+        """Leave the process to the others; a world that does not close is left to the end of its process."""
+        worker, self._worker = self._worker, None
+        if worker is None or self._number not in worker.worlds:
+            return
+        try:
+            if worker.alive and worker.takes_worlds:
+                async with asyncio.timeout(self._timeout_s):
+                    await worker.ask(op="close", world=self._number)
+        except (TimeoutError, WorldFailed, ConnectionError) as error:
+            logger.info("a world did not close: %s", error)
+        finally:
+            worker.worlds.discard(self._number)
+
+
+class _InLoop:
+    """A world whose steps run in the event loop."""
+
+    def __init__(self, spec: WorldSpec, timeout_s: float) -> None:
+        self._spec, self._timeout_s = spec, timeout_s
+        self._world: object = None
+
+    async def reset(self, seed: int) -> Observation:
+        if self._world is None:
+            self._world = build(self._spec)
+        text, info = await self._call("reset", seed=seed)  # type: ignore[misc]
+        return Observation(text=text, info=info)
+
+    async def step(self, action: str) -> Observation:
+        text, reward, terminated, truncated, info = await self._call("step", action)  # type: ignore[misc]
+        return Observation(
+            text=text, reward=float(reward), terminated=bool(terminated), truncated=bool(truncated), info=info
+        )
+
+    async def _call(self, op: str, *args: object, **kwargs: object) -> object:
+        where = f"{op} of {self._spec.env_type}"
+        try:
+            found = getattr(self._world, op)(*args, **kwargs)
+            if not inspect.isawaitable(found):
+                return found
+            async with asyncio.timeout(self._timeout_s):
+                return await found
+        except (GraderFailed, asyncio.CancelledError):
+            raise
+        except TimeoutError:
+            raise WorldFailed(f"{where} took longer than {self._timeout_s:g} s (fault.env_timeout)") from None
+        except Exception as error:  # the world is user code: whatever it raises is its failure
+            raise WorldFailed(f"{where}: {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        world, self._world = self._world, None
+        if world is not None and hasattr(world, "close"):
+            found = world.close()
+            if inspect.isawaitable(found):
+                await found
+
+
+def _observation(answer: Mapping[str, object], op: str, env_type: str) -> Observation:
+    if "error" in answer:
+        if answer["kind"] == "grader":
+            raise GraderFailed(str(answer["error"]))
+        raise WorldFailed(f"{op} of {env_type}: {answer['error']}")
+    info = answer.get("info")
+    return Observation(
+        text=str(answer["text"]),
+        reward=float(answer.get("reward", 0.0)),  # type: ignore[arg-type]
+        terminated=bool(answer.get("terminated")),
+        truncated=bool(answer.get("truncated")),
+        info=info if isinstance(info, dict) else {},
+    )

@@ -1,0 +1,70 @@
+"""What a world is: `gymnasium.Env` with text in and text out.
+
+    reset(seed=...) -> (text, info)
+    step(action)    -> (text, reward, terminated, truncated, info)
+
+Keys of `info` that this package reads, all optional: `state`, what gigpo compares (default: the text); `solved`,
+whether the task is done (default: a positive sum of rewards at the end); `instructions`, the system message (reset);
+`tools`, JSON schemas of functions that the world itself offers (reset): a call of one of them comes to `step` as the
+JSON text `{"name": ..., "arguments": {...}}`; `frame`, lines of a picture for the trajectory strip.
+
+A world may be async (`async def reset`, `async def step`), or say `quick = True`: its steps take microseconds and run
+in the event loop. Every other world runs in a worker process (`pool.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Info = Mapping[str, object]
+
+
+class World(Protocol):
+    """A synchronous world; every `gymnasium.Env` with text spaces is one."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]: ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]: ...
+
+    def close(self) -> None: ...
+
+
+class WorldFailed(RuntimeError):
+    """The world crashed, hung, or raised: what came of the trajectory says nothing about the policy."""
+
+
+class GraderFailed(RuntimeError):
+    """Raised by a world whose trajectory has ended and cannot be judged now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What a world answered."""
+
+    text: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Info = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing comes after it."""
+        return self.terminated or self.truncated
+
+    @property
+    def state(self) -> str:
+        """What gigpo compares."""
+        return str(self.info.get("state", self.text))
+
+
+class LiveWorld(Protocol):
+    """One world of one trajectory, wherever it runs. Raises WorldFailed, GraderFailed."""
+
+    async def reset(self, seed: int) -> Observation: ...
+
+    async def step(self, action: str) -> Observation: ...
+
+    async def close(self) -> None: ...

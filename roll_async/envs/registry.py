@@ -1,0 +1,79 @@
+"""Worlds by name, or a user's own by dotted path. A world's class says how it wants to be configured and run:
+
+class MyWorld:
+    Options = MyOptions       # a dataclass; `env_config` must fit it. Without it the world takes no settings.
+    quick = False             # True: its steps take microseconds and run in the event loop
+    def __init__(self, options): ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roll_async.envs.options import build_options
+
+WORLDS = {
+    "frozen_lake": "roll_async.envs.worlds.frozen_lake.FrozenLake",
+    "sokoban": "roll_async.envs.worlds.sokoban.Sokoban",
+    "countdown": "roll_async.envs.worlds.countdown.Countdown",
+    "math": "roll_async.envs.worlds.questions.Questions",
+    "qa": "roll_async.envs.worlds.questions.Questions",
+    "text_game": "roll_async.envs.worlds.text_game.TextGame",
+    "gymnasium": "roll_async.envs.wrappers.any_gymnasium.GymnasiumWorld",
+    "minigrid": "roll_async.envs.wrappers.any_minigrid.MinigridWorld",
+    "textarena": "roll_async.envs.wrappers.any_textarena.TextArenaWorld",
+    "reasoning_gym": "roll_async.envs.wrappers.any_reasoning_gym.ReasoningGymWorld",
+}
+"""By `env_type`. The last three need their extra (pip install "roll_async[minigrid]" and so on)."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a world without settings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldSpec:
+    """Which world, with which settings; plain values, so that a worker process can build it too."""
+
+    env_type: str
+    values: Mapping[str, object]
+    key: str = "env_config"
+    """Where the settings were written, for messages."""
+
+
+def load_class(env_type: str, key: str = "env_type") -> type:
+    """The class of a world (or of an agent). Raises ValueError when it cannot be imported."""
+    path = WORLDS.get(env_type, env_type)
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"{key}: {env_type!r} is not one of {' | '.join(WORLDS)}, nor a dotted path")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        extra = next((n for n in ("minigrid", "textarena", "reasoning_gym") if n == env_type), None)
+        hint = f'; pip install "roll_async[{extra.replace("_", "-")}]"' if extra else ""
+        raise ValueError(f"{key}: cannot import {path}: {error}{hint}") from error
+    if not inspect.isclass(found):
+        raise ValueError(f"{key}: {module} has no class {name}")
+    return found
+
+
+def check(spec: WorldSpec) -> object:
+    """The checked options of a world. Raises ValueError naming key, value and remedy."""
+    return build_options(getattr(load_class(spec.env_type), "Options", NoOptions), spec.values, spec.key)
+
+
+def build(spec: WorldSpec) -> object:
+    """A world. Raises ValueError for settings it refuses."""
+    cls, options = load_class(spec.env_type), check(spec)
+    return cls(options) if hasattr(cls, "Options") else cls()
+
+
+def runs_in_loop(spec: WorldSpec) -> bool:
+    """Whether its steps may run in the event loop: async ones, and those that are quick."""
+    cls = load_class(spec.env_type)
+    return inspect.iscoroutinefunction(getattr(cls, "step", None)) or bool(getattr(cls, "quick", False))

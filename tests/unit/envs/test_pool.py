@@ -1,0 +1,112 @@
+"""Worlds in worker processes: hung, crashing, raising ones harm nobody else."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from roll_async.envs.pool import WorldPool
+from roll_async.envs.protocol import GraderFailed, WorldFailed
+from roll_async.envs.registry import WorldSpec
+
+HERE = str(Path(__file__).parent)
+HOSTILE = WorldSpec(env_type="hostile_worlds.Hostile", values={})
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+
+
+def with_pool(work, **options):
+    async def main():
+        pool = WorldPool(**{"step_timeout_s": 1.0, **options})
+        try:
+            return await work(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_hung_step_fails_in_time_and_its_process_ends_when_the_world_beside_it_has_ended():
+    async def work(pool):
+        hung, beside = pool.open(HOSTILE), pool.open(HOSTILE)
+        pid = (await hung.reset(1)).info["pid"]
+        assert (await beside.reset(2)).info["pid"] == pid
+        started = time.monotonic()
+        with pytest.raises(WorldFailed, match="took longer than"):
+            await hung.step("hang")
+        assert time.monotonic() - started < 3
+        assert (await beside.step("walk")).text == "did walk"
+        fresh = pool.open(HOSTILE)
+        assert (await fresh.reset(3)).info["pid"] != pid
+        await hung.close()
+        await beside.close()
+        for _ in range(40):
+            if gone(pid):
+                break
+            await asyncio.sleep(0.05)
+        assert gone(pid) and pool.killed == 1
+
+    with_pool(work)
+
+
+def test_a_process_that_dies_fails_its_worlds_and_raising_fails_only_its_own():
+    async def work(pool):
+        a, b = pool.open(HOSTILE), pool.open(HOSTILE)
+        await asyncio.gather(a.reset(1), b.reset(2))
+        with pytest.raises(WorldFailed, match="KeyError: 'no such thing'"):
+            await a.step("raise")
+        with pytest.raises(GraderFailed, match="the judge is away"):
+            await a.step("ungradable")
+        assert (await b.step("go")).reward == 0.5
+        with pytest.raises(WorldFailed, match="worker process"):
+            await a.step("die")
+        with pytest.raises(WorldFailed):
+            await b.step("go")
+
+    with_pool(work)
+
+
+def test_worlds_that_sleep_in_one_process_do_not_wait_for_one_another():
+    async def work(pool):
+        spec = WorldSpec(env_type="hostile_worlds.Hostile", values={"sleep_s": 0.3})
+        worlds = [pool.open(spec) for _ in range(8)]
+        pids = {(await w.reset(i)).info["pid"] for i, w in enumerate(worlds)}
+        assert len(pids) == 1
+        started = time.monotonic()
+        await asyncio.gather(*(w.step("x") for w in worlds))
+        assert time.monotonic() - started < 1.2
+
+    with_pool(work, step_timeout_s=20)
+
+
+def test_async_worlds_run_in_the_loop_and_time_out_there():
+    async def work(pool):
+        world = pool.open(WorldSpec(env_type="hostile_worlds.Slow", values={}))
+        await world.reset(0)
+        assert (await world.step("0.01")).ended
+        with pytest.raises(WorldFailed, match="longer than 1 s"):
+            await world.step("30")
+        assert pool.num_workers == 0
+
+    with_pool(work)
+
+
+def test_closing_the_pool_leaves_no_process():
+    async def work(pool):
+        world = pool.open(HOSTILE)
+        return (await world.reset(0)).info["pid"]
+
+    assert gone(with_pool(work))
