@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
-from roll_async.algorithms.correction import CorrectionOptions, RejectionRule
 from roll_async.algorithms.overlong import OverlongShaping
-from roll_async.algorithms.policy_loss_options import POLICY_LOSS_OPTIONS
 from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import (
@@ -33,31 +31,17 @@ from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings,
 from roll_async.weight_sync.synchronizer import SyncOptions
 
 
-def pg_options(config: RLVRConfig) -> object:
-    """Options of the policy loss as roll_async.algorithms knows them."""
-    return POLICY_LOSS_OPTIONS[config.algorithm.pg_variant](**asdict(config.algorithm.pg_options))
-
-
-def correction_options(config: RLVRConfig) -> CorrectionOptions:
-    """Options of the train-engine correction."""
-    values = asdict(config.algorithm.correction)
-    values["rejections"] = tuple(RejectionRule(**rule) for rule in values["rejections"])
-    return CorrectionOptions(**values)
-
-
 def learner_options(config: RLVRConfig) -> LearnerOptions:
     """What shapes the training signal."""
     algorithm = config.algorithm
     same = {f.name for f in fields(LearnerOptions)} & {f.name for f in fields(type(algorithm))}
-    values = {name: getattr(algorithm, name) for name in same - {"pg_options", "adv_options", "correction"}}
+    values = {name: getattr(algorithm, name) for name in same - {"adv_options"}}
     staleness = config.async_training.staleness
     return LearnerOptions(
         **values,
         domains=tuple(config.rewards),
         response_length=config.response_length,
         adv_options=asdict(algorithm.adv_options),
-        pg_options=pg_options(config),
-        correction=correction_options(config),
         overlong_len=algorithm.overlong_buffer.len if algorithm.overlong_buffer.enable else 0,
         overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,
         router_replay=config.actor_train.router_replay,
@@ -150,7 +134,7 @@ def _loss(config: RLVRConfig) -> LossSettings:
     algorithm = config.algorithm
     return LossSettings(
         pg_variant=algorithm.pg_variant,
-        pg_options=pg_options(config),
+        pg_options=algorithm.pg_options,
         loss_agg_mode=algorithm.loss_agg_mode,
         normalizer_length=config.response_length,
         entropy_coef=algorithm.entropy_loss_coef,

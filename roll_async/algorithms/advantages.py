@@ -1,12 +1,15 @@
 """Advantage estimators. Shape letters: B rows, T positions. No gradients.
 
 Each takes `AdvantageInputs` and its own keyword options and returns (advantages [B,T], returns [B,T]), 0 where masked.
+Names, defaults and ranges of the options are those of its class in `config/advantage_options.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +24,20 @@ from roll_async.algorithms.masked import (
     working_dtype,
 )
 from roll_async.algorithms.rewards import GroupStatistics, group_statistics, normalise_rewards
+from roll_async.config.advantage_options import (
+    ADVANTAGE_OPTIONS,
+    AdvantageOptions,
+    DiscountAdvantageOptions,
+    GaeAdvantageOptions,
+    GigpoAdvantageOptions,
+    GpgAdvantageOptions,
+    GroupAdvantageOptions,
+    LitePpoAdvantageOptions,
+    StepReinforceAdvantageOptions,
+)
 
 Result = tuple[Tensor, Tensor]
+O = TypeVar("O", bound=AdvantageOptions)  # noqa: E741
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,10 +111,25 @@ def _group_relative(batch: _Batch, normalise_std: bool, epsilon: float) -> Tenso
     return centred / (batch.groups.std + epsilon) if normalise_std else centred
 
 
-def grpo(inputs: AdvantageInputs, *, normalise_std: bool = True, epsilon: float = 1e-6) -> Result:
+def keyword_options(estimator: Callable[[AdvantageInputs, O], Result]) -> Callable[..., Result]:
+    """The estimator as a function of keywords, which its options class checks.
+
+    >>> grpo(inputs, normalise_std=False)
+    """
+    options = ADVANTAGE_OPTIONS[estimator.__name__]
+
+    @wraps(estimator)
+    def estimate(inputs: AdvantageInputs, **values: object) -> Result:
+        return estimator(inputs, options(**values))
+
+    return estimate
+
+
+@keyword_options
+def grpo(inputs: AdvantageInputs, options: GroupAdvantageOptions) -> Result:
     """GRPO (arXiv 2402.03300)."""
     batch = _batch(inputs)
-    return _row_constant(_group_relative(batch, normalise_std, epsilon), batch)
+    return _row_constant(_group_relative(batch, options.normalise_std, options.epsilon), batch)
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Result:
@@ -127,17 +157,19 @@ def opo(inputs: AdvantageInputs) -> Result:
     return _row_constant(torch.where(batch.groups.equal, 0, batch.scores - baseline), batch)
 
 
-def gpg(inputs: AdvantageInputs, *, normalise_std: bool = False, epsilon: float = 1e-6) -> Result:
+@keyword_options
+def gpg(inputs: AdvantageInputs, options: GpgAdvantageOptions) -> Result:
     """GPG (arXiv 2504.02546): scaled up by the share of rows whose group has a signal."""
     batch = _batch(inputs)
     rows = batch.rows.sum()
     informative = (batch.rows & ~batch.groups.equal).sum()
     share = rows.to(batch.scores.dtype) / informative.clamp(min=1)
     alpha = torch.where(informative > 0, share, 1)
-    return _row_constant(alpha * _group_relative(batch, normalise_std, epsilon), batch)
+    return _row_constant(alpha * _group_relative(batch, options.normalise_std, options.epsilon), batch)
 
 
-def grpo_passk(inputs: AdvantageInputs, *, normalise_std: bool = True, epsilon: float = 1e-6) -> Result:
+@keyword_options
+def grpo_passk(inputs: AdvantageInputs, options: GroupAdvantageOptions) -> Result:
     """Pass@k training (arXiv 2503.19595): only the best member, by its lead over the second."""
     batch = _batch(inputs)
     advantage = torch.zeros_like(batch.scores)
@@ -149,16 +181,17 @@ def grpo_passk(inputs: AdvantageInputs, *, normalise_std: bool = True, epsilon: 
         lead = top.values[0] - top.values[1]
         if lead > 0:
             best = members[top.indices[0]]
-            advantage[best] = lead / (batch.groups.std[best] + epsilon) if normalise_std else lead
+            advantage[best] = lead / (batch.groups.std[best] + options.epsilon) if options.normalise_std else lead
     return _row_constant(advantage, batch)
 
 
-def lite_ppo(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Result:
+@keyword_options
+def lite_ppo(inputs: AdvantageInputs, options: LitePpoAdvantageOptions) -> Result:
     """Lite PPO (arXiv 2508.08221): group mean, batch spread."""
     batch = _batch(inputs)
     whole = group_statistics(batch.scores, torch.zeros_like(inputs.group_index), batch.rows)
     usable = (whole.std > 0) & (whole.count >= 2) & ~whole.equal
-    return _row_constant(torch.where(usable, _centred(batch) / (whole.std + epsilon), 0), batch)
+    return _row_constant(torch.where(usable, _centred(batch) / (whole.std + options.epsilon), 0), batch)
 
 
 def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -172,16 +205,18 @@ def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return torch.where(mask, returns.gather(1, inverse), 0)
 
 
-def reinforce(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
+@keyword_options
+def reinforce(inputs: AdvantageInputs, options: DiscountAdvantageOptions) -> Result:
     """REINFORCE: the discounted return to go."""
     batch = _batch(inputs)
-    returns = _discounted(batch.rewards, batch.mask, gamma)
+    returns = _discounted(batch.rewards, batch.mask, options.gamma)
     return returns, returns
 
 
-def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
+@keyword_options
+def reinforce_plus_plus(inputs: AdvantageInputs, options: DiscountAdvantageOptions) -> Result:
     """REINFORCE++ (arXiv 2501.03262): returns whitened over the batch."""
-    returns, _ = reinforce(inputs, gamma=gamma)
+    returns, _ = reinforce(inputs, gamma=options.gamma)
     return whiten(values_BT=returns, mask_BT=_batch(inputs).mask), returns
 
 
@@ -201,7 +236,8 @@ def remax(inputs: AdvantageInputs) -> Result:
     return torch.where(batch.mask, returns - baseline[:, None], 0), returns
 
 
-def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Result:
+@keyword_options
+def gae(inputs: AdvantageInputs, options: GaeAdvantageOptions) -> Result:
     """GAE (arXiv 1506.02438) on the compacted valid tokens; the value after the last valid token is 0. Not whitened."""
     (given,) = _need(inputs, "gae", "values")
     batch = _batch(inputs)
@@ -213,8 +249,8 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Re
     following_value, following = torch.zeros_like(values.sum(-1)), torch.zeros_like(values.sum(-1))
     valid = batch.mask.gather(1, order)
     for t in range(values.shape[1] - 1, -1, -1):
-        delta = rewards[:, t] + gamma * following_value - values[:, t]
-        following = torch.where(valid[:, t], delta + gamma * lam * following, 0)
+        delta = rewards[:, t] + options.gamma * following_value - values[:, t]
+        following = torch.where(valid[:, t], delta + options.gamma * options.lam * following, 0)
         advantages[:, t] = following
         following_value = values[:, t]
     returns = advantages + values
@@ -222,7 +258,8 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95) -> Re
     return back[0], back[1]
 
 
-def agentic_reinforce(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
+@keyword_options
+def agentic_reinforce(inputs: AdvantageInputs, options: DiscountAdvantageOptions) -> Result:
     """Return to go over turns: G_k = (rewards of turn k) + gamma G_{k+1}, on all tokens of the turn."""
     batch = _batch(inputs)
     ids = segment_ids_from_mask(mask_BT=batch.mask) if inputs.segment_ids is None else inputs.segment_ids
@@ -230,7 +267,7 @@ def agentic_reinforce(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Result:
     per_turn = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.rewards)
     running, returns = torch.zeros_like(batch.scores), torch.zeros_like(batch.rewards)
     for k in range(per_turn.shape[1] - 1, -1, -1):
-        running = per_turn[:, k] + gamma * running
+        running = per_turn[:, k] + options.gamma * running
         returns[:, k] = running
     result = torch.where(batch.mask, returns.gather(1, ids), 0)
     return result, result
@@ -248,44 +285,33 @@ def _step_returns(trajectory: Tensor, step: Tensor, rewards: Tensor, rows: Tenso
     return returns
 
 
-def step_reinforce(
-    inputs: AdvantageInputs,
-    *,
-    step_reward_gamma: float = 0.95,
-    mean: str = "batch",
-    std: str = "batch",
-    epsilon: float = 1e-6,
-) -> Result:
+@keyword_options
+def step_reinforce(inputs: AdvantageInputs, options: StepReinforceAdvantageOptions) -> Result:
     """Discounted step returns, normalised over batch or group; one row is one step."""
     trajectory, step, rewards = _need(inputs, "step_reinforce", "trajectory_index", "step_index", "step_rewards")
-    for name, value in (("mean", mean), ("std", std)):
-        if value not in ("none", "batch", "group"):
-            raise ValueError(f"{name} {value!r} is not one of none | batch | group")
     batch = _batch(inputs)
     rewards = torch.where(batch.rows, rewards.detach().to(batch.scores.dtype), 0)
-    returns = _step_returns(trajectory, step, rewards, batch.rows, step_reward_gamma)
+    returns = _step_returns(trajectory, step, rewards, batch.rows, options.step_reward_gamma)
     normed = normalise_rewards(
-        scores_B=returns, group_index_B=inputs.group_index, mean=mean, std=std, row_mask_B=batch.rows, epsilon=epsilon
+        scores_B=returns,
+        group_index_B=inputs.group_index,
+        mean=options.mean,
+        std=options.std,
+        row_mask_B=batch.rows,
+        epsilon=options.epsilon,
     )
     return _spread(normed, batch), _spread(returns, batch)
 
 
-def gigpo(
-    inputs: AdvantageInputs,
-    *,
-    step_reward_gamma: float = 0.95,
-    episode_reward_weight: float = 1.0,
-    step_reward_weight: float = 1.0,
-    normalise_std: bool = True,
-    epsilon: float = 1e-6,
-) -> Result:
+@keyword_options
+def gigpo(inputs: AdvantageInputs, options: GigpoAdvantageOptions) -> Result:
     """GiGPO (arXiv 2505.10978): episode advantage within the group plus step advantage within the same anchor state."""
     trajectory, step, rewards, state = _need(
         inputs, "gigpo", "trajectory_index", "step_index", "step_rewards", "state_index"
     )
     batch = _batch(inputs)
     rewards = torch.where(batch.rows, rewards.detach().to(batch.scores.dtype), 0)
-    returns = _step_returns(trajectory, step, rewards, batch.rows, step_reward_gamma)
+    returns = _step_returns(trajectory, step, rewards, batch.rows, options.step_reward_gamma)
     first = torch.zeros_like(batch.rows)
     first_of = torch.arange(len(first), device=first.device)
     for index in torch.unique(trajectory[batch.rows]):
@@ -295,12 +321,12 @@ def gigpo(
 
     def relative(x: Tensor, stats: GroupStatistics) -> Tensor:
         centred = torch.where(stats.equal, 0, x - stats.mean)
-        return centred / (stats.std + epsilon) if normalise_std else centred
+        return centred / (stats.std + options.epsilon) if options.normalise_std else centred
 
     episode = relative(batch.scores, group_statistics(batch.scores, inputs.group_index, first))[first_of]
     _, anchor = torch.unique(torch.stack([inputs.group_index, state], -1), dim=0, return_inverse=True)
     steps = relative(returns, group_statistics(returns, anchor, batch.rows))
-    combined = torch.where(batch.rows, episode_reward_weight * episode + step_reward_weight * steps, 0)
+    combined = torch.where(batch.rows, options.episode_reward_weight * episode + options.step_reward_weight * steps, 0)
     return _spread(combined, batch), _spread(returns, batch)
 
 

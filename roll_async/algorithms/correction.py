@@ -10,67 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from roll_async.algorithms.masked import check_mask, clean, working_dtype
-from roll_async.algorithms.policy_loss_options import BASES, POLICY_LOSS_OPTIONS, check, check_choice, check_finite
 from roll_async.algorithms.policy_losses import clamp_log_ratio, segment_sums
+from roll_async.config.correction_options import CorrectionOptions, RejectionRule, carries_behaviour_policy
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, PolicyLossOptions
 
-WEIGHT_LEVELS = ("none", "token", "segment", "sequence", "geometric")
-STATISTICS = ("k1", "k2", "k3")
-AGGREGATIONS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
-NORMALISE = ("none", "token", "sequence")
 _NUM_LAG_BUCKETS = 9
-_CARRY_BEHAVIOUR = ("ppo", "tis", "cispo", "topr", "gspo", "gmpo", "sapo", "clip_cov", "kl_cov", "m2po")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RejectionRule:
-    """Tokens or rows whose statistic of the log ratio is outside [low, high] leave the loss."""
-
-    statistic: Literal["k1", "k2", "k3"]
-    aggregation: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        check_finite(self)
-        check_choice(self, "statistic", STATISTICS)
-        check_choice(self, "aggregation", AGGREGATIONS)
-        check(
-            self, "high", self.low is not None or self.high is not None, "set, or low (a rule needs at least one bound)"
-        )
-        check(self, "low", self.low is None or (self.low > 0 and self.statistic == "k1"), "> 0, and for k1 only")
-        check(self, "high", self.high is None or self.high > 0, "> 0")
-        if self.low is not None and self.high is not None:
-            check(self, "low", self.low <= self.high, "<= high")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CorrectionOptions:
-    """How much the train-engine mismatch and staleness are corrected."""
-
-    weight_level: Literal["none", "token", "segment", "sequence", "geometric"] = "token"
-    weight_upper: float | None = 2.0
-    weight_lower: float | None = None
-    band_low: float | None = None
-    band_high: float | None = None
-    rejections: tuple[RejectionRule, ...] = ()
-    normalise: Literal["none", "token", "sequence"] = "none"
-
-    def __post_init__(self) -> None:
-        check_finite(self)
-        check_choice(self, "weight_level", WEIGHT_LEVELS)
-        check_choice(self, "normalise", NORMALISE)
-        check(self, "weight_upper", self.weight_upper is None or self.weight_upper > 0, "null or > 0")
-        check(self, "band_high", self.band_high is None or self.band_high > 0, "null or > 0")
-        for low, high in (("weight_lower", "weight_upper"), ("band_low", "band_high")):
-            lower, upper = getattr(self, low), getattr(self, high)
-            check(self, low, lower is None or lower >= 0, "null or >= 0")
-            check(self, low, lower is None or upper is None or lower <= upper, f"<= {high}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,15 +217,11 @@ def interpolate_proximal(
 
 def check_no_double_correction(*, loss_name: str, ratio_base: str, weight_level: str) -> None:
     """Raise ValueError when the loss already carries the behaviour policy and the correction would weight it again."""
-    for name, value, choices in (
-        ("loss_name", loss_name, tuple(POLICY_LOSS_OPTIONS)),
-        ("ratio_base", ratio_base, BASES),
-        ("weight_level", weight_level, WEIGHT_LEVELS),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name} {value!r} is not one of {' | '.join(choices)}")
-    carries = loss_name == "decoupled_ppo" or (ratio_base == "behaviour" and loss_name in _CARRY_BEHAVIOUR)
-    if weight_level != "none" and carries:
+    if loss_name not in POLICY_LOSS_OPTIONS:
+        raise ValueError(f"loss_name {loss_name!r} is not one of {' | '.join(POLICY_LOSS_OPTIONS)}")
+    CorrectionOptions(weight_level=weight_level)  # type: ignore[arg-type]
+    PolicyLossOptions(ratio_base=ratio_base)  # type: ignore[arg-type]
+    if weight_level != "none" and carries_behaviour_policy(loss_name, ratio_base):
         raise ValueError(
             f"correction.weight_level {weight_level!r} would correct twice: {loss_name} with ratio_base {ratio_base} "
             "already carries the behaviour policy; set it to none"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roll_async.algorithms.masked import check_mask, clean, dense_segments, working_dtype
-from roll_async.algorithms.policy_loss_options import (
+from roll_async.config.policy_loss_options import (
     CispoOptions,
     ClipCovOptions,
     DecoupledPpoOptions,

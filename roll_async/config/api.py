@@ -19,6 +19,7 @@ from roll_async.config.loading.emit import dump
 from roll_async.config.loading.names import Renamer
 from roll_async.config.loading.node import Node, find
 from roll_async.config.loading.references import resolve_references
+from roll_async.config.rules.contradictions import without_contradictions
 from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
 from roll_async.config.schema import AgenticConfig, RLVRConfig
@@ -66,9 +67,10 @@ def _load(path: Path, overrides: Sequence[str], pipeline: str | None) -> Loaded:
     values = checker.check(renamer.root)
     _stop_if(checker.errors, renamer.warnings)
     values["pipeline"] = kind
+    values, found = without_contradictions(values)
     config = build(KIND_CLASSES[kind], values, path.stem)
     assert isinstance(config, RLVRConfig | AgenticConfig)
-    _stop_if(check_rules(config, renamer.root), renamer.warnings)
+    _stop_if(check_rules(config, renamer.root, found), renamer.warnings)
     return Loaded(config=config, warnings=tuple([*renamer.warnings, *find_warnings(config, renamer.root)]))
 
 

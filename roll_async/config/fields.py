@@ -6,9 +6,12 @@ The type annotation is the type that code sees after loading. A derived field ma
 the loader then fills it from other keys, so the annotation has no `None`.
 """
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field
-from typing import Any, TypeVar
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -34,6 +37,8 @@ class Traits:
 
     range: str | None = None
     """Key of `RANGES`; for a list, of each item."""
+    choices: tuple[str, ...] = ()
+    """Values of a text, where a table and not the type knows them."""
     derived: bool = False
     """Null or absent in the file means: filled from other keys."""
     required: bool = False
@@ -45,15 +50,19 @@ class Traits:
     """Forms that a type can not express: devices, files (a list or one string), names (keys are free names)."""
     chosen_by: str = ""
     """Name of the sibling whose value picks the class of this section."""
+    at_most: str = ""
+    """Name of the sibling that this value must not exceed."""
+    less_than: str = ""
+    """Name of the sibling that this value must stay below."""
 
 
 def _declare(default: object, traits: Traits) -> Any:
     return field(default=default, metadata={"traits": traits})
 
 
-def bounded(default: T, range: str) -> T:
-    """A number with a default and a range."""
-    return _declare(default, Traits(range=range))
+def bounded(default: T, range: str | None = None, *, at_most: str = "", less_than: str = "") -> T:
+    """A number with a default and a range; `at_most` and `less_than` name a sibling that bounds it."""
+    return _declare(default, Traits(range=range, at_most=at_most, less_than=less_than))
 
 
 # `Any` below: a field without a default of its own takes the type of its annotation.
@@ -70,10 +79,16 @@ def required(range: str | None = None, form: str = "") -> Any:
 
 
 def option(
-    default: T, *, roles: tuple[str, ...] = (), megatron: bool = False, form: str = "", range: str | None = None
+    default: T,
+    *,
+    roles: tuple[str, ...] = (),
+    megatron: bool = False,
+    form: str = "",
+    range: str | None = None,
+    choices: tuple[str, ...] = (),
 ) -> T:
-    """A value with a default and restrictions on where it may stand."""
-    return _declare(default, Traits(range=range, roles=roles, megatron=megatron, form=form))
+    """A value with a default and restrictions on what it may be and where it may stand."""
+    return _declare(default, Traits(range=range, roles=roles, megatron=megatron, form=form, choices=choices))
 
 
 def chosen(by: str) -> Any:
@@ -86,3 +101,55 @@ def section(factory: Callable[[], T], *, roles: tuple[str, ...] = (), chosen_by:
     traits = Traits(roles=roles, chosen_by=chosen_by, form=form)
     declared: Any = field(default_factory=factory, metadata={"traits": traits})
     return declared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """A section that other folders also build directly: it checks itself, with the ranges that the loader checks.
+
+    Raises ValueError with class, field, value and range.
+    """
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, traits = getattr(self, f.name), f.metadata.get("traits", Traits())
+            choices, is_nullable = _choices(f.type)
+            if isinstance(value, float) and not math.isfinite(value):
+                self.refuse(f.name, "a finite number")
+            if choices and value not in choices:
+                self.refuse(f.name, f"one of {' | '.join(map(str, choices))}")
+            if traits.range is not None and not (is_nullable if value is None else RANGES[traits.range](value)):
+                self.refuse(f.name, f"{'null or ' if is_nullable else ''}{traits.range}")
+        for name, constraint in contradictions(type(self), {f.name: getattr(self, f.name) for f in fields(self)}):
+            self.refuse(name, constraint)
+
+    def refuse(self, name: str, constraint: str) -> None:
+        """Raise ValueError for a field."""
+        raise ValueError(f"{type(self).__name__}.{name} = {getattr(self, name)!r}; must be {constraint}")
+
+    @classmethod
+    def further_contradictions(cls, values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+        """(field, constraint) of a class's own rules between its fields."""
+        yield from ()
+
+
+def contradictions(cls: type[Options], values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """(field, constraint) of fields that are fine alone and contradict a sibling. `values`: every field."""
+    for f in fields(cls):
+        traits, low = f.metadata.get("traits", Traits()), values[f.name]
+        high = values.get(traits.at_most or traits.less_than)
+        if not isinstance(low, int | float) or not isinstance(high, int | float):
+            continue
+        if traits.at_most and low > high:
+            yield f.name, f"<= {traits.at_most} {high!r}"
+        elif traits.less_than and low >= high:
+            yield f.name, f"< {traits.less_than} {high!r}"
+    yield from cls.further_contradictions(values)
+
+
+def _choices(annotation: object) -> tuple[tuple[object, ...], bool]:
+    """(values of a Literal, whether None is allowed)."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    parts = typing.get_args(annotation) if is_union else (annotation,)
+    literal = next((part for part in parts if typing.get_origin(part) is Literal), None)
+    return typing.get_args(literal) if literal is not None else (), types.NoneType in parts

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import ModuleType
 
-from roll_async.config import schema, schema_algorithm, schema_async, schema_options, schema_rollout, schema_worker
+from roll_async.config import correction_options, schema, schema_algorithm, schema_async, schema_rollout, schema_worker
+from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
 from roll_async.config.fields import Traits
 from roll_async.config.loading.emit import scalar
 from roll_async.config.loading.names import REFUSED, alias_table
 from roll_async.config.loading.spec import FieldSpec, spec_of
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
 
 _HEAD = """# Configuration
 
@@ -44,7 +46,7 @@ _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     )),
     (schema_async, ("AsyncTrainingConfig", "StalenessConfig", "InterruptConfig")),
     (schema_algorithm, ("AlgorithmConfig", "FilterGroupsConfig", "OverlongBufferConfig")),
-    (schema_options, ("CorrectionOptions", "RejectionRule")),
+    (correction_options, ("CorrectionOptions", "RejectionRule")),
     (schema_async, ("WeightSyncConfig", "LedgerConfig", "CheckpointConfig", "TrackingConfig", "FaultPolicy")),
 )  # fmt: skip
 
@@ -56,10 +58,10 @@ def reference() -> str:
         for name in names:
             parts += _section(getattr(module, name), "##")
     parts += ["## pg_options by pg_variant\n\n"]
-    for name, cls in schema_options.POLICY_LOSS_OPTIONS.items():
+    for name, cls in POLICY_LOSS_OPTIONS.items():
         parts += _section(cls, "###", name)
     parts += ["## adv_options by adv_estimator\n\n"]
-    for name, cls in schema_options.ADVANTAGE_OPTIONS.items():
+    for name, cls in ADVANTAGE_OPTIONS.items():
         parts += _section(cls, "###", name)
     parts += ["## Properties\n\n", *_properties(schema.PipelineConfig), "\n", *_other_names()]
     return "".join(parts)

@@ -3,14 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, AdvantageOptions, GroupAdvantageOptions
+from roll_async.config.correction_options import CorrectionOptions
 from roll_async.config.fields import bounded, derived, option, section
-from roll_async.config.schema_options import (
-    AdvantageOptions,
-    CorrectionOptions,
-    GroupAdvantageOptions,
-    PolicyLossOptions,
-    PpoOptions,
-)
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, PolicyLossOptions, PpoOptions
 
 Normalise = Literal["none", "batch", "group", "running"]
 
@@ -49,17 +45,11 @@ class OverlongBufferConfig:
 class AlgorithmConfig:
     """Estimator, loss, corrections and shaping."""
 
-    adv_estimator: Literal[
-        "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "lite_ppo", "reinforce", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "remax", "gae", "agentic_reinforce", "step_reinforce", "gigpo",
-    ] = "grpo"  # fmt: skip
+    adv_estimator: str = option("grpo", choices=tuple(ADVANTAGE_OPTIONS))
     """Advantage; gigpo, step_reinforce and agentic_reinforce are for agentic configs."""
     adv_options: AdvantageOptions = section(GroupAdvantageOptions, chosen_by="adv_estimator")
     """Options of that estimator."""
-    pg_variant: Literal[
-        "vanilla", "gpg", "ppo", "decoupled_ppo", "tis", "cispo", "topr", "kimi15", "gspo", "gmpo", "sapo", "clip_cov",
-        "kl_cov", "m2po",
-    ] = "ppo"  # fmt: skip
+    pg_variant: str = option("ppo", choices=tuple(POLICY_LOSS_OPTIONS))
     """Policy loss."""
     pg_options: PolicyLossOptions = section(PpoOptions, chosen_by="pg_variant")
     """Options of that loss."""

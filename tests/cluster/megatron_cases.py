@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from roll_async.algorithms.policy_loss_options import PpoOptions
+from roll_async.config.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.host_state import HostState
 from roll_async.trainer.megatron.logprobs import next_token_logprobs

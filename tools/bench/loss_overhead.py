@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ from roll_async.algorithms.aggregation import aggregate, count_denominators, red
 from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics
 from roll_async.algorithms.kl import kl_estimate
 from roll_async.algorithms.logprobs import token_logprobs
-from roll_async.algorithms.policy_loss_options import POLICY_LOSS_OPTIONS, TRUST_LEVELS, WEIGHT_LEVELS
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, ProductRatioLevel, RatioLevel
 
 BUDGET = 0.05
+TRUST_LEVELS, WEIGHT_LEVELS = get_args(RatioLevel), get_args(ProductRatioLevel)
 LEVELS = {
     "ppo": TRUST_LEVELS,
     "decoupled_ppo": TRUST_LEVELS,

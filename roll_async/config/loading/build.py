@@ -9,18 +9,12 @@ from typing import TypeVar, cast
 
 from dataclasses_json import dataclass_json
 
+from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
+from roll_async.config.correction_options import carries_behaviour_policy
 from roll_async.config.loading.node import Plain
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
-from roll_async.config.schema_options import (
-    ADVANTAGE_OPTIONS,
-    POLICY_LOSS_OPTIONS,
-    DecoupledPpoOptions,
-    GpgOptions,
-    Kimi15Options,
-    PolicyLossOptions,
-    VanillaOptions,
-)
 from roll_async.config.schema_rollout import REWARD_TYPES, EnvManagerConfig
 from roll_async.config.schema_worker import STRATEGIES, DataArguments, SglangConfig, VllmConfig, WorkerConfig
 
@@ -70,17 +64,6 @@ def _default(owner: object, name: str, value: object) -> None:
     """Set a derived value that the file does not give. The object is not published yet, so frozen may be bypassed."""
     if getattr(owner, name) is None:
         object.__setattr__(owner, name, value)
-
-
-def carries_behaviour_policy(pg_options: PolicyLossOptions) -> bool:
-    """Whether the loss itself already corrects for the policy that sampled the data (`check_no_double_correction`)."""
-    match pg_options:
-        case DecoupledPpoOptions():
-            return True
-        case VanillaOptions() | GpgOptions() | Kimi15Options():
-            return False
-        case _:
-            return pg_options.ratio_base == "behaviour"
 
 
 def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> None:
@@ -172,5 +155,6 @@ def _fill_async(config: PipelineConfig) -> None:
 
 def _fill_weight_level(algorithm: AlgorithmConfig) -> None:
     """token, except where it would correct twice or where every weight would be 1."""
-    if carries_behaviour_policy(algorithm.pg_options) or algorithm.proximal_logprobs == "behaviour":
+    carried = carries_behaviour_policy(algorithm.pg_variant, algorithm.pg_options.ratio_base)
+    if carried or algorithm.proximal_logprobs == "behaviour":
         object.__setattr__(algorithm.correction, "weight_level", "none")

@@ -7,8 +7,9 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Literal
 
+from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
 from roll_async.config.fields import Traits
-from roll_async.config.schema_options import ADVANTAGE_OPTIONS, POLICY_LOSS_OPTIONS
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
 from roll_async.config.schema_worker import STRATEGIES
 
 CHOSEN_CLASSES: dict[str, dict[str, type]] = {
@@ -70,6 +71,8 @@ def _kind(name: str, annotation: object, traits: Traits) -> tuple[str, FieldSpec
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if traits.form in ("devices", "files"):
         return traits.form, None, None, ()
+    if traits.choices:
+        return "choice", None, None, traits.choices
     if origin is Literal:
         return "choice", None, None, args
     below = Traits(range=traits.range)

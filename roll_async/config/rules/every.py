@@ -4,17 +4,22 @@ Each rule is a generator of (id, key, message); the place of a message is where 
 section.
 """
 
+from collections.abc import Iterable
+
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.node import Node, nearest
 from roll_async.config.rules import learning, running_ahead, shape
+from roll_async.config.rules.contradictions import Finding
 from roll_async.config.schema import PipelineConfig
 
 _RULES = (*shape.RULES, *running_ahead.RULES, *learning.RULES)
 
 
-def check_rules(config: PipelineConfig, root: Node) -> list[Diagnostic]:
-    """All findings of all rules, in the order of their ids. `root`: the tree with canonical names."""
-    findings = [finding for rule in _RULES for finding in rule(config)]
+def check_rules(config: PipelineConfig, root: Node, found: Iterable[Finding] = ()) -> list[Diagnostic]:
+    """All findings of all rules and those `found` before, in the order of their ids. `root`: the tree with canonical
+    names.
+    """
+    findings = [*found, *(finding for rule in _RULES for finding in rule(config))]
     return sorted((placed(*finding, root) for finding in findings), key=lambda d: d.id)
 
 

@@ -1,16 +1,12 @@
 """Rules about what is learned (C105, C141 to C150)."""
 
-from roll_async.config.loading.build import carries_behaviour_policy
+from dataclasses import asdict
+
+from roll_async.config.advantage_options import AGENTIC_ONLY
+from roll_async.config.correction_options import carries_behaviour_policy
 from roll_async.config.rules.shape import Findings, has_lengths, number
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
-from roll_async.config.schema_options import AGENTIC_ONLY, RejectionRule, option_values
 from roll_async.config.schema_worker import MegatronTrainConfig
-
-_PAIRS = (
-    ("weight_low", "weight_high"), ("tis_lower_bound", "tis_upper_bound"), ("cov_low", "cov_high"),
-    ("weight_lower", "weight_upper"), ("band_low", "band_high"), ("low", "high"),
-)  # fmt: skip
-"""Lower and upper bound of one quantity."""
 
 
 def overlong(config: PipelineConfig) -> Findings:
@@ -48,7 +44,7 @@ def agentic_only(config: PipelineConfig) -> Findings:
         return
     if a.adv_estimator in AGENTIC_ONLY:
         yield "C144", "algorithm.adv_estimator", f"{a.adv_estimator} is for agentic configs"
-    if option_values(a.pg_options).get("ratio_level") == "segment":
+    if asdict(a.pg_options).get("ratio_level") == "segment":
         yield "C144", "algorithm.pg_options.ratio_level", "segment is for agentic configs"
 
 
@@ -56,7 +52,7 @@ def double_correction(config: PipelineConfig) -> Findings:
     """C146. The default was already set to none where this would hold."""
     a = config.algorithm
     level = a.correction.weight_level
-    if level != "none" and carries_behaviour_policy(a.pg_options):
+    if level != "none" and carries_behaviour_policy(a.pg_variant, a.pg_options.ratio_base):
         message = (
             f"{level} would correct twice: {a.pg_variant} with ratio_base {a.pg_options.ratio_base} already carries the"
             " behaviour policy; set it to none"
@@ -79,35 +75,11 @@ def roles(config: PipelineConfig) -> Findings:
         yield "C149", "actor_infer.generating_args.temperature", message
 
 
-def bounds(config: PipelineConfig) -> Findings:
-    """C150, and C005 and C006 where a bound depends on its neighbours."""
-    a, key = config.algorithm, "algorithm.correction"
-    yield from _pairs("algorithm.pg_options", option_values(a.pg_options))
-    values = {name: getattr(a.correction, name) for name in ("weight_lower", "weight_upper", "band_low", "band_high")}
-    yield from _pairs(key, values)
-    for index, rule in enumerate(a.correction.rejections):
-        yield from _rejection(f"{key}.rejections.{index}", rule)
+def weights_of_one(config: PipelineConfig) -> Findings:
+    """C150. The pairs of bounds are checked before the config is built (`rules/contradictions.py`)."""
+    a = config.algorithm
     if a.proximal_logprobs == "behaviour" and a.correction.is_on:
-        yield "C150", key, "all weights would be 1"
+        yield "C150", "algorithm.correction", "all weights would be 1"
 
 
-def _pairs(key: str, values: dict[str, object]) -> Findings:
-    for low_name, high_name in _PAIRS:
-        low, high = values.get(low_name), values.get(high_name)
-        if not isinstance(low, float) or not isinstance(high, float):
-            continue
-        if low > high:
-            yield "C150", key, f"{number(low)} exceeds {number(high)}"
-        elif low == high and low_name == "cov_low":
-            yield "C005", f"{key}.{low_name}", f"{number(low)} must be < {high_name} {number(high)}"
-
-
-def _rejection(key: str, rule: RejectionRule) -> Findings:
-    yield from _pairs(key, {"low": rule.low, "high": rule.high})
-    if rule.statistic != "k1" and rule.low is not None:
-        yield "C005", f"{key}.low", f"{number(rule.low)} must be null with statistic {rule.statistic}"
-    elif rule.high is None and (rule.low is None or rule.statistic != "k1"):
-        yield "C006", f"{key}.high", "required and not set; a rule needs a bound"
-
-
-RULES = (overlong, needed_roles, agentic_only, double_correction, roles, bounds)
+RULES = (overlong, needed_roles, agentic_only, double_correction, roles, weights_of_one)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
+from roll_async.config.advantage_options import GROUP_RELATIVE
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
-from roll_async.config.schema_options import GROUP_RELATIVE
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
     DataArguments,

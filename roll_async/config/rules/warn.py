@@ -2,11 +2,11 @@
 
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.node import Node
+from roll_async.config.policy_loss_options import DecoupledPpoOptions
 from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
 from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.config.schema_async import InterruptConfig
-from roll_async.config.schema_options import DecoupledPpoOptions
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from roll_async.algorithms.aggregation import aggregate, count_denominators
-from roll_async.algorithms.policy_loss_options import POLICY_LOSS_OPTIONS
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, SILENT_WITHOUT_ADVANTAGE, PolicyLossInputs
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
 
 CASES = [
     ("vanilla", {}),

@@ -18,15 +18,15 @@ from roll_async.algorithms.correction import (
 from roll_async.algorithms.critic import value_loss
 from roll_async.algorithms.kl import full_kl, kl_estimate, kl_in_reward, update_kl_coefficient
 from roll_async.algorithms.masked import segment_ids_from_mask, whiten
-from roll_async.algorithms.policy_loss_options import (
+from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from roll_async.algorithms.token_selection import select_clip_cov, select_kl_cov, select_m2po
+from roll_async.config.policy_loss_options import (
     POLICY_LOSS_OPTIONS,
     ClipCovOptions,
     KlCovOptions,
     M2poOptions,
     PpoOptions,
 )
-from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from roll_async.algorithms.token_selection import select_clip_cov, select_kl_cov, select_m2po
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
 DENOMINATORS = Denominators(global_tokens=5, global_sequences=2, normalizer_length=8)

@@ -1,75 +1,20 @@
-"""Names, fields, defaults and ranges repeated in the config are those of `roll_async.algorithms`."""
+"""Options of losses, estimators and the correction exist once: the config's classes are what `algorithms/` takes."""
 
 import dataclasses
-import inspect
-from typing import get_args
 
 import pytest
 
+from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, AGENTIC_ONLY
 from roll_async.config.api import ConfigError, load
+from roll_async.config.correction_options import CorrectionOptions, RejectionRule, carries_behaviour_policy
 from roll_async.config.fields import RANGES
 from roll_async.config.loading.spec import spec_of
-from roll_async.config.schema_algorithm import AlgorithmConfig
-from roll_async.config.schema_options import (
-    ADVANTAGE_OPTIONS,
-    AGENTIC_ONLY,
-    POLICY_LOSS_OPTIONS,
-    CorrectionOptions,
-    RejectionRule,
-    option_values,
-)
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
 
 PROBES = (-1.0, 0.0, 1e-9, 0.5, 1.0, 1.0000001, 2.0, 1e9)
-
-
-def choices(name: str) -> tuple[str, ...]:
-    return get_args(AlgorithmConfig.__annotations__[name])
-
-
-def test_choices_of_the_schema_are_the_tables():
-    assert set(choices("pg_variant")) == set(POLICY_LOSS_OPTIONS)
-    assert set(choices("adv_estimator")) == set(ADVANTAGE_OPTIONS)
-
-
-def test_losses_are_those_of_the_algorithms():
-    options = pytest.importorskip("roll_async.algorithms.policy_loss_options")
-    assert set(POLICY_LOSS_OPTIONS) == set(options.POLICY_LOSS_OPTIONS)
-
-
-@pytest.mark.parametrize("name", POLICY_LOSS_OPTIONS)
-def test_options_of_a_loss_have_the_same_fields_defaults_and_ranges(name):
-    theirs = pytest.importorskip("roll_async.algorithms.policy_loss_options").POLICY_LOSS_OPTIONS[name]
-    mine = POLICY_LOSS_OPTIONS[name]
-    assert option_values(mine()) == {f.name: getattr(theirs(), f.name) for f in dataclasses.fields(theirs)}
-    assert mine.__name__ == theirs.__name__
-    for field, spec in spec_of(mine).items():
-        if spec.kind == "choice":
-            probes: tuple = (*spec.choices, "nonsense")
-        elif spec.kind == "bool":
-            probes = (True, False)
-        else:
-            probes = (*PROBES, None) if spec.nullable else PROBES
-        for value in probes:
-            assert accepts_mine(mine, field, value) == accepts(theirs, {**neighbours(field), field: value}), (
-                field,
-                value,
-            )
-
-
-def neighbours(field: str) -> dict[str, float]:
-    """The other bound of a pair, far enough away that only the field's own range decides."""
-    far = {
-        "weight_low": ("weight_high", 1e10),
-        "tis_lower_bound": ("tis_upper_bound", 1e10),
-        "cov_low": ("cov_high", 1e10),
-    }
-    near = {
-        "weight_high": ("weight_low", 0.0),
-        "tis_upper_bound": ("tis_lower_bound", 0.0),
-        "cov_high": ("cov_low", -1e10),
-    }
-    pair = {**far, **near}.get(field)
-    return {pair[0]: pair[1]} if pair else {}
+ALL_OPTIONS = sorted(
+    {*POLICY_LOSS_OPTIONS.values(), *ADVANTAGE_OPTIONS.values(), CorrectionOptions}, key=lambda cls: cls.__name__
+)
 
 
 def accepts(cls, values: dict) -> bool:
@@ -80,53 +25,61 @@ def accepts(cls, values: dict) -> bool:
     return True
 
 
-def accepts_mine(cls: type, field: str, value: object) -> bool:
-    spec = spec_of(cls)[field]
-    if value is None or spec.kind == "bool":
-        return True
-    if spec.kind == "choice":
-        return value in spec.choices
-    assert isinstance(value, float)
-    return spec.traits.range is None or RANGES[spec.traits.range](value)
+def test_every_loss_and_estimator_has_its_options():
+    from roll_async.algorithms.advantages import ADVANTAGES
+    from roll_async.algorithms.policy_losses import POLICY_LOSSES
+
+    assert set(POLICY_LOSS_OPTIONS) == set(POLICY_LOSSES)
+    assert set(ADVANTAGE_OPTIONS) == set(ADVANTAGES)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_OPTIONS)
-def test_options_of_an_estimator_are_its_keyword_arguments(name):
-    advantages = pytest.importorskip("roll_async.algorithms.advantages").ADVANTAGES
-    assert set(advantages) == set(ADVANTAGE_OPTIONS)
-    parameters = list(inspect.signature(advantages[name]).parameters.values())[1:]
-    assert option_values(ADVANTAGE_OPTIONS[name]()) == {p.name: p.default for p in parameters}
+def test_the_algorithms_take_the_classes_of_the_config():
+    from roll_async.algorithms import correction, policy_loss_options
+
+    assert policy_loss_options.POLICY_LOSS_OPTIONS is POLICY_LOSS_OPTIONS
+    assert correction.CorrectionOptions is CorrectionOptions and correction.RejectionRule is RejectionRule
 
 
-def test_the_correction_has_the_same_fields_and_defaults():
-    correction = pytest.importorskip("roll_async.algorithms.correction")
-    for mine, theirs, needed in (
-        (CorrectionOptions, correction.CorrectionOptions, {}),
-        (RejectionRule, correction.RejectionRule, {"statistic": "k1", "aggregation": "token", "high": 2.0}),
-    ):
-        ours = {f.name: getattr(mine(**needed), f.name) for f in dataclasses.fields(mine)}
-        assert ours == {f.name: getattr(theirs(**needed), f.name) for f in dataclasses.fields(theirs)}
-        for field, spec in spec_of(mine).items():
-            probes = (*spec.choices, "nonsense") if spec.kind == "choice" else PROBES if spec.kind == "float" else ()
-            for value in probes:
-                alone = {"weight_upper": None} if field == "weight_lower" else {}
-                expected = accepts(
-                    theirs, {**needed, **({"high": None} if field == "low" else {}), **alone, field: value}
-                )
-                assert accepts_mine(mine, field, value) == expected, (field, value)
+@pytest.mark.parametrize("cls", ALL_OPTIONS)
+def test_an_options_object_checks_what_the_loader_checks(cls):
+    for field, spec in spec_of(cls).items():
+        if spec.kind == "choice":
+            expected = {**dict.fromkeys(spec.choices, True), "nonsense": False}
+        elif spec.traits.range is not None:
+            expected = {value: RANGES[spec.traits.range](value) for value in PROBES}
+        else:
+            continue
+        alone = {f.name: _far(f, up=False) for f in dataclasses.fields(cls) if _bounds(f) == field}
+        if sibling := spec.traits.at_most or spec.traits.less_than:
+            alone[sibling] = 1e10
+        for value, fine in expected.items():
+            assert accepts(cls, {**alone, field: value}) == fine, (field, value)
 
 
-def test_double_correction_is_refused_by_the_same_table():
-    check = pytest.importorskip("roll_async.algorithms.correction").check_no_double_correction
-    from roll_async.config.loading.build import carries_behaviour_policy
+def _bounds(f: dataclasses.Field) -> str:
+    traits = f.metadata.get("traits")
+    return (traits.at_most or traits.less_than) if traits is not None else ""
 
-    for name, cls in POLICY_LOSS_OPTIONS.items():
-        for base in spec_of(cls)["ratio_base"].choices:
-            refused = not accepts(
-                lambda **kw: check(**kw), {"loss_name": name, "ratio_base": base, "weight_level": "token"}
-            )
-            assert carries_behaviour_policy(cls(ratio_base=base)) == refused, (name, base)
-            check(loss_name=name, ratio_base=base, weight_level="none")
+
+def _far(f: dataclasses.Field, up: bool) -> float | None:
+    return None if f.default is None else 0.0 if f.metadata["traits"].range else -1e10
+
+
+@pytest.mark.parametrize(
+    ("pg_variant", "base", "carries"),
+    [
+        ("vanilla", "behaviour", False), ("gpg", "behaviour", False), ("kimi15", "behaviour", False),
+        ("decoupled_ppo", "proximal", True), ("ppo", "proximal", False), ("ppo", "behaviour", True),
+        ("tis", "behaviour", True), ("m2po", "behaviour", True), ("gspo", "proximal", False),
+    ],
+)  # fmt: skip
+def test_double_correction_is_refused_by_one_table(pg_variant, base, carries):
+    from roll_async.algorithms.correction import check_no_double_correction
+
+    given = {"loss_name": pg_variant, "ratio_base": base}
+    assert carries_behaviour_policy(pg_variant, base) is carries
+    assert accepts(lambda **kw: check_no_double_correction(**kw), {**given, "weight_level": "token"}) is not carries
+    check_no_double_correction(**given, weight_level="none")
 
 
 @pytest.mark.parametrize("name", POLICY_LOSS_OPTIONS)

@@ -1,0 +1,120 @@
+"""Options of the advantage estimators, one class each: what `adv_options` holds for each `adv_estimator`.
+
+The estimators themselves are in `algorithms/advantages.py`, which takes these objects as they are.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from roll_async.config.fields import Options, bounded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageOptions(Options):
+    """What every estimator has: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoAdvantageOptions(AdvantageOptions):
+    """For estimators without options."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupAdvantageOptions(AdvantageOptions):
+    """grpo, grpo_passk."""
+
+    normalise_std: bool = True
+    """Divide by the group's standard deviation."""
+    epsilon: float = bounded(1e-6, "> 0")
+    """Added to the standard deviation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpgAdvantageOptions(AdvantageOptions):
+    """gpg."""
+
+    normalise_std: bool = False
+    """Divide by the group's standard deviation; the paper does not."""
+    epsilon: float = bounded(1e-6, "> 0")
+    """Added to the standard deviation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LitePpoAdvantageOptions(AdvantageOptions):
+    """lite_ppo."""
+
+    epsilon: float = bounded(1e-6, "> 0")
+    """Added to the batch's standard deviation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiscountAdvantageOptions(AdvantageOptions):
+    """reinforce, reinforce_plus_plus, agentic_reinforce."""
+
+    gamma: float = bounded(1.0, "in [0, 1]")
+    """Discount per token, or per turn of an agent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GaeAdvantageOptions(AdvantageOptions):
+    """gae."""
+
+    gamma: float = bounded(1.0, "in [0, 1]")
+    """Discount per token."""
+    lam: float = bounded(0.95, "in [0, 1]")
+    """Trade of bias (0) against variance (1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReinforceAdvantageOptions(AdvantageOptions):
+    """step_reinforce."""
+
+    step_reward_gamma: float = bounded(0.95, "in [0, 1]")
+    """Discount per step."""
+    mean: Literal["none", "batch", "group"] = "batch"
+    """Rows whose mean is subtracted."""
+    std: Literal["none", "batch", "group"] = "batch"
+    """Rows whose standard deviation divides."""
+    epsilon: float = bounded(1e-6, "> 0")
+    """Added to the standard deviation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GigpoAdvantageOptions(AdvantageOptions):
+    """gigpo."""
+
+    step_reward_gamma: float = bounded(0.95, "in [0, 1]")
+    """Discount per step."""
+    episode_reward_weight: float = bounded(1.0, ">= 0")
+    """Weight of the advantage of the whole trajectory."""
+    step_reward_weight: float = bounded(1.0, ">= 0")
+    """Weight of the advantage among steps from the same state."""
+    normalise_std: bool = True
+    """Divide by the standard deviation."""
+    epsilon: float = bounded(1e-6, "> 0")
+    """Added to the standard deviation."""
+
+
+ADVANTAGE_OPTIONS: dict[str, type] = {
+    "grpo": GroupAdvantageOptions,
+    "dr_grpo": NoAdvantageOptions,
+    "rloo": NoAdvantageOptions,
+    "opo": NoAdvantageOptions,
+    "gpg": GpgAdvantageOptions,
+    "grpo_passk": GroupAdvantageOptions,
+    "lite_ppo": LitePpoAdvantageOptions,
+    "reinforce": DiscountAdvantageOptions,
+    "reinforce_plus_plus": DiscountAdvantageOptions,
+    "reinforce_plus_plus_baseline": NoAdvantageOptions,
+    "remax": NoAdvantageOptions,
+    "gae": GaeAdvantageOptions,
+    "agentic_reinforce": DiscountAdvantageOptions,
+    "step_reinforce": StepReinforceAdvantageOptions,
+    "gigpo": GigpoAdvantageOptions,
+}
+
+GROUP_RELATIVE = frozenset(
+    {"grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "lite_ppo", "reinforce_plus_plus_baseline", "gigpo"}
+)
+"""Estimators that compare the members of a group: one sample per prompt gives no signal."""
+AGENTIC_ONLY = frozenset({"gigpo", "step_reinforce", "agentic_reinforce"})
