@@ -18,10 +18,11 @@ from roll_async.config.schema import RLVRConfig
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import SampleDump
-from roll_async.pipelines.health import CustomMonitor, HealthMonitor
+from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, TrainLoop
+from roll_async.pipelines.wire import Classes, RunOptions, wire
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
@@ -124,14 +125,10 @@ async def couple(
         dump=None if samples is None else lambda step, groups: samples.write(step, sample_rows(groups)),
         validate=side.validate,
     )
-    plan = settings.run_plan(config, first_step=restored + 1)
-    trainer = classes.trainer(parts, plan)
-    watch = None
-    if classes.monitor_interval_s is not None:
-        monitor = HealthMonitor(
-            trainer, parts, interval_s=classes.monitor_interval_s, custom_monitor=classes.custom_monitor
-        )
-        watch = monitor.run
-    return Assembled(
-        pipeline=RLVRPipeline(parts, plan, trainer=trainer, watch=watch), actor=actor, checkpoint=checkpoint
+    options = RunOptions(
+        plan=settings.run_plan(config, first_step=restored + 1),
+        monitor_interval_s=classes.monitor_interval_s,
+        custom_monitor=classes.custom_monitor,
     )
+    pipeline = wire(parts, options, Classes(trainer=classes.trainer))
+    return Assembled(pipeline=pipeline, actor=actor, checkpoint=checkpoint)

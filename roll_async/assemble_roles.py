@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from roll_async import assemble_settings as settings
-from roll_async.assemble_rollout import RolloutRoles, start_rollout
+from roll_async.assemble_rollout import StartedRollout, start_rollout
 from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
 from roll_async.cluster.rollout_process import RolloutProcess
@@ -83,7 +83,7 @@ class Roles:
     """Everything that runs, ready to be coupled."""
 
     training: Mapping[str, RayTrainerGroup]
-    rollout: RolloutRoles | RolloutProcess
+    rollout: StartedRollout | RolloutProcess
 
 
 class RoleStarter:

@@ -8,35 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_async import assemble_settings as settings
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
-from roll_async.buffer.message_queue import MessageQueue
 from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.config.schema import RLVRConfig
-from roll_async.pipelines.metrics import validation_metrics
+from roll_async.pipelines.wire import (
+    Classes,
+    EngineOptions,
+    Engines,
+    RolloutOptions,
+    RolloutRoles,
+    RolloutSide,
+    connect,
+    wire_rollout,
+)
 from roll_async.prompts.load import load_prompts
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
-from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, WeightSource
+from roll_async.weight_sync.synchronizer import WeightSource
 from roll_async.weight_sync.transports import choose_transport
 
 logger = logging.getLogger(__name__)
-
-Validate = Callable[[int], Awaitable[Mapping[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,55 +60,36 @@ class RolloutOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSide:
-    """The generating side of a run, coupled."""
-
-    queue: MessageQueue
-    rollouter: Rollouter
-    synchronizer: ParameterSynchronizer
-    validate: Validate | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutRoles:
+class StartedRollout:
     """Everything that generates, running."""
 
-    manager: AsyncLLMServerManager
-    """All engine replicas."""
-    supervisor: EngineSupervisor
+    engines: Engines
     scorer: RayScorer
     prompts: ShuffledPrompts
     validation: Sequence[Prompt]
 
     async def couple(self, order: RolloutOrder) -> RolloutSide:
         """Queue, rollouter and synchronizer of one run."""
-        config, manager, supervisor = order.config, self.manager, self.supervisor
-        scheduler = ChatCompletionScheduler(
-            manager, self.scorer, settings.scheduler_options(config), tools=_tools(order)
+        config, validation = order.config, order.config.validation
+        tools, options = _tools(order), settings.scheduler_options(config)
+        roles = RolloutRoles(
+            engines=self.engines,
+            groups=lambda manager: ChatCompletionScheduler(manager, self.scorer, options, tools=tools),
+            prompts=self.prompts,
+            weights=order.source,
+            ledger=_ledger(config),
+            validation=self.validation,
+            restored=order.restored,
+            position=order.position,
         )
-        queue = MessageQueue(settings.queue_options(config), _ledger(config))
-        queue.restore(order.restored, order.position)
-        rollouter = order.rollouter(
-            queue,
-            scheduler,
-            manager,
-            self.prompts,
-            budget=settings.filter_budget(config),
+        wired = RolloutOptions(
+            queue=settings.queue_options(config),
+            sync=settings.sync_options(config, _transport(config)),
             stop_timeout_s=config.async_training.interrupt.timeout,
+            budget=settings.filter_budget(config),
+            validation=None if validation is None else settings.sampling_params(validation.generating_args),
         )
-        synchronizer = ParameterSynchronizer(
-            order.source,
-            rollouter,
-            lambda: manager.clients,  # type: ignore[arg-type, return-value]
-            settings.sync_options(config, _transport(config)),
-            weights_held=queue.weights_held,
-            take_out=supervisor.take_out,
-            put_back=supervisor.put_back,  # type: ignore[arg-type]
-            comes_back=lambda: manager.expects_return,
-        )
-        supervisor.attach(synchronizer.rejoin)  # type: ignore[arg-type]
-        validate = _validator(config, scheduler, self.validation) if self.validation else None
-        return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate)
+        return wire_rollout(roles, wired, Classes(rollouter=order.rollouter))
 
 
 class RolloutStarter:
@@ -116,24 +101,21 @@ class RolloutStarter:
         self._config, self._placements, self._pool, self._stack = config, engines, pool, stack
         self._engines: dict[str, RayEngineClient] = {}
 
-    async def start(self) -> RolloutRoles:
+    async def start(self) -> StartedRollout:
         """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
         config = self._config
         engines = asyncio.gather(*(self._start_engine(p) for p in self._placements))
         (train, valid), scorer, clients = await asyncio.gather(
             asyncio.to_thread(prompts_of, config), self._start_scorer(), engines
         )
-        manager = AsyncLLMServerManager(clients, settings.manager_options(config))
-        await manager.start()
-        self._stack.push_async_callback(manager.close)
-        supervisor = EngineSupervisor(
-            manager,
-            self._restart_engine,
+        options = EngineOptions(
+            manager=settings.manager_options(config),
             max_restarts=config.fault.max_engine_restarts,
             start_timeout_s=config.fault.rpc_timeout,
         )
-        self._stack.push_async_callback(supervisor.close)
-        return RolloutRoles(manager=manager, supervisor=supervisor, scorer=scorer, prompts=train, validation=valid)
+        connected = connect(clients, self._restart_engine, options)
+        await connected.start(self._stack)
+        return StartedRollout(engines=connected, scorer=scorer, prompts=train, validation=valid)
 
     async def _start_engine(self, placement: ProcessPlacement, number: int = 0) -> RayEngineClient:
         role = self._config.actor_infer
@@ -169,7 +151,7 @@ class RolloutStarter:
 
 async def start_rollout(
     config: RLVRConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
-) -> RolloutRoles:
+) -> StartedRollout:
     """`RolloutStarter` as a function, for another process."""
     return await RolloutStarter(config, engines, pool, stack).start()
 
@@ -218,14 +200,3 @@ def _transport(config: RLVRConfig) -> str:
     )
     logger.info("weight transport: %s (%s)", name, reason)
     return name
-
-
-def _validator(config: RLVRConfig, scheduler: ChatCompletionScheduler, prompts: Sequence[Prompt]) -> Validate:
-    assert config.validation is not None
-    sampling = settings.sampling_params(config.validation.generating_args)
-
-    async def validate(step: int) -> Mapping[str, float]:
-        answered = await scheduler.validate(prompts, sampling, name=f"validation.{step}")
-        return validation_metrics(answered, num_asked=len(prompts))
-
-    return validate

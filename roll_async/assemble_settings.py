@@ -23,7 +23,7 @@ from roll_async.prompts.load import DataOptions
 from roll_async.prompts.rows import Columns
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
-from roll_async.rollout.filter_budget import FilterBudget
+from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.learner import LearnerOptions
@@ -271,12 +271,12 @@ def queue_options(config: RLVRConfig) -> QueueOptions:
     )
 
 
-def filter_budget(config: RLVRConfig) -> FilterBudget | None:
+def filter_budget(config: RLVRConfig) -> BudgetOptions | None:
     """How much may be generated for one batch; None without dynamic sampling."""
     groups = config.algorithm.filter_groups
     if not groups.enable or groups.max_num_gen_batches <= 0:
         return None
-    return FilterBudget(
+    return BudgetOptions(
         groups_per_batch=config.groups_per_batch,
         gen_batch_size=groups.gen_batch_size,
         max_num_gen_batches=groups.max_num_gen_batches,

@@ -19,7 +19,7 @@ from types import TracebackType
 from roll_async import assemble_settings as settings
 from roll_async.assemble import RunClasses, couple
 from roll_async.assemble_roles import RoleStarter, place_roles
-from roll_async.assemble_rollout import RolloutRoles, prompts_of
+from roll_async.assemble_rollout import StartedRollout, prompts_of
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import RLVRConfig
 from roll_async.observe.progress import ProgressLine
@@ -62,7 +62,7 @@ class Sweep:
             if name in workers:
                 await group.restart(settings.megatron_settings(config, workers[name]))
         train, held_out = await asyncio.to_thread(prompts_of, config)
-        assert isinstance(self._roles.rollout, RolloutRoles)
+        assert isinstance(self._roles.rollout, StartedRollout)
         roles = replace(self._roles, rollout=replace(self._roles.rollout, prompts=train, validation=held_out))
         run = await couple(config, roles, recorder, folder, classes)
         async with asyncio.timeout(timeout_s):

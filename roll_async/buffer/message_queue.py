@@ -328,7 +328,7 @@ class MessageQueue:
         for index in range(self._next_index):
             if index not in self._done and index not in kept:
                 heapq.heappush(self._requeued, (index, 1))
-        self._notify()
+        self._book.check()  # nobody waits before the run begins
 
     def _still_usable(self, group: Group, step: int) -> bool:
         """Sampled by weights that exist, within the bound, and schedulable with what is buffered already."""

@@ -122,7 +122,7 @@ def replica_name(placement: ProcessPlacement) -> str:
 
 
 class RayEngineClient:
-    """A replica seen from the driver. Implements `rollout/protocol.py: EngineClient` and the synchronizer's replica."""
+    """A replica seen from the driver. Implements `rollout/protocol.py: Replica`."""
 
     def __init__(
         self, name: str, actor: ActorHandle, capabilities: EngineCapabilities, *, rpc_timeout_s: float

@@ -30,7 +30,7 @@ _CONCURRENT_CALLS = 32
 
 
 class Side(Protocol):
-    """The coupled roles, see `assemble_rollout.py: RolloutSide`."""
+    """The coupled roles, see `pipelines/wire.py: RolloutSide`."""
 
     @property
     def queue(self) -> MessageQueue: ...

@@ -1,4 +1,4 @@
-"""The server side of `rollout/protocol.py: EngineClient`: many requests per call over one Engine."""
+"""The server side of `rollout/protocol.py: Replica`: many requests per call over one Engine."""
 
 from __future__ import annotations
 

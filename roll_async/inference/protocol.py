@@ -1,7 +1,7 @@
 """What one engine replica can do, whichever library is behind it.
 
 An `Engine` lives in one process and is plain asyncio. `cluster/` puts it into a Ray actor, `rollout/` talks to many of
-them through `rollout/protocol.py: EngineClient`.
+them through `rollout/protocol.py: Replica`.
 
 Life of a weight update (version v is served only after `commit`):
 

@@ -42,19 +42,19 @@ class RLVRPipeline:
         watch: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._parts, self._plan, self._watch = parts, plan, watch
-        self._trainer = TrainLoop(parts, plan) if trainer is None else trainer
+        self.trainer = TrainLoop(parts, plan) if trainer is None else trainer
         self._first: BaseException | None = None
         self.rescued: str | None = None
         """After an error, what became of the last whole step, in words."""
 
     def request_stop(self) -> None:
         """Finish the step under way, save, and end with RunEnd.INTERRUPTED. Safe to call more than once."""
-        self._trainer.request_stop()
+        self.trainer.request_stop()
 
     @property
     def trained_step(self) -> int:
         """Last whole step."""
-        return self._trainer.trained
+        return self.trainer.trained
 
     async def run(self) -> RunEnd:
         """Push the first weights, then generate and train until the end. Errors of any role are raised after all loops
@@ -72,7 +72,7 @@ class RLVRPipeline:
             self._parts.queue.close()
 
     async def _run(self) -> RunEnd:
-        parts, trainer = self._parts, self._trainer
+        parts, trainer = self._parts, self.trainer
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(self._train(), name="train loop")
             rollout = tasks.create_task(self._beside(training, parts.rollouter.run), name="rollouter")
@@ -89,8 +89,8 @@ class RLVRPipeline:
 
     async def _train(self) -> RunEnd:
         """The first weights, then the train loop."""
-        await self._parts.synchronizer.push(self._trainer.trained)
-        return await self._trainer.run()
+        await self._parts.synchronizer.push(self.trainer.trained)
+        return await self.trainer.run()
 
     async def _beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
         """A role beside the trainer, to its end. Its failure is raised when the trainer has finished what needs nobody
@@ -102,8 +102,8 @@ class RLVRPipeline:
             error = None if running.cancelled() else running.exception()
             if error is not None:
                 self._first = self._first or error
-                self._trainer.abandon()
-                if self._trainer.finishing:
+                self.trainer.abandon()
+                if self.trainer.finishing:
                     logger.error("%s; the step under way is finished, then the run ends", first_cause(error))
                     await asyncio.wait({training}, timeout=self._plan.rescue_timeout_s)
         finally:
@@ -113,7 +113,7 @@ class RLVRPipeline:
 
     async def _rescue(self) -> None:
         """Save what the trainer has, unless it is what failed; a failure of that hides no other."""
-        trainer, limit_s = self._trainer, self._plan.rescue_timeout_s
+        trainer, limit_s = self.trainer, self._plan.rescue_timeout_s
         try:
             await within(limit_s, trainer.rescue(), f"step {trainer.trained} was not saved")
         except (RuntimeError, OSError, ValueError) as error:

@@ -11,13 +11,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from roll_async.algorithms.group_variance import group_verdict
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.buffer.errors import first_cause
 from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
-from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
+from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
+from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.requests import GenerationFailed, Interrupted
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -25,27 +25,6 @@ from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import FinishReason, Group, Prompt, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)
-
-
-class GroupFate(Enum):
-    """What became of a group."""
-
-    KEPT = "kept"
-    FILTERED = "filtered"  # no spread: it would carry no gradient
-    FAILED = "failed"  # quarantined with its reason
-    REQUEUED = "requeued"  # interrupted: the same prompt again later
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupOutcome:
-    """A group, or why there is none."""
-
-    fate: GroupFate
-    group: Group | None = None
-    """With KEPT, and with FILTERED unless a sample has no score."""
-    reason: str = ""
-    remains: Group | None = None
-    """What an abort left, not a whole group: for the length audit alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +112,9 @@ class _Tally:
 
 
 class ChatCompletionScheduler:
-    """Generates and scores groups on the replicas of a manager. `tools`: what is called with every completion."""
+    """The GroupSource of question-and-answer tasks, on the replicas of a manager. `tools`: what is called with every
+    completion.
+    """
 
     def __init__(
         self,
@@ -231,6 +212,17 @@ class ChatCompletionScheduler:
                 raise result
         return samples
 
+    def counts(self) -> SourceCounts:
+        """Counters since the start."""
+        tools = self.conversations.tools
+        return SourceCounts(
+            reward_outages=self.conversations.reward_outages,
+            reward_timeouts=self.conversations.reward_timeouts,
+            reward_errors=self.conversations.reward_errors,
+            tool_calls=0 if tools is None else tools.num_calls,
+            tool_failures=0 if tools is None else tools.num_failures,
+        )
+
     async def generate_sequences(
         self, prompts: Sequence[Prompt], num_groups: int, *, validation: bool = False, first_id: int = 0
     ) -> RolloutResult:
@@ -243,9 +235,11 @@ class ChatCompletionScheduler:
         options = self._options
         width = len(prompts) if validation else (options.gen_batch_size or num_groups)
         budget = FilterBudget(
-            groups_per_batch=num_groups,
-            gen_batch_size=width,
-            max_num_gen_batches=0 if validation else options.max_num_gen_batches,
+            BudgetOptions(
+                groups_per_batch=num_groups,
+                gen_batch_size=width,
+                max_num_gen_batches=0 if validation else options.max_num_gen_batches,
+            )
         )
         tally = _Tally(every_group=validation)
         running: dict[asyncio.Task[GroupOutcome], int] = {}

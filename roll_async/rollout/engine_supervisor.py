@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from roll_async.inference.protocol import PauseMode
-from roll_async.rollout.protocol import EngineClient
+from roll_async.rollout.protocol import Replica
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _FIRST_DELAY_S = 1.0
 _BACKOFF = 4.0
 
-StartEngine = Callable[[str, int], Awaitable[EngineClient]]
+StartEngine = Callable[[str, int], Awaitable[Replica]]
 """(name, how often it was started before) to a running replica of that name, wherever the old one lay."""
 
 
@@ -34,12 +34,12 @@ class EngineSupervisor:
     ) -> None:
         self._manager, self._start = manager, start
         self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
-        self._rejoin: Callable[[EngineClient], None] | None = None
+        self._rejoin: Callable[[Replica], None] | None = None
         self._restarts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         manager.supervise(self.lost)
 
-    def attach(self, rejoin: Callable[[EngineClient], None]) -> None:
+    def attach(self, rejoin: Callable[[Replica], None]) -> None:
         """Who gives weights to replicas that came back: `ParameterSynchronizer.rejoin`."""
         self._rejoin = rejoin
 
@@ -67,7 +67,7 @@ class EngineSupervisor:
         elif not self.lost(name, reason):
             self._manager.give_up(name, reason)
 
-    async def put_back(self, client: EngineClient) -> None:
+    async def put_back(self, client: Replica) -> None:
         """A replica holds the weights: let it work. One that does not begin to is lost once more."""
         try:
             async with asyncio.timeout(self._start_timeout_s):

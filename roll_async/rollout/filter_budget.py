@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from roll_async.schema import Group
 
 
@@ -17,6 +19,17 @@ class GeneratedTooMany(ValueError):
         """Kept before; of a round. A queue holds its own."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetOptions:
+    """How much may be generated for one batch."""
+
+    groups_per_batch: int
+    gen_batch_size: int
+    """Groups of one round of generation."""
+    max_num_gen_batches: int
+    """Rounds; <= 0 = no limit."""
+
+
 class FilterBudget:
     """Counts judged groups per batch of kept ones.
 
@@ -24,8 +37,9 @@ class FilterBudget:
     completes the batch.
     """
 
-    def __init__(self, *, groups_per_batch: int, gen_batch_size: int, max_num_gen_batches: int) -> None:
-        self._wanted, self._size, self._limit = groups_per_batch, gen_batch_size, max_num_gen_batches
+    def __init__(self, options: BudgetOptions) -> None:
+        self._wanted, self._size = options.groups_per_batch, options.gen_batch_size
+        self._limit = options.max_num_gen_batches
         self._kept = self._seen = 0
 
     def judged(self, *, kept: bool) -> None:

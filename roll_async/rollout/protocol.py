@@ -11,12 +11,14 @@ from typing import Protocol
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
 from roll_async.schema import GenerateRequest, Prompt, Reward, Sample
+from roll_async.weight_sync.synchronizer import UpdatedReplica
 
 
-class EngineClient(Protocol):
-    """One replica, seen from the scheduler. A dead replica raises ConnectionError from any call."""
+class Replica(UpdatedReplica, Protocol):
+    """One engine replica: it generates for the scheduler, and takes weights from the synchronizer (`UpdatedReplica`).
+    A dead replica raises ConnectionError from any call.
+    """
 
-    name: str
     capabilities: EngineCapabilities
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:

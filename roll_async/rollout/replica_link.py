@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from roll_async.inference.protocol import EngineReport, PauseMode
-from roll_async.rollout.protocol import EngineClient
+from roll_async.rollout.protocol import Replica
 from roll_async.rollout.requests import PendingRequest
 from roll_async.schema import GenerateRequest
 
@@ -26,7 +26,7 @@ class Listener(Protocol):
 class ReplicaLink:
     """One replica of the manager. A dead one is reported to the listener, never raised."""
 
-    def __init__(self, client: EngineClient, listener: Listener, spawn: Spawn) -> None:
+    def __init__(self, client: Replica, listener: Listener, spawn: Spawn) -> None:
         self.client = client
         self.name = client.name
         self.in_flight: dict[str, PendingRequest] = {}

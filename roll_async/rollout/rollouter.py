@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
-from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, GroupOutcome
 from roll_async.rollout.filter_budget import FilterBudget
+from roll_async.rollout.group_source import GroupFate, GroupOutcome, GroupSource
 from roll_async.rollout.protocol import PromptSource
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
@@ -92,15 +92,17 @@ class Rollouter:
     def __init__(
         self,
         queue: MessageQueue,
-        scheduler: ChatCompletionScheduler,
+        source: GroupSource,
         manager: AsyncLLMServerManager,
         prompts: PromptSource,
         *,
         budget: FilterBudget | None = None,
         stop_timeout_s: float = 30.0,
     ) -> None:
-        """`stop_timeout_s`: so long `stop` waits for groups before it cuts them short."""
-        self._queue, self._scheduler, self._manager, self._prompts = queue, scheduler, manager, prompts
+        """`source`: what turns a prompt into a group. `stop_timeout_s`: so long `stop` waits for groups before it cuts
+        them short.
+        """
+        self._queue, self._source, self._manager, self._prompts = queue, source, manager, prompts
         self._budget, self._stop_timeout_s = budget, stop_timeout_s
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
@@ -159,7 +161,7 @@ class Rollouter:
     async def generate(self, batch: GenerationBatch) -> GroupOutcome:
         """One group the usual way."""
         slot = batch.slot
-        return await self._scheduler.run_group(
+        return await self._source.run_group(
             batch.prompt, group_id=slot.group_id, attempt=slot.attempt, admitted_version=slot.admitted_version
         )
 
@@ -206,7 +208,7 @@ class Rollouter:
                 continue
             if not surplus:
                 return
-            await self._scheduler.abort_groups([i for i in surplus if i not in asked])
+            await self._source.abort_groups([i for i in surplus if i not in asked])
             asked = set(surplus)
 
     async def pause(self) -> None:
@@ -261,19 +263,18 @@ class Rollouter:
 
     def stats(self) -> RollouterStats:
         """Counters since the start."""
-        servers, conversations = self._manager.stats(), self._scheduler.conversations
-        tools = conversations.tools
+        servers, source = self._manager.stats(), self._source.counts()
         return RollouterStats(
             total_generated_samples=self._samples,
             generation_errors=self._errors,
             param_sync_requests=self._syncs,
             filtered_groups=self._filtered,
             running_groups=len(self._groups),
-            reward_outages=conversations.reward_outages,
-            reward_timeouts=conversations.reward_timeouts,
-            reward_errors=conversations.reward_errors,
-            tool_calls=tools.num_calls if tools is not None else 0,
-            tool_failures=tools.num_failures if tools is not None else 0,
+            reward_outages=source.reward_outages,
+            reward_timeouts=source.reward_timeouts,
+            reward_errors=source.reward_errors,
+            tool_calls=source.tool_calls,
+            tool_failures=source.tool_failures,
             aborted_requests=servers.aborted,
             aborted_tokens=servers.aborted_tokens,
             num_servers=self._manager.num_servers,

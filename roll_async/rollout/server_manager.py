@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from roll_async.inference.protocol import EngineReport, PauseMode
 from roll_async.rollout.load_index import ReplicaChoice
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.protocol import EngineClient
+from roll_async.rollout.protocol import Replica
 from roll_async.rollout.replica_link import ReplicaLink, abort_on, ask_all, wait_drained
 from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
 from roll_async.rollout.server_counts import ServerCounts, ServerStats
@@ -43,7 +43,7 @@ class AsyncLLMServerManager:
     `wait_failed`.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], options: ManagerOptions) -> None:
+    def __init__(self, clients: Sequence[Replica], options: ManagerOptions) -> None:
         self._options = options
         self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
         self._returns: Callable[[str, str], bool] | None = None
@@ -94,7 +94,7 @@ class AsyncLLMServerManager:
         return len(self._links)
 
     @property
-    def clients(self) -> list[EngineClient]:
+    def clients(self) -> list[Replica]:
         """Replicas alive."""
         return [s.client for s in self._links.values()]
 
@@ -232,7 +232,7 @@ class AsyncLLMServerManager:
         else:
             self._pump()
 
-    async def add(self, client: EngineClient) -> None:
+    async def add(self, client: Replica) -> None:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
         self._expected.discard(client.name)

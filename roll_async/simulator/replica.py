@@ -20,7 +20,7 @@ _NEVER_S = 1e9
 
 
 class SimReplica:
-    """Implements `rollout/protocol.py: EngineClient` and `weight_sync/synchronizer.py: Replica`."""
+    """Implements `rollout/protocol.py: Replica`."""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from random import Random
 from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
 from roll_async.buffer.states import QueueOptions
 from roll_async.pipelines.train_loop import RunPlan
+from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.manager_options import ManagerOptions
@@ -40,6 +41,11 @@ class Scenario:
     """Per replica that crashes."""
     kills: tuple[int, ...] = ()
     """The process is killed in this round of the loop's first, second ... life, and started again."""
+
+    @property
+    def rollout(self) -> RolloutOptions:
+        """What the generating side is wired with."""
+        return RolloutOptions(queue=self.queue, sync=self.sync, stop_timeout_s=self.manager.interrupt_timeout_s)
 
     @property
     def samples_per_batch(self) -> int:

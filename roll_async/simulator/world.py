@@ -22,8 +22,8 @@ from roll_async.buffer.states import Outcome, QueueStats, Slot
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts
+from roll_async.pipelines.wire import Classes, EngineOptions, RolloutRoles, RunOptions, connect, wire, wire_rollout
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
-from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_counts import ServerStats
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -35,20 +35,9 @@ from roll_async.simulator.models import EngineFaults
 from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.roles import CheckpointStore, SimCheckpoint, SimPrompts, SimScorer, SimTrainer
 from roll_async.simulator.scenario import Scenario
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
 _MAX_ROUNDS = 40_000
 _START_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Classes:
-    """The real parts, or sub-classes of them: a mutation test puts a broken one here and expects findings."""
-
-    queue: type[MessageQueue] = MessageQueue
-    manager: type[AsyncLLMServerManager] = AsyncLLMServerManager
-    synchronizer: type[ParameterSynchronizer] = ParameterSynchronizer
-    rollouter: type[Rollouter] = Rollouter
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,7 +158,8 @@ class World:
 
     def serving(self) -> list[SimReplica]:
         """Replicas that requests go to."""
-        return self.manager.clients  # type: ignore[return-value]
+        own = {id(replica): replica for replica in self._all_replicas}
+        return [own[id(client)] for client in self.manager.clients]
 
     def instant(self) -> None:
         """All work of an instant is done; the clock is about to move. The first finding ends the run."""
@@ -192,50 +182,52 @@ class World:
             self._collect(trainer)
 
     async def _build(self, stack: AsyncExitStack) -> tuple[RLVRPipeline, SimTrainer]:
-        scenario, classes = self._scenario, self._classes
-        seen = {"watch": self.watch, "world": self}
-        queue_class = type("_SeenQueue", (_Seen, classes.queue), seen)
-        queue = queue_class(scenario.queue, self._ledger)
-        replicas = [self._replica(f"engine-{i}", faults) for i, faults in enumerate(scenario.engines)]
-        self.manager = manager = classes.manager(replicas, scenario.manager)
-        await manager.start()
+        scenario = self._scenario
+        classes = self._watched()
         stack.push_async_callback(self._close)
-        scheduler = ChatCompletionScheduler(manager, SimScorer(scenario.seed, scenario.rewards), scenario.scheduler)
-        prompts, stop_timeout_s = SimPrompts(scenario.num_prompts), scenario.manager.interrupt_timeout_s
-        rollouter_class = type("_SeenRollouter", (_SeenRollouter, classes.rollouter), seen)
-        rollouter = rollouter_class(queue, scheduler, manager, prompts, stop_timeout_s=stop_timeout_s)
+        replicas = [self._replica(f"engine-{i}", faults) for i, faults in enumerate(scenario.engines)]
+        options = EngineOptions(
+            manager=scenario.manager, max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
+        )
+        engines = connect(replicas, self._restart, options, classes)
+        await engines.start(stack)
+        self.manager = engines.manager
+        scorer, step = SimScorer(scenario.seed, scenario.rewards), self.watch.restored_step
         masks = scenario.queue.bound_versions if scenario.queue.policy.value == "token_mask" else None
         trainer = SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self.watch.batch)
-        supervisor = EngineSupervisor(
-            manager, self._restart, max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
+        roles = RolloutRoles(
+            engines=engines,
+            groups=lambda manager: ChatCompletionScheduler(manager, scorer, scenario.scheduler),
+            prompts=SimPrompts(scenario.num_prompts),
+            weights=trainer,
+            ledger=self._ledger,
+            restored=step,
+            position=self.store.states.get(step),
         )
-        stack.push_async_callback(supervisor.close)
-        synchronizer = classes.synchronizer(
-            trainer,
-            rollouter,
-            lambda: manager.clients,  # type: ignore[arg-type, return-value]
-            scenario.sync,
-            weights_held=queue.weights_held,
-            take_out=supervisor.take_out,
-            put_back=supervisor.put_back,  # type: ignore[arg-type]
-            comes_back=lambda: manager.expects_return,
-        )
-        supervisor.attach(synchronizer.rejoin)  # type: ignore[arg-type]
-        step = self.watch.restored_step
-        queue.restore(step, self.store.states.get(step))
-        self.watch.restored(queue)
+        side = wire_rollout(roles, scenario.rollout, classes)
+        self.watch.restored(side.queue)
         parts = PipelineParts(
-            queue=queue,
-            rollouter=rollouter,
+            queue=side.queue,
+            rollouter=side.rollouter,
             learner=trainer,
-            synchronizer=synchronizer,
-            checkpoint=SimCheckpoint(queue, self.store, scenario.train),
+            synchronizer=side.synchronizer,
+            checkpoint=SimCheckpoint(side.queue, self.store, scenario.train),
             observer=_Observer(self._outcome, trainer, self._all_replicas),
+            validate=side.validate,
         )
-        pipeline = RLVRPipeline(parts, replace(scenario.plan, first_step=step + 1))
-        self._spoil(pipeline)
-        self.queue = queue
+        pipeline = wire(parts, RunOptions(plan=replace(scenario.plan, first_step=step + 1)), classes)
+        self._set_fault_timers(pipeline)
+        self.queue = side.queue
         return pipeline, trainer
+
+    def _watched(self) -> Classes:
+        """The classes of the run, with those at whose seams the invariants are checked."""
+        seen = {"watch": self.watch, "world": self}
+        return replace(
+            self._classes,
+            queue=type("_SeenQueue", (_Seen, self._classes.queue), seen),
+            rollouter=type("_SeenRollouter", (_SeenRollouter, self._classes.rollouter), seen),
+        )
 
     def _replica(self, name: str, faults: EngineFaults) -> SimReplica:
         scenario = self._scenario
@@ -255,7 +247,7 @@ class World:
                 old.crash("killed")
         return self._replica(name, EngineFaults())
 
-    def _spoil(self, pipeline: RLVRPipeline) -> None:
+    def _set_fault_timers(self, pipeline: RLVRPipeline) -> None:
         """Set the timers of everything that goes wrong at a time."""
         loop = asyncio.get_running_loop()
         for replica, faults in zip(list(self._all_replicas), self._scenario.engines, strict=True):
@@ -275,7 +267,6 @@ class World:
         pipeline.request_stop()
 
     async def _close(self) -> None:
-        await self.manager.close()
         for replica in self._all_replicas:
             await replica.close()
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
@@ -37,8 +37,8 @@ class WeightSource(Protocol):
         ...
 
 
-class Replica(Protocol):
-    """One engine. ConnectionError from any call: it is gone."""
+class UpdatedReplica(Protocol):
+    """One engine replica, seen from the synchronizer. ConnectionError from any call: it is gone."""
 
     name: str
 
@@ -49,6 +49,10 @@ class Replica(Protocol):
     async def finish_update(self) -> str: ...
 
     async def commit(self, version: WeightVersion) -> None: ...
+
+
+Replica = TypeVar("Replica", bound=UpdatedReplica)
+"""What whoever owns the replicas knows them as; `put_back` gets the same objects back."""
 
 
 class Rollout(Protocol):
@@ -130,7 +134,7 @@ class SyncFailed(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Push:
+class _Push(Generic[Replica]):
     """What one push has come to."""
 
     version: WeightVersion
@@ -149,7 +153,7 @@ class _Push:
     transfer_s: float = 0.0
 
 
-class ParameterSynchronizer:
+class ParameterSynchronizer(Generic[Replica]):
     """One push at a time. `state`, `status` and the counters tell what it does."""
 
     def __init__(
@@ -167,7 +171,7 @@ class ParameterSynchronizer:
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
         self._weights_held, self._take_out, self._put_back = weights_held, take_out, put_back
         self._comes_back = comes_back
-        self._push: _Push | None = None
+        self._push: _Push[Replica] | None = None
         self._returning: dict[str, Replica] = {}
         self._returned = asyncio.Event()
         self._taken_out: dict[str, None] = {}
@@ -266,7 +270,7 @@ class ParameterSynchronizer:
             self._push = None
             self._enter(SyncState.IDLE)
 
-    async def _bring_up(self, push: _Push) -> None:
+    async def _bring_up(self, push: _Push[Replica]) -> None:
         """Transfer with retries, then swap. What fails the swap is transferred again as long as attempts are left."""
         attempts = self._options.max_retries + 1
         while True:
@@ -278,7 +282,7 @@ class ParameterSynchronizer:
             if not push.waiting or push.attempt >= attempts:
                 break
 
-    async def _go_on_without(self, push: _Push) -> None:
+    async def _go_on_without(self, push: _Push[Replica]) -> None:
         """No engine holds the version: an end, unless one comes back, which then gets this version or a newer one."""
         if not self._comes_back():
             result = f"reached no engine after {max(0, push.attempt - 1)} retries: {push.failures}"
@@ -286,11 +290,11 @@ class ParameterSynchronizer:
         await self._interrupt(push)
         logger.warning("Parameter sync: no engine is there for version %d; those that come back get it", push.version)
 
-    async def _give_up_on_waiting(self, push: _Push) -> None:
+    async def _give_up_on_waiting(self, push: _Push[Replica]) -> None:
         for replica in self._present(push.waiting, push):  # who is lost is being replaced already
             await self._give_up_on(replica, push.failures[replica.name])
 
-    async def _attempt(self, push: _Push) -> None:
+    async def _attempt(self, push: _Push[Replica]) -> None:
         """One transfer to all replicas that wait for it."""
         options, loop = self._options, asyncio.get_running_loop()
         if push.attempt:
@@ -311,7 +315,7 @@ class ParameterSynchronizer:
         push.transfer_s += loop.time() - started
         self._sort(push, failures, push.proved)
 
-    def _present(self, replicas: Sequence[Replica], push: _Push) -> list[Replica]:
+    def _present(self, replicas: Sequence[Replica], push: _Push[Replica]) -> list[Replica]:
         """Without those that are gone since the push began: dead, or taken out because they did not pause. By identity:
         one that died may already be back under its name, without these weights.
         """
@@ -325,14 +329,14 @@ class ParameterSynchronizer:
         """Identities of all replicas alive."""
         return {id(replica) for replica in (*self._replicas(), *self._returning.values())}
 
-    def _sort(self, push: _Push, failures: dict[str, str], good: list[Replica]) -> None:
+    def _sort(self, push: _Push[Replica], failures: dict[str, str], good: list[Replica]) -> None:
         """Waiting replicas without a failure go to `good`."""
         self.sync_failures += bool(failures)
         good += [r for r in push.waiting if r.name not in failures]
         push.waiting = [r for r in push.waiting if r.name in failures]
         push.failures = failures
 
-    async def _transfer(self, push: _Push) -> dict[str, str]:
+    async def _transfer(self, push: _Push[Replica]) -> dict[str, str]:
         """Stream one version to the waiting replicas; failure reason by replica."""
         self._enter(SyncState.TRANSFERRING)
         failures: dict[str, str] = {}
@@ -361,7 +365,7 @@ class ParameterSynchronizer:
         await self._each(left, failures, lambda r: _prove(r, digest))
         return failures
 
-    async def _interrupt(self, push: _Push) -> None:
+    async def _interrupt(self, push: _Push[Replica]) -> None:
         """Stop the engines, once per push."""
         if push.interrupted_s is not None:
             return
@@ -371,7 +375,7 @@ class ParameterSynchronizer:
         await self._rollout.interrupt(self._options.interrupt_mode, self._options.interrupt_timeout_s)
         push.pause_s = loop.time() - push.interrupted_s
 
-    async def _commit(self, push: _Push) -> None:
+    async def _commit(self, push: _Push[Replica]) -> None:
         """Swap on every replica that proved the version; the others keep waiting."""
         self._enter(SyncState.COMMITTING)
         proved, push.proved = self._present(push.proved, push), []
@@ -391,7 +395,7 @@ class ParameterSynchronizer:
         self._returning.pop(replica.name, None)
         await self._take_out(replica.name, reason)
 
-    async def _welcome(self, push: _Push) -> None:
+    async def _welcome(self, push: _Push[Replica]) -> None:
         """Hand over returning replicas that now serve the version."""
         for replica in [r for r in push.serving if self._returning.get(r.name) is r]:
             assert self._put_back is not None
@@ -399,7 +403,7 @@ class ParameterSynchronizer:
             self._taken_out.pop(replica.name, None)
             logger.info("Parameter sync: %s is back with version %d", replica.name, push.version)
 
-    def _report(self, push: _Push) -> SyncReport:
+    def _report(self, push: _Push[Replica]) -> SyncReport:
         now = asyncio.get_running_loop().time()
         assert push.interrupted_s is not None
         report = SyncReport(
@@ -461,7 +465,7 @@ class ParameterSynchronizer:
             logger.debug("Parameter sync: version %d %s", self._push.version, state.value)
 
 
-async def _prove(replica: Replica, digest: str) -> None:
+async def _prove(replica: UpdatedReplica, digest: str) -> None:
     held = await replica.finish_update()
     if held != digest:
         raise RuntimeError(f"holds digest {held}, the trainer sent {digest}")

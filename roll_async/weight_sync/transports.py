@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from roll_async.weight_sync.bucket import UpdatePlan
-from roll_async.weight_sync.sending import BucketReader, BucketSender, BucketWriter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll_async.weight_sync.sending import BucketReader, BucketSender, BucketWriter
 
 SENDERS: dict[str, str] = {
     "shm": "roll_async.weight_sync.shm.FileWriter",
@@ -68,6 +71,8 @@ def open_sender(
     `previous`: the sender of the version before; its memory, files and connections are used again. `folder`: where the
     transport `filesystem` puts its files.
     """
+    from roll_async.weight_sync.sending import BucketSender  # torch: who only chooses a transport needs none
+
     plan = UpdatePlan(version=version, transport=transport, verify=verify)
     writer = previous.writer if previous is not None else None
     if is_sender and writer is None:

@@ -9,12 +9,13 @@ from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, due_step
 from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.pipelines.wire import Classes
 from roll_async.rollout.requests import PendingRequest
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.models import EngineFaults
 from roll_async.simulator.scenario import random_killed_scenario, random_scenario
-from roll_async.simulator.world import Classes, simulate
+from roll_async.simulator.world import simulate
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
 

@@ -1,24 +1,29 @@
 """A whole run on fakes and the virtual clock: real queue, rollouter, synchronizer, train loop and health monitor."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
 from roll_async.buffer.ledger import MemoryLedger
-from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
-from roll_async.pipelines.health import HealthMonitor
-from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.pipelines.wire import (
+    Classes,
+    EngineOptions,
+    RolloutOptions,
+    RolloutRoles,
+    RunOptions,
+    connect,
+    wire,
+    wire_rollout,
+)
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import SamplingParams
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.bucket import UpdatePlan
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
+from roll_async.weight_sync.synchronizer import SyncOptions
 
 
 class Run:
@@ -36,43 +41,47 @@ class Run:
         speeds=(1.0, 1.5),
         oversample_groups=0,
         trainer=TrainLoop,
+        custom_monitor=None,
         **plan,
     ):
         self.build, self.replica_class = build, replica_class
         self.learned, self.saved, self.published, self.events = [], [], [], []
         self.size, self.version, self.learn_s, self.save_s = 10**9, 0, 8.0, 0.0
-        options = QueueOptions(groups_per_batch=4, async_generation_ratio=ratio, oversample_groups=oversample_groups)
-        self.queue = MessageQueue(options, MemoryLedger())
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
-        self.manager = AsyncLLMServerManager(self.replicas, ManagerOptions())
-        self.supervisor = EngineSupervisor(self.manager, self.restart, max_restarts=2, start_timeout_s=100.0)
-        options = SchedulerOptions(
+        engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
+        self.engines = connect(self.replicas, self.restart, engines)
+        self.manager = self.engines.manager
+        scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
         )
-        self.scheduler = ChatCompletionScheduler(self.manager, scorer_class(), options)
-        self.rollouter = Rollouter(self.queue, self.scheduler, self.manager, self)
-        self.sync = ParameterSynchronizer(
-            self,
-            self.rollouter,
-            lambda: self.manager.clients,
-            SyncOptions(transport="shm"),
-            weights_held=self.queue.weights_held,
-            take_out=self.supervisor.take_out,
-            put_back=self.supervisor.put_back,
-            comes_back=lambda: self.manager.expects_return,
+        roles = RolloutRoles(
+            engines=self.engines,
+            groups=lambda manager: ChatCompletionScheduler(manager, scorer_class(), scheduling),
+            prompts=self,
+            weights=self,
+            ledger=MemoryLedger(),
+            validation=[build.prompt()] * 3,
         )
-        self.supervisor.attach(self.sync.rejoin)
+        queue = QueueOptions(groups_per_batch=4, async_generation_ratio=ratio, oversample_groups=oversample_groups)
+        options = RolloutOptions(
+            queue=queue,
+            sync=SyncOptions(transport="shm"),
+            stop_timeout_s=30.0,
+            validation=SamplingParams(max_new_tokens=5),
+        )
+        self.side = wire_rollout(roles, options)
+        self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
-            observer=self, validate=self.validate,
+            observer=self, validate=self.side.validate,
         )  # fmt: skip
         plan = {"first_step": 1, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
         self.plan = RunPlan(
             **plan, max_steps=steps, groups_per_batch=4, samples_per_group=2, groups_per_part=4 // parts
         )
-        self.trainer = trainer(self.parts, self.plan)
-        self.monitor = HealthMonitor(self.trainer, self.parts, interval_s=5.0)
-        self.pipeline = RLVRPipeline(self.parts, self.plan, trainer=self.trainer, watch=self.monitor.run)
+        watched = RunOptions(plan=self.plan, monitor_interval_s=5.0, custom_monitor=custom_monitor)
+        self.pipeline = wire(self.parts, watched, Classes(trainer=trainer))
+        self.trainer = self.pipeline.trainer
 
     def _replica(self, name, token_s):
         """A fake replica that also takes weights."""
@@ -116,11 +125,6 @@ class Run:
     async def finish(self):
         pass
 
-    async def validate(self, step):
-        prompts = [self.build.prompt()] * 3
-        samples = await self.scheduler.validate(prompts, SamplingParams(max_new_tokens=5), name=f"validation.{step}")
-        return {"validation/reward": 0.5, "validation/samples": float(len(samples))}
-
     def step(self, step, metrics):
         self.published.append(metrics)
 
@@ -132,12 +136,11 @@ class Run:
 
     async def go(self):
         before = asyncio.all_tasks()
-        await self.manager.start()
         try:
-            return await self.pipeline.run()
+            async with AsyncExitStack() as stack:
+                await self.engines.start(stack)
+                return await self.pipeline.run()
         finally:
-            await self.supervisor.close()
-            await self.manager.close()
             assert asyncio.all_tasks() - before == set(), "the run left tasks behind"
 
     @property

@@ -159,8 +159,8 @@ def test_the_fully_asynchronous_trainer_publishes_every_name_of_its_mode(run, a_
 
 
 def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, caplog):
-    seen, watched = [], a_run()
-    watched.monitor._custom_monitor = lambda trainer, rollouter: seen.append((trainer, rollouter))
+    seen = []
+    watched = a_run(custom_monitor=lambda trainer, rollouter: seen.append((trainer, rollouter)))
     with caplog.at_level("INFO"):
         run(watched.go())
     lines = [r.message for r in caplog.records if r.message.startswith("Component Statistics: ")]

@@ -13,7 +13,7 @@ from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import QueueOptions
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
-from roll_async.rollout.filter_budget import FilterBudget, GeneratedTooMany
+from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -442,7 +442,7 @@ def test_data_without_spread_ends_the_run_with_a_message_and_loses_nothing(run, 
     def rule(prompt, sample):
         return float(sample.sample_id.endswith("0")) if int(prompt.row_id) < 9 else 1.0
 
-    budget = FilterBudget(groups_per_batch=4, gen_batch_size=6, max_num_gen_batches=3)
+    budget = FilterBudget(BudgetOptions(groups_per_batch=4, gen_batch_size=6, max_num_gen_batches=3))
     options = {"budget": budget, "async_generation_ratio": ratio, "scheduler": {"filter_enabled": True}}
     stuck = world(rule, **options)
     with pytest.raises(BaseExceptionGroup) as raised:

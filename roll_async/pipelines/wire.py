@@ -1,0 +1,184 @@
+"""Couples the roles of a run, once for all: the launcher, the rollout process, the simulator and the tests call these.
+
+    connect       replicas --> server manager, supervisor                   \\ where the clients of the engines are:
+    wire_rollout  prompts, group source --> rollouter <--> queue <-- ledger  | the driver, or the rollout process of
+                  weight source --> synchronizer --> replicas, queue        /  the fully asynchronous mode
+    wire          these, learner, checkpoint, observer --> pipeline            the driver
+
+What kind of task is trained is `RolloutRoles.groups`; loop, buffer, ledger and weight push are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from roll_async.buffer.ledger import Ledger
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.states import QueueOptions
+from roll_async.pipelines.health import CustomMonitor, HealthMonitor
+from roll_async.pipelines.metrics import validation_metrics
+from roll_async.pipelines.rlvr import RLVRPipeline
+from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.rollout.engine_supervisor import EngineSupervisor, StartEngine
+from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
+from roll_async.rollout.group_source import GroupSource
+from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.protocol import PromptSource, Replica
+from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.schema import Prompt, SamplingParams
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions, WeightSource
+
+Validate = Callable[[int], Awaitable[Mapping[str, float]]]
+"""A training step to the metrics of the validation after it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Classes:
+    """The parts themselves, or sub-classes of them: a user's own, or a broken one that a test must find out."""
+
+    manager: type[AsyncLLMServerManager] = AsyncLLMServerManager
+    queue: type[MessageQueue] = MessageQueue
+    rollouter: type[Rollouter] = Rollouter
+    synchronizer: type[ParameterSynchronizer[Replica]] = ParameterSynchronizer
+    trainer: type[TrainLoop] = TrainLoop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How requests reach the replicas, and what happens when one is lost."""
+
+    manager: ManagerOptions
+    max_restarts: int
+    """Per replica."""
+    start_timeout_s: float
+    """Seconds a replica may take to start, and to resume."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engines:
+    """All replicas, connected."""
+
+    manager: AsyncLLMServerManager
+    supervisor: EngineSupervisor
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Begin to talk to the replicas, until the stack closes."""
+        await self.manager.start()
+        stack.push_async_callback(self.manager.close)
+        stack.push_async_callback(self.supervisor.close)
+
+
+def connect(
+    replicas: Sequence[Replica], restart: StartEngine, options: EngineOptions, classes: Classes = Classes()
+) -> Engines:
+    """Whoever talks to the replicas. `restart` starts a lost one again."""
+    manager = classes.manager(replicas, options.manager)
+    supervisor = EngineSupervisor(
+        manager, restart, max_restarts=options.max_restarts, start_timeout_s=options.start_timeout_s
+    )
+    return Engines(manager=manager, supervisor=supervisor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutOptions:
+    """How the generating side works."""
+
+    queue: QueueOptions
+    sync: SyncOptions
+    stop_timeout_s: float
+    """So long the end of a run waits for groups before it cuts them short."""
+    budget: BudgetOptions | None = None
+    """None = without dynamic sampling."""
+    validation: SamplingParams | None = None
+    """How validation samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRoles:
+    """What the generating side of a run is made of."""
+
+    engines: Engines
+    groups: Callable[[AsyncLLMServerManager], GroupSource]
+    """What turns prompts into groups on these replicas."""
+    prompts: PromptSource
+    weights: WeightSource
+    """The trainer's ranks."""
+    ledger: Ledger
+    validation: Sequence[Prompt] = ()
+    """Held-out prompts; none = no validation."""
+    restored: int = 0
+    """Step of the checkpoint the run goes on after; 0 = a fresh run."""
+    position: Mapping[str, object] | None = None
+    """Its position in the prompts (`MessageQueue.checkpoint_state`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSide:
+    """The generating side of a run, coupled."""
+
+    queue: MessageQueue
+    rollouter: Rollouter
+    synchronizer: ParameterSynchronizer[Replica]
+    validate: Validate | None
+
+
+def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes = Classes()) -> RolloutSide:
+    """Queue, rollouter, synchronizer and validation of one run. Nothing runs yet."""
+    manager, supervisor = roles.engines.manager, roles.engines.supervisor
+    source = roles.groups(manager)
+    queue = classes.queue(options.queue, roles.ledger)
+    queue.restore(roles.restored, roles.position)
+    rollouter = classes.rollouter(
+        queue,
+        source,
+        manager,
+        roles.prompts,
+        budget=None if options.budget is None else FilterBudget(options.budget),
+        stop_timeout_s=options.stop_timeout_s,
+    )
+    synchronizer = classes.synchronizer(
+        roles.weights,
+        rollouter,
+        lambda: manager.clients,
+        options.sync,
+        weights_held=queue.weights_held,
+        take_out=supervisor.take_out,
+        put_back=supervisor.put_back,
+        comes_back=lambda: manager.expects_return,
+    )
+    supervisor.attach(synchronizer.rejoin)
+    validate = _validation(source, roles.validation, options.validation) if roles.validation else None
+    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate)
+
+
+def _validation(source: GroupSource, prompts: Sequence[Prompt], sampling: SamplingParams | None) -> Validate:
+    assert sampling is not None, "validation prompts without sampling parameters"
+
+    async def validate(step: int) -> Mapping[str, float]:
+        answered = await source.validate(prompts, sampling, name=f"validation.{step}")
+        return validation_metrics(answered, num_asked=len(prompts))
+
+    return validate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """How long the loop runs, and who looks on."""
+
+    plan: RunPlan
+    monitor_interval_s: float | None = None
+    """Seconds between two looks at the health of all components; None = no monitor."""
+    custom_monitor: CustomMonitor | None = None
+
+
+def wire(roles: PipelineParts, options: RunOptions, classes: Classes = Classes()) -> RLVRPipeline:
+    """The pipeline of one run. Of the generating side `roles` holds the objects of `wire_rollout`, or their clients."""
+    trainer = classes.trainer(roles, options.plan)
+    watch = None
+    if options.monitor_interval_s is not None:
+        interval_s, custom = options.monitor_interval_s, options.custom_monitor
+        watch = HealthMonitor(trainer, roles, interval_s=interval_s, custom_monitor=custom).run
+    return RLVRPipeline(roles, options.plan, trainer=trainer, watch=watch)

@@ -1,0 +1,77 @@
+"""What turns a prompt into a group: the seam between a pipeline's kind of task and everything that is the same for all.
+
+    Rollouter --prompt--> GroupSource.run_group --GroupOutcome--> Rollouter
+
+`ChatCompletionScheduler` is the source of question-and-answer tasks (RLVR). A source decides nothing about admission,
+staleness or versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from roll_async.schema import Group, Prompt, Sample, SamplingParams, WeightVersion
+
+
+class GroupFate(Enum):
+    """What became of a group."""
+
+    KEPT = "kept"
+    FILTERED = "filtered"  # no spread: it would carry no gradient
+    FAILED = "failed"  # quarantined with its reason
+    REQUEUED = "requeued"  # interrupted: the same prompt again later
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupOutcome:
+    """A group, or why there is none."""
+
+    fate: GroupFate
+    group: Group | None = None
+    """With KEPT, and with FILTERED unless a sample has no score."""
+    reason: str = ""
+    remains: Group | None = None
+    """What an abort left, not a whole group: for the length audit alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCounts:
+    """Counters of a source since its start."""
+
+    reward_outages: int = 0
+    """Attempts to score that brought no score, because the scorer did not work,"""
+    reward_timeouts: int = 0
+    """because judging took too long,"""
+    reward_errors: int = 0
+    """because the reward raised."""
+    tool_calls: int = 0
+    tool_failures: int = 0
+    """Calls that ended in an error, which the model then read."""
+
+
+class GroupSource(Protocol):
+    """Generates and scores the samples of one prompt at a time, any number of prompts concurrently."""
+
+    async def run_group(
+        self, prompt: Prompt, *, group_id: int, attempt: int = 0, admitted_version: WeightVersion = 0
+    ) -> GroupOutcome:
+        """One whole group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised.
+        Names of requests begin with `GROUP_ID.ATTEMPT`, so that a late reply of an earlier attempt is told apart.
+        """
+        ...
+
+    async def abort_groups(self, group_ids: Iterable[int]) -> None:
+        """End these groups as REQUEUED; returns when no request of them runs any more. Unknown ids are ignored."""
+
+    async def validate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
+    ) -> list[tuple[Prompt, Sample]]:
+        """One scored sample per prompt, in the foreground. Failed ones are left out."""
+        ...
+
+    def counts(self) -> SourceCounts:
+        """Counters since the start."""
+        ...
