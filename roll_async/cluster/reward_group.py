@@ -72,13 +72,14 @@ class RewardHost:
         self._answers.append(answer)
         self._news.set()
 
-    async def collect(self) -> list[Answer]:
-        """Wait for at least one answer, then a moment for others."""
+    async def collect(self) -> tuple[list[Answer], list[str]]:
+        """Wait for at least one answer, then a moment for others; with what the user should be told."""
         await self._news.wait()
         await asyncio.sleep(_ANSWER_COALESCE_S if self._tasks else 0)
         self._news.clear()
         answers, self._answers = self._answers, []
-        return answers
+        notices, self._router.notices = self._router.notices, []
+        return answers, notices
 
     async def close(self) -> None:
         await self._router.close()
@@ -169,7 +170,11 @@ class RayScorer:
         while True:
             try:
                 while True:
-                    self._answer(await call("rewards", "collect", self._host.collect.remote(), timeout_s=None))
+                    collected = self._host.collect.remote()
+                    answers, notices = await call("rewards", "collect", collected, timeout_s=None)
+                    self._answer(answers)
+                    for notice in notices:
+                        logger.warning("%s", notice)
             except ConnectionError as error:
                 self._lose(str(error))
             await self._revive()

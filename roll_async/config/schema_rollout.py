@@ -8,7 +8,14 @@ from roll_async.config.fields import bounded, derived, required, section
 from roll_async.config.schema_worker import DataArguments, GeneratingArguments
 
 REWARD_TYPES = ("math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa")
+ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa")
+
 ENV_TYPES = ("frozen_lake", "sokoban", "webshop", "math", "code", "qa")
+
+
+def reads_answers(reward_type: str) -> bool:
+    """Whether the reward reads a stated answer, and obeys `answer_format`."""
+    return reward_type in ANSWER_READERS or reward_type.startswith("roll_async.rewards.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +79,9 @@ class RewardConfig:
     """CPU processes."""
     timeout: float = bounded(30.0, "> 0")
     """Seconds per sample."""
+    answer_format: Literal["auto", "boxed", "answer_line", "hashes", "tag", "the_answer_is", "last_number"] = "auto"
+    """Where a response states its answer (docs_roll/rewards.md); auto = a box, else `####`, `<answer>`, `Answer:`, else
+    "the answer is". For rewards that read one."""
     judge: JudgeConfig | None = None
     """llm_judge only."""
     sandbox: SandboxConfig | None = None

@@ -1,5 +1,5 @@
-"""Mathematical answers, compared by math-verify: the last boxed expression, or the last `Answer:` line, after the
-thinking.
+"""Mathematical answers: where they stand says `answers.py`, whether they are equal says math-verify, on the answer as
+people write it made plain (docs_roll/rewards.md has the rules by which the two differ).
 """
 
 from __future__ import annotations
@@ -10,17 +10,30 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from roll_async.rewards.answers import final_answer
-from roll_async.rewards.verdict import Verdict
+from roll_async.rewards.answers import (
+    Stated,
+    check_answer_format,
+    format_of,
+    joined_boxes,
+    split_parts,
+    stated_answer,
+)
+from roll_async.rewards.verdict import Verdict, no_answer
 
 if TYPE_CHECKING:
     from sympy import Basic, MatrixBase
 
 _MAX_ANSWER_CHARS = 2000
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\\,|\{,\}|\\!,)\d{3})+(?![\d,])")
-"""Thousands: 1,234 or 1{,}234. With a list like 1,2,3 it has nothing in common."""
-
-
+_SEPARATOR = r"(?:,|\\,|\{,\}|\\!,|,\\!|\\ )"
+_WHOLE_GROUPED = re.compile(
+    rf"((?:[A-Za-z]\s?=\s?)?[-+]?\s?)(\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+)(?![\d,])"
+    r"((?:\.\d+)?\s?(?:\\?%|(?:\\[A-Za-z ,!;]|[A-Za-z\s/.{}()-]|\^\{?(?:\\circ|[23])\}?)*))"
+)
+"""Thousands, 1,234 or 1{,}234, where the whole answer is this one number, perhaps with a unit."""
+_EXPLICIT_GROUPED = re.compile(
+    r"(?<![\d.])\d{1,3}(?:(?:\{,\}|\\!,|,\\!)\d{3})+(?!\d)|(?<=[a-z}]\{)\d{1,3}(?:,\d{3})+(?=(?:\.\d+)?\})"
+)
+"""1{,}234 and the 1,234 of \\sqrt{1,234} are one number wherever they stand: nobody writes a list so."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?|[-+]?\.\d+", re.ASCII)
 _INTEGER = re.compile(r"[-+]?\d{1,100}", re.ASCII)
 _MAX_EXACT_DIGITS = 14
@@ -33,39 +46,90 @@ _NO_UNITS = frozenset(
     "times over half squared cubed infinity inf degrees rad".split()
 )
 """Words behind a number that change its value, or that begin another one."""
+_PROSE = ("answer_line", "hashes", "the_answer_is", "tag")
+"""Forms in which a sentence may stand around the value."""
+_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z$\\(*])")
+_SPANS = re.compile(
+    r"\$\$(.+?)\$\$|(?<![\\\d])\$([^$\s](?:[^$]*?[^$\s\\])?)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
+_BETWEEN_SPANS = re.compile(r"\s*(?:,|;|and|or|,\s*and|,\s*or)\s*")
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_ONE_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+(?:\.\d+)?(?:/\d+)?)")
 
 
 class MathRule:
     """Score 1 iff the stated answer and the reference are the same number or expression.
 
-    The reference may be an expression, text with a box, or a GSM8K solution that ends in `#### 42`.
+    The reference may be an expression, text with boxes, or a GSM8K solution that ends in `#### 42`.
     """
 
+    def __init__(self, answer_format: str = "auto") -> None:
+        self._format = check_answer_format(answer_format)
+
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
-        stated = final_answer(text)
+        reference = reference_answer(ground_truth)
+        form = format_of(extra, self._format)
+        stated = stated_answer(text, form, len(split_parts(plain(reference))))
         if stated is None:
-            return Verdict(score=0.0, acc=0.0, format=0.0, reason="no boxed expression and no Answer: line")
-        if len(stated) > _MAX_ANSWER_CHARS:
-            return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"the answer has {len(stated)} characters")
-        right = same_value(stated, reference_answer(ground_truth))
+            return no_answer(form)
+        if len(stated.text) > _MAX_ANSWER_CHARS:
+            return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"the answer has {len(stated.text)} characters")
+        right = same_value(value_of(stated), reference)
         return Verdict(
             score=float(right),
             acc=float(right),
-            reason="" if right else f"{stated[:80]!r} is not {ground_truth[:80]!r}",
+            reason="" if right else f"{stated.text[:80]!r} is not {ground_truth[:80]!r}",
         )
 
 
 def reference_answer(ground_truth: str) -> str:
-    """The expression of a reference: after `####`, in its box, or all of it."""
+    """The expression of a reference: after `####`, in its boxes (all of them), or all of it."""
     if "####" in ground_truth:
         return ground_truth.rpartition("####")[2].strip()
-    boxed = final_answer(ground_truth) if "\\boxed" in ground_truth else None
+    boxed = joined_boxes(ground_truth, ground_truth.count("\\boxed")) if "\\boxed" in ground_truth else None
     return ground_truth.strip() if boxed is None else boxed
+
+
+def value_of(stated: Stated) -> str:
+    """The mathematical part of a stated answer: a box holds nothing else; a line or sentence is cut at its end, and its
+    last formulas, or its only number, are the answer.
+    """
+    if stated.form not in _PROSE:
+        return stated.text
+    text = stated.text
+    end = _SENTENCE_END.search(text)
+    text = (text[: end.start()] if end else text).strip()
+    formulas = _last_formulas(text)
+    if formulas is not None:
+        return formulas
+    tail = plain(text.rpartition("=")[2])
+    if "=" in text and _without_unit(tail) != tail:  # 3 * 6 = 18 dollars
+        return tail
+    if len(_WORDS.findall(text)) < 2 or "\\" in text or _NO_UNITS & set(_WORDS.findall(text.lower())):
+        return text
+    numbers = dict.fromkeys(_ONE_NUMBER.findall(text.rpartition("=")[2]))
+    return next(iter(numbers)) if len(numbers) == 1 else text
+
+
+def _last_formulas(text: str) -> str | None:
+    r"""Content of the last `$...$` or `\(...\)`, with those before it that only a comma, `and` or `or` separates. None
+    without one, and where a word beside it would change its value.
+    """
+    spans = list(_SPANS.finditer(text))
+    if not spans:
+        return None
+    first = len(spans) - 1
+    while first and _BETWEEN_SPANS.fullmatch(text[spans[first - 1].end() : spans[first].start()]):
+        first -= 1
+    around = text[: spans[first].start()][-20:] + " " + text[spans[-1].end() :][:20]
+    if _NO_UNITS & set(_WORDS.findall(around.lower())) or "%" in around:
+        return None
+    return ", ".join(next(filter(None, span.groups())) for span in spans[first:])
 
 
 def same_value(stated: str, reference: str) -> bool:
     """math-verify's verdict on two answers as people write them."""
-    stated, reference = _plain(stated), _plain(reference)
+    stated, reference = plain(stated), plain(reference)
     if _NUMBER.fullmatch(reference):
         stated = _without_unit(stated)
     if stated == reference:
@@ -107,10 +171,17 @@ def same_number(stated: str, reference: str) -> bool | None:
     return not difference if not difference or difference > _SURELY_DIFFERENT else None
 
 
-def _plain(answer: str) -> str:
-    """Without currency signs, thousands separators and sentence ends, which LaTeX would read as something else."""
-    text = answer.strip().strip("$").replace("\\$", "").replace("$", "").strip().rstrip(".").strip()
-    return _GROUPED.sub(lambda m: re.sub(r"[^\d]", "", m[0]), text)
+def plain(answer: str) -> str:
+    """Without currency signs, sentence ends and, where the whole answer is one number, thousands separators, which
+    LaTeX would read as something else.
+    """
+    text = answer.strip().strip("$").replace("\\$", "").replace("$", "").strip(" \t\n*`").rstrip(".").strip()
+    inner = re.fullmatch(r"\\text\s?\{\s*([-+]?[\d.,]+)\s*\}", text)
+    text = inner[1] if inner else text
+    whole = _WHOLE_GROUPED.fullmatch(text)
+    if whole:
+        return whole[1] + re.sub(r"\D", "", whole[2]) + whole[3]
+    return _EXPLICIT_GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text)
 
 
 def _without_unit(answer: str) -> str:

@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from roll_async.rewards.answers import after_thinking, final_answer
-from roll_async.rewards.verdict import Verdict
+from roll_async.rewards.answers import after_thinking, check_answer_format, format_of, stated_answer
+from roll_async.rewards.verdict import Verdict, no_answer
 
 _COMMAND = re.compile(r"\\[a-zA-Z]{1,20}\s?\{?|[{}$*`_]")
 _LETTERS = re.compile(r"\(?([A-Z])\)?(?:(?:\s{0,2}(?:,|;|&|/|\band\b|\+)\s{0,2}){1,2}\(?([A-Z])\)?)*(?=[\s.:)]|$)")
 _ONE = re.compile(r"\(?\b([A-Z])\b\)?")
 _RUN = re.compile(r"[A-Z]{2,10}")
+_ARTICLE = re.compile(r"a\b.*", re.DOTALL)
+"""In a sentence, a small a is no letter of a choice."""
 _PHRASE = re.compile(
     r"\b(?:answer|choice|option)s?(?:\s{1,2}is|\s{1,2}are)?\s{0,2}:?\s{0,2}[*(\[]{0,3}([A-Z])\b(?!')", re.IGNORECASE
 )
@@ -26,27 +28,37 @@ class MultipleChoice:
     JSON list (or an object by letter), and then their texts are understood, too.
     """
 
+    def __init__(self, answer_format: str = "auto") -> None:
+        self._format = check_answer_format(answer_format)
+
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         choices = _choices(extra.get("choices", ""))
         right = _letters(ground_truth, choices)
         if not right:
             raise ValueError(f"the reference {ground_truth[:80]!r} names no letter and none of the choices")
-        stated = _stated(text, choices)
+        form = format_of(extra, self._format)
+        stated = _stated(text, choices, form)
         if not stated:
-            return Verdict(score=0.0, acc=0.0, format=0.0, reason="no letter is stated as the answer")
+            return no_answer(form)
         same = float(stated == right)
         reason = "" if same else f"{','.join(sorted(stated))} is not {','.join(sorted(right))}"
         return Verdict(score=same, acc=same, reason=reason)
 
 
-def _stated(text: str, choices: Mapping[str, str]) -> frozenset[str]:
-    answer = final_answer(text)
-    if answer is not None:
-        return _letters(answer, choices)
+def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
+    answer = stated_answer(text, form)
+    if answer is not None and (answer.form != "the_answer_is" or not _ARTICLE.fullmatch(answer.text)):
+        found = _letters(answer.text, choices)
+        if found or answer.form != "the_answer_is":
+            return found
+    if form not in ("auto", "the_answer_is"):
+        return frozenset()
     visible = after_thinking(text)
     phrases = _PHRASE.findall(visible)
     if phrases and phrases[-1].isupper():
         return frozenset(phrases[-1])
+    if form != "auto":
+        return frozenset()
     lines = visible.strip().splitlines()
     last = lines[-1] if lines else ""
     return (

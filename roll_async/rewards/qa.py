@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 
-from roll_async.rewards.answers import after_thinking, final_answer
+from roll_async.rewards.answers import after_thinking, check_answer_format, final_answer, format_of
 from roll_async.rewards.verdict import Verdict
 
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -23,8 +23,11 @@ class QuestionAnswer:
     `format` is 0). The reference is a text or a JSON list of equally good texts.
     """
 
+    def __init__(self, answer_format: str = "auto") -> None:
+        self._format = check_answer_format(answer_format)
+
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
-        stated = final_answer(text)
+        stated = final_answer(text, format_of(extra, self._format))
         answer = words(after_thinking(text) if stated is None else stated)
         references = _references(ground_truth)
         f1 = max(overlap_f1(answer, words(r)) for r in references)

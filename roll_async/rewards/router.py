@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from roll_async.config.schema import RewardConfig
+from roll_async.config.schema_rollout import reads_answers
+from roll_async.rewards.first_answers import FirstAnswers
 from roll_async.rewards.llm_judge import JudgeOptions, LlmJudge
 from roll_async.rewards.pool import PoolOptions, RewardPool
 from roll_async.rewards.service_client import ServiceClient, ServiceOptions
@@ -32,6 +34,12 @@ class RewardRouter:
 
     def __init__(self, rewards: Mapping[str, RewardConfig]) -> None:
         self._scorers = {domain: create_scorer(config) for domain, config in rewards.items()}
+        self._first = {
+            domain: FirstAnswers(domain, config.answer_format, reads_answers=reads_answers(config.type))
+            for domain, config in rewards.items()
+        }
+        self.notices: list[str] = []
+        """What the user of the run should be told; whoever tells it takes it out."""
 
     async def start(self) -> None:
         """Start all domains side by side. Raises ValueError for a reward that cannot be built; nothing runs then."""
@@ -50,6 +58,10 @@ class RewardRouter:
             reward = Reward(score=0.0, status=RewardStatus.ERROR, reason=f"{type(error).__name__}: {error}")
         if reward.status is RewardStatus.OUTAGE:
             raise ConnectionError(f"reward {prompt.domain}: {reward.reason}")
+        if prompt.domain in self._first:
+            notice = self._first[prompt.domain].look(text, reward)
+            if notice:
+                self.notices.append(notice)
         return reward
 
     async def close(self) -> None:
@@ -81,11 +93,14 @@ def create_scorer(config: RewardConfig) -> DomainScorer:
                 api_url=service.api_url,
                 token_env=service.token_env,
                 timeout_s=config.timeout,
+                answer_format=config.answer_format,
                 max_concurrent=service.max_concurrent,
                 max_retries=service.max_retries,
             )
         )
     memory_mb, arguments = _WORKER_MEMORY_MB, {}
+    if config.answer_format != "auto":
+        arguments = {"answer_format": config.answer_format}
     if config.type == "code_sandbox":
         sandbox = config.sandbox
         arguments = {"timeout_s": config.timeout}

@@ -42,6 +42,8 @@ class ServiceOptions:
     """Environment variable that holds the token."""
     timeout_s: float = 30.0
     """One request, what it waits in the service included."""
+    answer_format: str = "auto"
+    """Where the service looks for the answer."""
     max_concurrent: int = 64
     """Requests at the same time; further samples wait here."""
     max_retries: int = 5
@@ -84,7 +86,9 @@ class ServiceClient:
 
     async def score_response(self, prompt: Prompt, text: str) -> Reward:
         """The service's verdict; OUTAGE when it does not work after the retries; ERROR when it refuses the sample."""
-        return await self._score(text, prompt.ground_truth, prompt.extra)
+        form = self._options.answer_format
+        asked = {} if form == "auto" else {"answer_format": form}
+        return await self._score(text, prompt.ground_truth, {**asked, **prompt.extra})
 
     async def _score(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Reward:
         body = json.dumps({"text": text, "ground_truth": ground_truth, "extra": dict(extra)}).encode()

@@ -23,6 +23,12 @@ class Verdict:
     """Further numbers, usable by `filter_groups.metric` and published as `reward/metrics/NAME`."""
 
 
+def no_answer(answer_format: str) -> Verdict:
+    """Nothing to compare: wrong, and not in the form that was asked for."""
+    form = "any form" if answer_format == "auto" else f"the form {answer_format}"
+    return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"no answer in {form}")
+
+
 class RewardFunction(Protocol):
     """Runs in a reward worker process. Never evaluates the text as code outside a sandbox.
 

@@ -14,7 +14,7 @@ from roll_async.config.loading.scalars import check_scalar, has_type, remedy
 from roll_async.config.loading.spec import CHOSEN_CLASSES, FieldSpec, spec_of
 from roll_async.config.loading.suggest import closest, foreign_character
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
-from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES
+from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES, reads_answers
 from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
 
 KIND_CLASSES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
@@ -276,6 +276,9 @@ class Checker:
         for key, owner in (("judge", "llm_judge"), ("sandbox", "code_sandbox"), ("service", "math_service")):
             if values.get(key) is not None and kind != owner:
                 self._error("C020", f"{path}.{key}", node.value[key], f"has no effect on role {kind}; remove it")
+        if values.get("answer_format", "auto") != "auto" and isinstance(kind, str) and not reads_answers(kind):
+            message = f"has no effect on role {kind}; remove it"
+            self._error("C020", f"{path}.answer_format", node.value["answer_format"], message)
         if kind in ("llm_judge", "math_service") and values.get("num_workers", 1) != 1:
             message = f"has no effect on role {kind}; remove it, or set max_concurrent"
             self._error("C020", f"{path}.num_workers", node.value["num_workers"], message)

@@ -1,13 +1,14 @@
 """Rules that read an answer: right, wrong, and nothing to read."""
 
 import asyncio
+import random
 
 import pytest
 
 from roll_async.config.schema import RewardConfig
 from roll_async.rewards.answers import final_answer
 from roll_async.rewards.exact_match import ExactMatch
-from roll_async.rewards.math_rule import MathRule
+from roll_async.rewards.math_rule import MathRule, same_value
 from roll_async.rewards.registry import REWARDS, create_reward, is_rule, needs_environment
 from roll_async.rewards.router import RewardRouter
 from roll_async.schema import RewardStatus
@@ -97,6 +98,117 @@ def test_the_math_rule_compares_values_and_not_letters(stated, truth, score):
 def test_the_math_rule_reads_references_as_data_sets_write_them(truth):
     pytest.importorskip("math_verify")
     assert MathRule()(r"\boxed{42}", truth, {}).score == 1 and MathRule()(r"\boxed{24}", truth, {}).score == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "truth", "same"),
+    [
+        ("(0, 100)", "(0,100)", True),
+        ("1100", "(1,100)", False),
+        ("(1,100)", "1100", False),
+        ("1,100", "(1,100)", False),
+        ("(1,234)", "(1, 234)", True),
+        ("(1,234)", "1234", False),
+        ("\\{100,200\\}", "100200", False),
+        ("\\{100,200\\}", "100, 200", True),
+        ("[1,100]", "(1,100)", False),
+        ("(-\\infty,100)\\cup(1,200)", "(-\\infty, 100) \\cup (1, 200)", True),
+        ("(1,100),(2,200)", "(2, 200), (1, 100)", True),
+        ("12", "1,2", False),
+        ("1,234", "1,2,3,4", False),
+        ("1\\,234", "1234", True),
+        ("10\\ 000", "10,000", True),
+        ("(1{,}000, 2{,}000)", "(1000,2000)", True),
+        ("x = 1,250", "1250", True),
+        ("-1,250.5", "-1250.5", True),
+        ("1,250 km^2", "1250", True),
+        ("1,250\\text{ dollars}", "1250", True),
+        ("\\text{10,000}", "10000", True),
+        ("\\frac{1,250}{2}", "625", True),
+        ("1,000 and 2,000", "3000", False),
+    ],
+)
+def test_thousands_are_joined_only_where_the_whole_answer_is_one_number(stated, truth, same):
+    pytest.importorskip("math_verify")
+    assert same_value(stated, truth) == same
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ("#### 1,080", "1080", 1),
+        ("Answer: $18 per day", "18", 1),
+        ("Answer: Janet makes $18 per day.", "18", 1),
+        ("Answer: 18 apples. I hope this helps.", "18", 1),
+        ("Answer: $x = 1$ or $x = 2$", "1, 2", 1),
+        ("Answer: $x = 1$ or $x = 2$", "2", 0),
+        ("Answer: the probability is $\\frac{1}{2}$.", "1/2", 1),
+        ("Answer: $5$ million", "5", 0),
+        ("Answer: 5 million", "5", 0),
+        ("Answer: \\(\\frac{3}{4}\\)", "0.75", 1),
+        ("So the answer is 3 * 6 = 18 dollars.", "18", 1),
+        ("the answer is between 3 and 18", "18", 0),
+        ("x = \\boxed{1}, y = \\boxed{2}", "1, 2", 1),
+        ("x = \\boxed{1}, y = \\boxed{2}", "2", 1),
+        ("\\boxed{1} or \\boxed{2}", "2", 0),
+        ("\\boxed{1, 2}", "\\boxed{1} and \\boxed{2}", 1),
+        ("\\boxed{2}", "\\boxed{1} and \\boxed{2}", 0),
+        ("there are 18 apples", "18", 0),
+    ],
+)
+def test_a_sentence_around_the_value_is_left_out_and_two_values_are_not_one(text, truth, score):
+    pytest.importorskip("math_verify")
+    assert MathRule()(text, truth, {}).score == score
+
+
+def test_a_domain_or_a_row_names_the_form_of_its_answers():
+    rule = MathRule("last_number")
+    assert rule("there are 18 apples", "18", {}).score == 1
+    assert rule("there are 18 apples #### 17", "17", {"answer_format": "hashes"}).score == 1
+    with pytest.raises(ValueError, match="answer_format 'boxes'"):
+        rule("18", "18", {"answer_format": "boxes"})
+    assert ExactMatch(answer_format="tag")("<answer>7</answer> = 8", "7", {}).score == 1
+
+
+def test_the_router_says_when_a_domain_has_no_readable_answers(build):
+    router = RewardRouter({"math": RewardConfig(type="qa", answer_format="boxed")})
+
+    async def go():
+        await router.start()
+        try:
+            prompt = build.prompt(domain="math", ground_truth="18")
+            for _ in range(20):
+                assert (await router.score(prompt, "#### 17")).score == 0
+        finally:
+            await router.close()
+
+    asyncio.run(go())
+    assert len(router.notices) == 1 and "rewards.math.answer_format: auto would read 16" in router.notices[0]
+
+
+SHAPES = [
+    lambda a, b, c: (f"\\frac{{{a}}}{{{b}}}", f"\\dfrac{{{a}}}{{{b}}}"),
+    lambda a, b, c: (f"({a},{b})", f"\\left( {a} , {b} \\right)"),
+    lambda a, b, c: (f"[{a},{a + b})", f"\\left[{a}, {a + b}\\right)"),
+    lambda a, b, c: (f"\\{{{a},{b},{c}\\}}", f"\\left\\{{ {a}, {b}, {c} \\right\\}}"),
+    lambda a, b, c: (f"(-\\infty,{a})\\cup({a + b},\\infty)", f"(-\\infty, {a}) \\cup ({a + b}, \\infty)"),
+    lambda a, b, c: (f"{a}\\sqrt{{{b}}}", f"{a} \\sqrt{{ {b} }}"),
+    lambda a, b, c: (f"{a}x^2+{b}x-{c}", f"{a} x^{{2}} + {b} x - {c}"),
+    lambda a, b, c: (f"({a},{b},{c})", f"({a}, {b}, {c})"),
+    lambda a, b, c: (f"\\frac{{{a}\\pi}}{{{b}}}", f"\\tfrac{{{a} \\pi}}{{{b}}}"),
+]  # fmt: skip
+
+
+def test_any_expression_equals_itself_in_other_spacing_and_no_number_equals_a_list():
+    pytest.importorskip("math_verify")
+    rng = random.Random(0)
+    for shape in SHAPES * 6:
+        a, b, c = (rng.choice((rng.randint(2, 9), rng.randint(10, 99), rng.randint(100, 999))) for _ in range(3))
+        one, other = shape(a, b, c)
+        assert same_value(one, other) and same_value(other, one) and same_value(one, one), (one, other)
+        number = "".join(ch for ch in one if ch.isdigit())
+        if "," in one:
+            assert not same_value(number, one) and not same_value(one, number), (number, one)
 
 
 def test_the_math_rule_names_what_is_missing_and_refuses_an_endless_answer():
