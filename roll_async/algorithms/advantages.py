@@ -323,7 +323,9 @@ def gigpo(inputs: AdvantageInputs, options: GigpoAdvantageOptions) -> Result:
         centred = torch.where(stats.equal, 0, x - stats.mean)
         return centred / (stats.std + options.epsilon) if options.normalise_std else centred
 
-    episode = relative(batch.scores, group_statistics(batch.scores, inputs.group_index, first))[first_of]
+    # Token rewards hold one step's share; what the whole episode earned stands in `scores` alone.
+    scores = torch.where(first, inputs.scores.detach().to(batch.scores.dtype), 0)
+    episode = relative(scores, group_statistics(scores, inputs.group_index, first))[first_of]
     _, anchor = torch.unique(torch.stack([inputs.group_index, state], -1), dim=0, return_inverse=True)
     steps = relative(returns, group_statistics(returns, anchor, batch.rows))
     combined = torch.where(batch.rows, options.episode_reward_weight * episode + options.step_reward_weight * steps, 0)

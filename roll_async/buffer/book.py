@@ -26,6 +26,8 @@ class Entry:
     finished_version: WeightVersion = 0
     """Version the engines held when it finished."""
     finished_s: float = 0.0
+    taken_s: float = 0.0
+    """When a step took it."""
     surplus: bool = False
     """In flight beyond what a step can train in time: its result will be refused."""
 

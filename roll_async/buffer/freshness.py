@@ -96,9 +96,9 @@ class BatchFreshness:
     over_bound_fraction: float
     """Tokens over max_versions: they leave the loss under policy token_mask, and do not occur otherwise."""
     stale_group_share: float
-    """Groups older than soft_versions."""
+    """Groups older than soft_versions; without soft_versions, with a token that the freshest weights did not sample."""
     mean_age_s: float
-    """Seconds from admission to training, mean over groups."""
+    """Seconds from admission to the moment the step took the group, mean over groups."""
     max_age_s: float
     tokens_by_versions: dict[int, int]
     """Trained tokens by staleness in versions."""
@@ -110,11 +110,13 @@ class BatchFreshness:
         finished_versions: Sequence[WeightVersion],
         *,
         step: int,
-        now_s: float,
+        taken_s: Sequence[float],
         max_versions: int,
         soft_versions: int | None,
     ) -> BatchFreshness:
-        """`finished_versions`: version the engines held when each group finished; `now_s`: loop time of training."""
+        """`finished_versions`: version the engines held when each group finished; `taken_s`: loop time at which the
+        step took it, so that the training itself does not count as age.
+        """
         by_versions: Counter[int] = Counter()
         in_flight = queue = 0
         for group, finished in zip(groups, finished_versions, strict=True):
@@ -126,8 +128,8 @@ class BatchFreshness:
                     queue += count * waited
                     in_flight += count * (lag - waited)
         tokens, age = sum(by_versions.values()), in_flight + queue
-        ages_s = [now_s - group.admitted_s for group in groups]
-        soft = max_versions if soft_versions is None else soft_versions
+        ages_s = [taken - group.admitted_s for group, taken in zip(groups, taken_s, strict=True)]
+        soft = 0 if soft_versions is None else soft_versions
         stale = [
             g for g in groups if g.oldest_version is not None and staleness(step=step, version=g.oldest_version) > soft
         ]

@@ -92,14 +92,15 @@ class TisOptions(PolicyLossOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CispoOptions(PolicyLossOptions):
-    """CISPO (MiniMax-M1, arXiv 2506.13585); the paper has no lower bound (cispo_epsilon_low >= 1)."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585)."""
 
     ratio_base: RatioBase = "behaviour"
     """The ratio is an importance weight of the sampled data."""
     ratio_level: ProductRatioLevel = "token"
     """segment is for agentic configs."""
-    cispo_epsilon_low: float = bounded(0.1, ">= 0")
-    """Lower bound of the weight is max(0, 1 - this); >= 1 = none, as in the paper."""
+    cispo_epsilon_low: float = bounded(1.0, ">= 0")
+    """Lower bound of the weight is max(0, 1 - this); >= 1 = none, as in the paper: a floor pushes unlikely tokens of
+    failed answers down for ever."""
     cispo_epsilon_high: float = bounded(0.1, ">= 0")
     """Upper bound of the weight is 1 + this."""
     cispo_use_unified_mask: bool = False
@@ -125,7 +126,8 @@ class Kimi15Options(PolicyLossOptions):
     """Kimi k1.5 (arXiv 2501.12599), per-token form of its squared log ratio."""
 
     ratio_base: RatioBase = "proximal"
-    """The penalty holds the step near the weights at its start."""
+    """The penalty holds the step near the weights at its start: with one optimizer step per batch it is zero, behaviour
+    holds it near the weights that sampled."""
     kimi15_tau: float = bounded(0.1, "> 0")
     """Strength of the penalty."""
 

@@ -9,7 +9,8 @@ from roll_async.config.fields import bounded, derived, option, section
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessConfig:
-    """How old a trained token may be. Staleness = training step - weight version that sampled the token."""
+    """How old a trained token may be. Staleness = training step - 1 - weight version that sampled the token: step t
+    updates the weights of version t - 1."""
 
     max_versions: int = derived(">= 0")
     """Hard bound in weight versions: no older token is trained; default: staleness_bound."""

@@ -7,8 +7,10 @@ from typing import Literal
 from roll_async.config.fields import bounded, derived, required, section
 from roll_async.config.schema_worker import DataArguments, GeneratingArguments
 
-REWARD_TYPES = ("math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa")
-ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa")
+REWARD_TYPES = (
+    "math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa", "exact_match",
+)  # fmt: skip
+ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa", "exact_match")
 
 ENV_TYPES = ("frozen_lake", "sokoban", "webshop", "math", "code", "qa")
 
@@ -71,8 +73,8 @@ class RewardConfig:
     """Scorer of one domain."""
 
     type: str = derived()
-    """math_rule, math_service, code_sandbox, llm_judge, ifeval, multiple_choice, qa, or a dotted path; default: the
-    domain's name."""
+    """math_rule, math_service, code_sandbox, llm_judge, ifeval, multiple_choice, qa, exact_match, or a dotted path;
+    default: the domain's name."""
     tag_included: tuple[str, ...] = section(tuple)
     """Data set tags routed here; a single domain takes all."""
     num_workers: int = bounded(1, ">= 1")

@@ -126,9 +126,7 @@ class Learner:
         self.state = LearnerState(token_kl_coef=options.token_kl_coef)
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
-        """Train on whole groups. `step` counts from 1; the batch's tokens have staleness step - 1 - version + 1 = step
-        - version.
-        """
+        """Train on whole groups. `step` counts from 1; staleness as in `buffer/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
         batch = await asyncio.to_thread(collate, groups, step=step, domains=options.domains)
         rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
@@ -341,9 +339,5 @@ class Learner:
 
 
 def _version_lag(batch: TrainBatch) -> Tensor:
-    """[B,T] staleness of each sampled token in steps: the batch trains at `step`, version v holds the weights after
-    step v.
-
-    Step t starts from version t - 1, which is the freshest possible: its staleness is counted as 0.
-    """
+    """[B,T] staleness of each sampled token in versions, as `buffer/staleness.py` counts it."""
     return torch.where(batch.mask, batch.step - 1 - batch.versions, 0)

@@ -28,7 +28,7 @@ CRITIC = (
     " strategy_config: {transformer_impl: local, use_distributed_optimizer: false}}}",
 )
 REFERENCE = "reference={model_args: {dtype: fp32}, strategy_args: {strategy_name: megatron_infer}}"
-SUMS = "sums: {type: roll_async.rewards.exact_match.ExactMatch, tag_included: [sums]}"
+SUMS = "sums: {type: exact_match, tag_included: [sums]}"
 THIRDS = "thirds: {type: spread_reward.two_or_three, tag_included: [thirds]}"
 ROLES = (
     *CRITIC,

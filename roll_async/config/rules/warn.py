@@ -1,8 +1,8 @@
-"""Warnings W02 to W09: allowed, but probably not meant."""
+"""Warnings W02 to W10: allowed, but probably not meant."""
 
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.node import Node
-from roll_async.config.policy_loss_options import DecoupledPpoOptions
+from roll_async.config.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
 from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
 from roll_async.config.schema import PipelineConfig, RLVRConfig
@@ -32,6 +32,19 @@ def ratio_is_one(config: PipelineConfig) -> Findings:
             " correction.weight_level none; staleness is not corrected"
         )
         yield "W02", "algorithm.correction.weight_level", message
+
+
+def penalty_is_zero(config: PipelineConfig) -> Findings:
+    """W10: a penalty on the distance from the policy that the batch starts from, and never leaves before it ends."""
+    a = config.algorithm
+    has_penalty = isinstance(a.pg_options, Kimi15Options | KlCovOptions)
+    at_the_start = a.pg_options.ratio_base == "proximal" and a.proximal_logprobs == "recompute"
+    if has_penalty and at_the_start and config.optimizer_steps_per_batch == 1:
+        message = (
+            f"the penalty of {a.pg_variant} is zero: with one optimizer step per batch the weights are those of"
+            " ratio_base proximal; set it to behaviour, or take several optimizer steps"
+        )
+        yield "W10", "algorithm.pg_options.ratio_base", message
 
 
 def dtypes(config: PipelineConfig) -> Findings:
@@ -120,4 +133,6 @@ def on_cpu(config: PipelineConfig) -> Findings:
             yield "W09", f"{role}.device_mapping", message
 
 
-_RULES = (ratio_is_one, dtypes, truncation, sequence_parallel, unused, discarding, without_effect, on_cpu)
+_RULES = (
+    ratio_is_one, dtypes, truncation, sequence_parallel, unused, discarding, without_effect, on_cpu, penalty_is_zero,
+)  # fmt: skip

@@ -181,7 +181,8 @@ class SlowAdvantage:
         result, normalise = {}, self.o.get("normalise_std", True)
         for b in self.rows:
             firsts = sorted({self.first_step(c) for c in self.peers(b)})
-            episode = self.relative(self.score[self.first_step(b)], firsts, [self.score[c] for c in firsts], normalise)
+            scores = {c: float(self.x.scores[c]) for c in firsts}  # also when token rewards are given
+            episode = self.relative(scores[self.first_step(b)], firsts, list(scores.values()), normalise)
             anchors = [c for c in self.peers(b) if self.x.state_index[c] == self.x.state_index[b]]
             step = self.relative(returns[b], anchors, [returns[c] for c in anchors], normalise)
             result[b] = self.o.get("episode_reward_weight", 1.0) * episode + step

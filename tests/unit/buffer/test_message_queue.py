@@ -406,7 +406,9 @@ def test_ages_are_told_apart_by_where_they_arose(run, finish, build):
         queue.weights_held(2)
         await asyncio.sleep(9)
         await queue.take_batch(3)
+        await asyncio.sleep(5)  # of training: it makes no sample older
         fresh = await queue.freshness(3)
+        assert fresh.stale_group_share == 1, "without soft_versions every group older than the freshest weights counts"
         assert fresh.tokens_by_versions == {1: 6, 2: 2} and fresh.mean_versions == pytest.approx(10 / 8)
         assert fresh.max_versions == 2 and fresh.over_bound_fraction == 0
         assert fresh.queue_share == pytest.approx(8 / 10) and fresh.in_flight_share == pytest.approx(2 / 10)

@@ -142,6 +142,7 @@ W = [
     ("W07", {"async_generation_ratio": 2, "async_training.staleness": {"policy": "drop", "max_versions": 1}}, "async_training.staleness.policy: policy drop will discard work by design: max_versions 1 is below the 2 versions admitted"),
     ("W08", {"async_training.staleness": {"max_versions": 3}}, "async_training.staleness: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
     ("W08", {"async_training.interrupt": {"mode": "wait"}}, "async_training.interrupt: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
+    ("W10", {"pg_variant": "kimi15"}, "algorithm.pg_options.ratio_base: the penalty of kimi15 is zero: with one optimizer step per batch the weights are those of ratio_base proximal; set it to behaviour, or take several optimizer steps"),
     ("W09", {"actor_infer.device_mapping": None}, "actor_infer.device_mapping: actor_infer runs on CPU (device_mapping is null) while actor_train uses devices"),
 ]  # fmt: skip
 
