@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from roll_async.inference.protocol import Engine, EngineLoad, EngineReport, PauseMode, Progress
-from roll_async.schema import Completion, GenerateRequest
+from roll_async.inference.stop_strings import safe_end
+from roll_async.schema import Completion, ExpertRecord, FinishReason, GenerateRequest, cut_runs
 
 _COALESCE_S = 0.02
-"""After the first result, how long `collect` waits for company while other requests run: a step or two of a small
-model. A message costs a millisecond of a core, which a busy machine has better use for.
+"""The batching window of `collect`: so long after the first result others may join it, while other requests run. It is
+a step or two of a small model. A message costs a millisecond of a core, which a busy machine has better use for.
 """
 
 PROGRESS_INTERVAL_S = 5.0
 """How often running requests are told of: the death of a replica costs what it sampled in that time."""
+
+_ABORT_AGAIN_S = 0.5
+_ABORT_WITHIN_S = 10.0
+"""A request that its engine has not ended by then is cancelled."""
+_REMEMBERED = 4096
+"""Ids of aborts that came before their requests."""
 
 
 class EngineHost:
@@ -23,6 +33,10 @@ class EngineHost:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tasks: dict[str, asyncio.Task[Completion]] = {}
+        self._stops: dict[str, tuple[str, ...]] = {}
+        """Stop strings of running requests that have some."""
+        self._unwanted: OrderedDict[str, None] = OrderedDict()
+        """Ids to end before they begin: their abort overtook their submit, or their task had not run yet."""
         self._completions: list[Completion] = []
         self._failures: list[tuple[str, str]] = []
         self._dead: ConnectionError | None = None
@@ -39,16 +53,41 @@ class EngineHost:
                 self._failures.append((request.request_id, "a request with this id is already running"))
                 self._news.set()
                 continue
-            task = asyncio.create_task(self._engine.generate(request), name=request.request_id)
+            if request.sampling.stop_strings:
+                self._stops[request.request_id] = request.sampling.stop_strings
+            task = asyncio.create_task(self._generate(request), name=request.request_id)
             self._tasks[request.request_id] = task
             task.add_done_callback(self._ended)
         self._set_timer()
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        """One request, unless it was aborted before this began."""
+        if request.request_id in self._unwanted:
+            return _nothing(request.request_id)
+        completion = await self._engine.generate(request)
+        return self._whole_text(completion) if completion.finish_reason is FinishReason.ABORT else completion
+
+    def _whole_text(self, part: Completion) -> Completion:
+        """Of an unfinished answer, what ends inside of no stop string."""
+        stops = self._stops.get(part.request_id, ())
+        end = safe_end(self._engine.decode, part.token_ids, stops) if stops else len(part.token_ids)
+        if end == len(part.token_ids):
+            return part
+        return replace(
+            part,
+            token_ids=part.token_ids[:end],
+            logprobs=part.logprobs[:end],
+            version_runs=cut_runs(part.version_runs, 0, end),
+            experts=_without_last(part.experts, len(part.token_ids) - end),
+        )
 
     def _ended(self, task: asyncio.Task[Completion]) -> None:
         """Every task ends as a completion, a failure, or the end of the engine: whoever waits is told."""
         request_id = task.get_name()
         del self._tasks[request_id]
         self._told.pop(request_id, None)
+        self._stops.pop(request_id, None)
+        self._unwanted.pop(request_id, None)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self._completions.append(task.result())
@@ -86,7 +125,7 @@ class EngineHost:
                 return EngineReport(
                     completions=tuple(completions),
                     failures=tuple(failures),
-                    load=self._engine.load(),
+                    load=self._load(),
                     progress=tuple(progress),
                 )
 
@@ -99,16 +138,35 @@ class EngineHost:
             start = self._told.get(request_id, 0)
             piece = self._engine.progress(request_id, start)
             if piece is not None:
+                piece = self._whole_text(piece)
+            if piece is not None and piece.token_ids:
                 news.append(Progress(start=start, piece=piece))
                 self._told[request_id] = start + len(piece.token_ids)
         return news
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """When this returns none of the requests runs, and their results are ready for `collect`."""
-        tasks = [self._tasks[i] for i in request_ids if i in self._tasks]
-        await self._engine.abort(request_ids)
-        if tasks:
-            await asyncio.wait(tasks)
+        """When this returns none of the requests runs, and their results are ready for `collect`. That takes
+        `_ABORT_WITHIN_S` at most. An id that is not known is remembered: its request may still be on its way, and then
+        does not begin.
+        """
+        for request_id in request_ids:
+            self._unwanted[request_id] = None
+        while len(self._unwanted) > _REMEMBERED:
+            self._unwanted.popitem(last=False)
+        left = {self._tasks[i] for i in request_ids if i in self._tasks}
+        try:
+            async with asyncio.timeout(_ABORT_WITHIN_S):
+                await self._engine.abort(request_ids)
+                while left:  # one may have reached the engine behind the abort
+                    _, left = await asyncio.wait(left, timeout=_ABORT_AGAIN_S)
+                    if left:
+                        await self._engine.abort([task.get_name() for task in left])
+        except TimeoutError:
+            left = {task for task in left if not task.done()}
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=_ABORT_AGAIN_S)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._engine.pause(mode)
@@ -117,4 +175,29 @@ class EngineHost:
         await self._engine.resume()
 
     async def load(self) -> EngineLoad:
-        return self._engine.load()
+        return self._load()
+
+    def _load(self) -> EngineLoad:
+        """The engine's, and what this host holds of requests."""
+        ended = (*(c.request_id for c in self._completions), *(i for i, _ in self._failures))
+        return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)))
+
+
+def _nothing(request_id: str) -> Completion:
+    """Aborted before it began."""
+    return Completion(
+        request_id=request_id,
+        token_ids=array("i"),
+        logprobs=array("f"),
+        version_runs=(),
+        finish_reason=FinishReason.ABORT,
+        generation_s=0.0,
+    )
+
+
+def _without_last(record: ExpertRecord | None, positions: int) -> ExpertRecord | None:
+    """A record without its last positions; None when nothing is left."""
+    if record is None or positions >= record.num_positions:
+        return None
+    size = (record.num_positions - positions) * record.num_layers * record.top_k
+    return replace(record, ids=record.ids[:size])

@@ -251,6 +251,9 @@ class HfEngine:
             experts=experts,
         )
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise RuntimeError("hf_infer has no stop strings, and no text")
+
     def progress(self, request_id: str, start: int) -> Completion | None:
         run = self._running.get(request_id)
         if run is None or run.finished.is_set():

@@ -60,6 +60,10 @@ class EngineLoad:
     """Share of the KV cache that no unfinished request can claim, 0..1."""
     preemptions: int = 0
     """Requests that lost their KV cache to others since the start and computed it again: too many run at once."""
+    held: frozenset[str] | None = None
+    """Requests that the replica has and whose end it has not handed over; None when nobody looked. A request that was
+    acknowledged before and is not among them has ended: its reply is on its way, or was lost.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +128,13 @@ class Engine(Protocol):
         """The tokens of a running request from its token `start` on, as the piece of a `Progress`; None when there is
         nothing to tell.
 
-        What is told stays true whatever comes: it neither ends the request nor ends inside of a stop string, so the
-        request can go on from there on another replica.
+        What is told stays true whatever comes: it does not end the request, which can go on from there on another
+        replica. A stop string that it ends in the middle of is the host's concern (`stop_strings.py`).
         """
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of these tokens. Only asked for requests with stop strings."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

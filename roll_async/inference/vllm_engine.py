@@ -234,6 +234,9 @@ class VllmEngine:
             generation_s=asyncio.get_running_loop().time() - ticket.submitted_s,
         )
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._llm.get_tokenizer().decode(list(token_ids))
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         tickets = {i: self._running[i] for i in request_ids if i in self._running}
         for ticket in tickets.values():

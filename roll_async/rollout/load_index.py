@@ -1,90 +1,120 @@
-"""Which replica gets the next request: the one with most free capacity, found without looking at all of them."""
+"""Which replica gets the next request: in proportion to free capacity, found without looking at all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+import heapq
+from collections.abc import Collection
+from dataclasses import dataclass
 
-K = TypeVar("K", bound=Hashable)
+_KV_FLOOR = 0.05
+"""A replica whose cache can be claimed in full still has slots; it comes after those with room."""
 
 
-class LoadIndex(Generic[K]):
-    """Buckets of keys by load. `least` costs amortised O(1) when loads change by one at a time.
+@dataclass(slots=True)
+class _Capacity:
+    """What a replica can take."""
 
-    Among equally busy keys the one that waits longest comes first, so an idle system deals out in turn.
-    """
+    free_slots: int
+    kv: float
+    dealt: int = 0
+    """Requests given to it in this round."""
+    at_start: float = 0.0
+    """Its weight when the round gave it its first request."""
+    entry: int = 0
+    """Number of its valid heap entry."""
 
-    def __init__(self) -> None:
-        self._buckets: list[dict[K, None]] = [{}]
-        self._load: dict[K, int] = {}
-        self._lowest = 0
+    @property
+    def weight(self) -> float:
+        """Share of a burst it gets, relative to others; 0 = it has no free slot."""
+        return max(0, self.free_slots) * (self.kv + _KV_FLOOR)
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._load
-
-    def load(self, key: K) -> int:
-        """Current load of a key."""
-        return self._load[key]
-
-    def set(self, key: K, load: int) -> None:
-        """Add a key, or move it."""
-        self.remove(key)
-        while len(self._buckets) <= load:
-            self._buckets.append({})
-        self._buckets[load][key] = None
-        self._load[key] = load
-        self._lowest = min(self._lowest, load)
-
-    def remove(self, key: K) -> None:
-        """Forget a key; unknown keys are ignored."""
-        old = self._load.pop(key, None)
-        if old is not None:
-            del self._buckets[old][key]
-
-    def least(self, but: K | None = None) -> K | None:
-        """A key of lowest load; None when there is none. `but` only when it is the only one."""
-        if not self._load:
-            return None
-        while not self._buckets[self._lowest]:
-            self._lowest += 1
-        if but is None:
-            return next(iter(self._buckets[self._lowest]))
-        others = (key for bucket in self._buckets[self._lowest :] for key in bucket if key != but)
-        return next(others, but if but in self._load else None)
+    @property
+    def rank(self) -> float:
+        """The highest one gets the next request: weights divided by what was dealt out already, which deals a burst out
+        in proportion to the weights (the method of highest averages).
+        """
+        if self.free_slots <= 0:
+            return 0.0
+        return self.at_start / (self.dealt + 1) if self.dealt else self.weight
 
 
 class ReplicaChoice:
-    """Replicas with a common limit of requests at once; the least busy one is chosen. Requests that share an affinity
-    keep to one replica while that has room; a conversation, once begun, to its home while that lives, full or not.
+    """Replicas with their free slots. Requests that share an affinity keep to one replica while that has room; a
+    conversation, once begun, to its home while that lives, full or not.
+
+    Worked example: free slots 30 and 10, caches alike, a round of 8 requests: 6 and 2. A choice costs O(log replicas).
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._loads: LoadIndex[str] = LoadIndex()
+    def __init__(self) -> None:
+        self._replicas: dict[str, _Capacity] = {}
+        self._heap: list[tuple[float, int, str]] = []
+        self._number = 0
+        self._round: list[str] = []
         self._homes: dict[str, str] = {}
 
-    def set(self, name: str, load: int) -> None:
-        """A replica runs this many requests."""
-        self._loads.set(name, load)
+    def set(self, name: str, free_slots: int, kv: float = 1.0) -> None:
+        """A replica has so many free slots and this share of its KV cache free. Among equals the one that changed
+        longest ago comes first.
+        """
+        capacity = self._replicas.get(name)
+        if capacity is None:
+            capacity = self._replicas[name] = _Capacity(free_slots, kv)
+        capacity.free_slots, capacity.kv = free_slots, kv
+        self._push(name, capacity)
 
     def remove(self, name: str) -> None:
         """A replica is gone."""
-        self._loads.remove(name)
+        self._replicas.pop(name, None)
 
-    def choose(self, affinity: str | None, but: str | None) -> str | None:
-        """Where the next request of this key goes; None while every replica is full. `but` only when it is the only
-        one.
+    def begin_round(self) -> None:
+        """What comes from now on is dealt out together."""
+        for name in self._round:
+            capacity = self._replicas.get(name)
+            if capacity is not None and capacity.dealt:
+                capacity.dealt = 0
+                self._push(name, capacity)
+        self._round.clear()
+
+    @property
+    def any_free(self) -> bool:
+        """A replica has a free slot."""
+        while self._heap and not self._valid(self._heap[0]):
+            heapq.heappop(self._heap)
+        return bool(self._heap) and self._heap[0][0] < 0
+
+    def choose(self, affinity: str | None, avoid: Collection[str]) -> str | None:
+        """Where the next request of this key goes; None while no replica that may have it has a free slot. `avoid`:
+        only when there is no other replica at all.
         """
-        if affinity is not None:
-            home = self.home(affinity, but)
-            if home is not None and self._loads.load(home) < self._limit:
-                return home
-        name = self._loads.least(but=but)
-        if name is None or self._loads.load(name) >= self._limit:
+        if avoid and self._replicas.keys() <= set(avoid):
+            avoid = ()
+        name = self._free_home(affinity, avoid) or self._highest(avoid)
+        if name is None:
             return None
         if affinity is not None:
             self._homes[affinity] = name
+        capacity = self._replicas[name]
+        if not capacity.dealt:
+            capacity.at_start = capacity.weight
+            self._round.append(name)
+        capacity.dealt += 1
         return name
+
+    def _free_home(self, affinity: str | None, avoid: Collection[str]) -> str | None:
+        home = None if affinity is None else self.home(affinity, avoid)
+        return home if home is not None and self._replicas[home].free_slots > 0 else None
+
+    def _highest(self, avoid: Collection[str]) -> str | None:
+        passed, found = [], None
+        while self.any_free:
+            name = self._heap[0][2]
+            if name not in avoid:
+                found = name
+                break
+            passed.append(heapq.heappop(self._heap))
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
 
     def settle(self, key: str, name: str) -> None:
         """This replica is the home of the key from now on."""
@@ -94,11 +124,23 @@ class ReplicaChoice:
         """The key has, or had, a home."""
         return key in self._homes
 
-    def home(self, key: str, but: str | None) -> str | None:
-        """The home of a key, however busy; None when there is none, it is gone, or it is `but`."""
+    def home(self, key: str, avoid: Collection[str]) -> str | None:
+        """The home of a key, however busy; None when there is none, it is gone, or it is to be avoided."""
         home = self._homes.get(key)
-        return home if home is not None and home != but and home in self._loads else None
+        return home if home is not None and home not in avoid and home in self._replicas else None
 
     def forget(self, key: str) -> None:
         """No further request will come with this key."""
         self._homes.pop(key, None)
+
+    def _push(self, name: str, capacity: _Capacity) -> None:
+        self._number += 1
+        capacity.entry = self._number
+        heapq.heappush(self._heap, (-capacity.rank, self._number, name))
+        if len(self._heap) > 64 + 4 * len(self._replicas):
+            self._heap = [entry for entry in self._heap if self._valid(entry)]
+            heapq.heapify(self._heap)
+
+    def _valid(self, entry: tuple[float, int, str]) -> bool:
+        capacity = self._replicas.get(entry[2])
+        return capacity is not None and capacity.entry == entry[1]

@@ -14,5 +14,7 @@ class ManagerOptions:
     request_retries: int = 3
     interrupt_timeout_s: float = 30.0
     """A replica that takes longer to acknowledge an abort or a resume, or to tell its load, does not do it."""
+    silence_s: float = 30.0
+    """A replica that runs requests and tells of no token for so long is suspect; replicas tell every 5 s."""
     batch_creation_interval_s: float = 0.0
-    """New requests are dispatched in rounds, at least so far apart: a burst leaves in one call per replica."""
+    """Greatest age of the load information used for dispatch; nothing waits for it."""

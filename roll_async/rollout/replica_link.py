@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Protocol
 
-from roll_async.inference.protocol import EngineReport, PauseMode
+from roll_async.inference.protocol import EngineLoad, EngineReport, PauseMode
+from roll_async.rollout.attempts import Attempt, AttemptState
 from roll_async.rollout.protocol import Replica
-from roll_async.rollout.requests import PendingRequest
-from roll_async.schema import GenerateRequest
 
 Spawn = Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]
 
+REPLICA_ERRORS = (RuntimeError, OSError, ValueError)
+"""What a call to a replica may raise, ConnectionError and TimeoutError among them: it is that replica's failure."""
+
 
 class Listener(Protocol):
-    """Who hears from a replica."""
+    """Who is told of a replica's reports and of its end."""
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None: ...
+
+    def load_told(self, link: ReplicaLink) -> None:
+        """The replica has told its load outside of a report."""
 
     def lost(self, link: ReplicaLink, reason: str) -> None:
         """The replica is dead; called at most once per call that found out."""
 
 
 class ReplicaLink:
-    """One replica of the manager. A dead one is reported to the listener, never raised."""
+    """One replica of the manager. Its failures are reported to the listener, never raised."""
 
     def __init__(self, client: Replica, listener: Listener, spawn: Spawn) -> None:
         self.client = client
         self.name = client.name
-        self.in_flight: dict[str, PendingRequest] = {}
+        self.in_flight: dict[str, Attempt] = {}
         self.drained = asyncio.Event()
         """Set while nothing is in flight."""
         self.drained.set()
+        self.load: EngineLoad | None = None
+        """As it was told last,"""
+        self.load_told_s = float("-inf")
+        """at this loop time,"""
+        self.foreign_requests = 0
+        """and what ran there that is not in flight here."""
+        self.quiet_looks = 0
+        """How often somebody looked and found requests running since its last token."""
+        self.strikes = 0
+        """How often it was suspected since its last token."""
+        self.busy_s = 0.0
+        """Seconds with something in flight, up to the last time that nothing was."""
+        self._busy_since_s: float | None = None
         self._listener, self._spawn = listener, spawn
-        self._outbox: list[GenerateRequest] = []
-        self._submitting = False
-        self._quiet: asyncio.Event | None = None
-        """Somebody waits until nothing is in the outbox or on its way."""
+        self._outbox: list[Attempt] = []
+        self._on_wire: asyncio.Event | None = None
+        """While a submit call is under way; set at its end."""
         self._idle: asyncio.Future[None] | None = None
         """The writer waits for something in the outbox."""
         self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._gone = asyncio.Event()
 
     def open(self) -> None:
         """Begin to read reports and to send."""
@@ -49,30 +67,55 @@ class ReplicaLink:
             self._spawn(self._write(), f"submit to {self.name}"),
         )
 
-    def cut(self) -> list[PendingRequest]:
-        """Neither read nor send any more; what was in flight."""
+    def cut(self) -> list[Attempt]:
+        """Neither read nor send any more. Returns what was in flight, which is LOST now."""
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        self._outbox.clear()
-        orphans, self.in_flight = list(self.in_flight.values()), {}
-        self.drained.set()
+        self._gone.set()
+        orphans = list(self.in_flight.values())
+        for attempt in orphans:
+            self.end(attempt, AttemptState.LOST)
         return orphans
 
-    def send(self, pending: PendingRequest) -> None:
-        """The next attempt of a request; it leaves with whatever else gathered meanwhile."""
-        message = pending.next_attempt()
+    @property
+    def suspect(self) -> bool:
+        """It told of no token for a while, and of none since: it gets one request to show that it works."""
+        return self.strikes > 0
+
+    def busy_until_s(self, now_s: float) -> float:
+        """Seconds with something in flight since the link was opened."""
+        return self.busy_s + (0.0 if self._busy_since_s is None else now_s - self._busy_since_s)
+
+    # Attempts
+
+    def send(self, attempt: Attempt, now_s: float) -> None:
+        """An attempt leaves with whatever else is in the outbox by then."""
+        attempt.to(AttemptState.OUTBOX)
+        attempt.link, attempt.dispatched_s = self, now_s
         if not self.in_flight:
             self.drained.clear()
-        self.in_flight[pending.wire_id] = pending
-        self._outbox.append(message)
+            self._busy_since_s = now_s
+        self.in_flight[attempt.wire_id] = attempt
+        self._outbox.append(attempt)
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
-    def recall(self) -> list[PendingRequest]:
-        """What has not left yet; it is not sent, and still counts as in flight until it is detached."""
-        held, self._outbox = self._outbox, []
-        return [self.in_flight[message.request_id] for message in held if message.request_id in self.in_flight]
+    def end(self, attempt: Attempt, state: AttemptState) -> None:
+        """The attempt is over: later replies of it are late. What is still in the outbox never leaves."""
+        attempt.to(state)
+        self.in_flight.pop(attempt.wire_id, None)
+        if not self.in_flight:
+            self.drained.set()
+            if self._busy_since_s is not None:
+                self.busy_s += asyncio.get_running_loop().time() - self._busy_since_s
+                self._busy_since_s = None
+
+    def in_outbox(self) -> list[Attempt]:
+        """What has not begun to leave."""
+        return [attempt for attempt in self._outbox if attempt.state is AttemptState.OUTBOX]
+
+    # Control calls
 
     async def stop(self, mode: PauseMode) -> None:
         """Pause the replica. A request that arrived behind the pause would wait there for its end, and the caller for
@@ -80,79 +123,107 @@ class ReplicaLink:
         """
         await self._call(self.client.pause(mode))
         if mode is PauseMode.ABORT:
-            await self._until_quiet()
-            if late := [p.wire_id for p in self.in_flight.values()]:
-                await self.abort(late)
+            while self._on_wire is not None:
+                await self._on_wire.wait()
+            if late := [a.wire_id for a in self.in_flight.values()]:
+                await self._call(self.client.abort(late))
 
     async def resume(self) -> None:
         """Let the replica run again."""
         await self._call(self.client.resume())
 
-    async def abort(self, wire_ids: Sequence[str]) -> None:
-        """End these attempts."""
-        await self._call(self.client.abort(wire_ids))
+    async def abort(self, attempts: Sequence[Attempt]) -> None:
+        """The replica runs none of these attempts when this returns. One that is on the wire is waited for: an abort
+        that arrives first would find nothing to end.
+        """
+        if any(a.state is AttemptState.ON_WIRE for a in attempts) and self._on_wire is not None:
+            await self._on_wire.wait()
+        call = asyncio.ensure_future(self._call(self.client.abort([a.wire_id for a in attempts])))
+        gone = asyncio.ensure_future(self._gone.wait())
+        try:  # who asked does not wait for a replica that is lost meanwhile
+            await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            call.cancel()
+            gone.cancel()
+        if call.done() and not call.cancelled():
+            call.result()
 
-    async def ping(self) -> None:
-        """Returns when the replica has answered."""
-        await self._call(self.client.load())
+    async def ask_load(self) -> EngineLoad:
+        """Its load, taken note of. Raises what the replica raises."""
+        load = await self.client.load()
+        self.take_note(load)
+        self._listener.load_told(self)
+        return load
 
-    def take(self, wire_id: str) -> PendingRequest | None:
-        """This attempt ends here; later replies of it are late. None when it was not in flight."""
-        pending = self.in_flight.pop(wire_id, None)
-        if not self.in_flight:
-            self.drained.set()
-        return pending
+    def take_note(self, load: EngineLoad) -> None:
+        """How busy it says it is."""
+        self.load, self.load_told_s = load, asyncio.get_running_loop().time()
+        self.foreign_requests = max(0, load.running + load.waiting - len(self.in_flight))
 
     async def _call(self, work: Coroutine[object, object, object]) -> None:
-        """A control call."""
+        """A control call. Its failure is the replica's end."""
         try:
             await work
-        except ConnectionError as error:
-            self._listener.lost(self, str(error))
+        except REPLICA_ERRORS as error:
+            self._listener.lost(self, _said(error))
 
-    async def _until_quiet(self) -> None:
-        """Until no submit is under way, or the replica is gone."""
-        if self._outbox or self._submitting:
-            self._quiet = quiet = self._quiet or asyncio.Event()
-            await quiet.wait()
-
-    def _now_quiet(self) -> None:
-        self._submitting = False
-        if self._quiet is not None:
-            self._quiet.set()
-            self._quiet = None
+    # Loops
 
     async def _write(self) -> None:
-        """Send what gathered in the outbox, in one call; what comes meanwhile goes with the next."""
+        """Send what is in the outbox in one call; what comes meanwhile goes with the next."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 if not self._outbox:
                     self._idle = loop.create_future()
                     await self._idle
-                self._submitting = True
-                while self._outbox:
-                    batch, self._outbox = self._outbox, []
-                    await self.client.submit(batch)
-                self._now_quiet()
-        except ConnectionError as error:
-            self._listener.lost(self, str(error))
+                batch, self._outbox = self.in_outbox(), []
+                if not batch:
+                    continue
+                for attempt in batch:
+                    attempt.to(AttemptState.ON_WIRE)
+                self._on_wire = asyncio.Event()
+                await self.client.submit([attempt.request.message() for attempt in batch])
+                self._acknowledged(batch, loop.time())
+        except REPLICA_ERRORS as error:
+            self._listener.lost(self, _said(error))
         finally:
-            self._now_quiet()
+            self._off_wire()
+
+    def _acknowledged(self, batch: Sequence[Attempt], now_s: float) -> None:
+        """The replica has these. What ended here meanwhile without an answer must end there, too."""
+        for attempt in batch:
+            if attempt.state is AttemptState.ON_WIRE:
+                attempt.to(AttemptState.RUNNING)
+                attempt.acknowledged_s = now_s
+        self._off_wire()
+        if unwanted := [a for a in batch if a.state in (AttemptState.ABORTED, AttemptState.LOST)]:
+            self._spawn(self.abort(unwanted), f"abort on {self.name}")
+
+    def _off_wire(self) -> None:
+        if self._on_wire is not None:
+            self._on_wire.set()
+            self._on_wire = None
 
     async def _read(self) -> None:
         """Consume the reports until the replica dies or the manager closes."""
-        try:
-            while True:
-                self._listener.reported(self, await self.client.collect())
-        except ConnectionError as error:
-            self._listener.lost(self, str(error))
+        while True:
+            try:
+                report = await self.client.collect()
+            except REPLICA_ERRORS as error:
+                self._listener.lost(self, _said(error))
+                return
+            self._listener.reported(self, report)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
 
 
 async def ask_all(
     links: Iterable[ReplicaLink],
     what: str,
-    call: Callable[[ReplicaLink], Coroutine[object, object, None]],
+    call: Callable[[ReplicaLink], Coroutine[object, object, object]],
     timeout_s: float,
     *,
     slices: int = 1,
@@ -167,7 +238,7 @@ async def ask_all(
     if not calls:
         return {}
     try:
-        late: set[asyncio.Task[None]] = set(calls)
+        late: set[asyncio.Task[object]] = set(calls)
         for _ in range(slices):
             if late:
                 _, late = await asyncio.wait(calls, timeout=max(0.0, timeout_s / slices))
@@ -179,25 +250,11 @@ async def ask_all(
         error = None if task in late else task.exception()
         if task in late:
             failed[link] = ""
-        elif isinstance(error, (RuntimeError, OSError, ValueError)):
-            failed[link] = f"{type(error).__name__}: {error}"
+        elif isinstance(error, REPLICA_ERRORS):
+            failed[link] = _said(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
         elif error is not None:
             raise error
     return failed
-
-
-async def abort_on(links: Mapping[str, ReplicaLink], running: Sequence[PendingRequest], timeout_s: float) -> bool:
-    """End the present attempts of these requests, wherever they run. False: not acknowledged in time."""
-    by_server: dict[str, list[str]] = {}
-    for pending in running:
-        if pending.server is not None:
-            by_server.setdefault(pending.server, []).append(pending.wire_id)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await asyncio.gather(*(links[name].abort(ids) for name, ids in by_server.items() if name in links))
-    except TimeoutError:
-        return False
-    return True
 
 
 async def wait_drained(links: Iterable[ReplicaLink], timeout_s: float) -> None:

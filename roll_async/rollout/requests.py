@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from roll_async.inference.protocol import Progress
-from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion, join_records, merge_runs
+from roll_async.rollout.attempts import Attempt
+from roll_async.schema import Completion, FinishReason, GenerateRequest, join_records, merge_runs
+
+if TYPE_CHECKING:
+    from roll_async.rollout.replica_link import ReplicaLink
 
 
 class GenerationFailed(RuntimeError):
@@ -15,56 +19,45 @@ class GenerationFailed(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The request was discarded by a weight push (interrupt.mode abort); its prompt is to be generated anew."""
+    """The request was discarded by a weight push (interrupt.mode abort); its prompt is to be generated anew.
 
+    `num_tokens`: what it had generated, so that the length audit knows of long answers that are always discarded.
+    """
 
-@dataclass(slots=True)
-class Received:
-    """What the present attempt has reported before its end: one piece that grows."""
-
-    token_ids: array = field(default_factory=lambda: array("i"))
-    logprobs: array = field(default_factory=lambda: array("f"))
-    runs: list[tuple[WeightVersion, int]] = field(default_factory=list)
-    generation_s: float = 0.0
-
-    def add(self, progress: Progress) -> None:
-        """The next tokens. A report that does not begin where the last one ended is of no use: one was lost, or this
-        one came twice.
-        """
-        if progress.start != len(self.token_ids):
-            return
-        self.token_ids += progress.piece.token_ids
-        self.logprobs += progress.piece.logprobs
-        self.runs += progress.piece.version_runs
-        self.generation_s = progress.piece.generation_s
+    def __init__(self, request_id: str, num_tokens: int = 0) -> None:
+        super().__init__(request_id)
+        self.num_tokens = num_tokens
 
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:
-    """A request that has not ended. Every attempt has an id of its own, so a late reply of an earlier one is never
-    taken for it.
-    """
+    """A request that has not ended. It has one attempt at a time, in the queue or on a replica."""
 
     request: GenerateRequest
     result: asyncio.Future[Completion]
     affinity: str | None
     foreground: bool
+    order: int = 0
+    """Age: of two requests of a kind the one with the lower number is dispatched first, whatever became of either."""
     conversation: str | None = None
     """Its requests belong to the replica that had the first of them."""
     later_turn: bool = False
     """Not the first request of its conversation."""
     pieces: list[Completion] = field(default_factory=list)
-    received: Received | None = None
-    """Of the present attempt; its own end brings these tokens again, and then they are not needed."""
-    attempt: int = 0
-    wire_id: str = ""
-    """Id of the present attempt; none before the first."""
+    num_attempts: int = 0
+    attempt: Attempt = field(init=False)
     failures: int = 0
-    failed_on: str | None = None
-    """Replica of the last failure: a silent one is always the least busy, and would get every retry."""
-    server: str | None = None
-    dispatched_s: float = 0.0
+    failed_on: set[ReplicaLink] = field(default_factory=set)
+    """Replicas that failed it. One that is started again under its name is another one."""
     abort_wanted: bool = False
+
+    def __post_init__(self) -> None:
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        """The last attempt is over; the next one is queued."""
+        self.num_attempts += 1
+        self.attempt = Attempt(self, f"{self.request.request_id}#{self.num_attempts}")
 
     @property
     def num_generated(self) -> int:
@@ -73,50 +66,27 @@ class PendingRequest:
             return 0
         return sum(len(p.token_ids) for p in self.pieces)
 
-    def next_attempt(self) -> GenerateRequest:
+    def message(self) -> GenerateRequest:
         """The request to send now: the prompt and the tokens so far, with what is left of the budget."""
-        self.attempt += 1
-        self.received = None
-        self.wire_id = f"{self.request.request_id}#{self.attempt}"
-        prompt, sampling = self.request.prompt_token_ids, self.request.sampling
+        wire_id, prompt, sampling = self.attempt.wire_id, self.request.prompt_token_ids, self.request.sampling
         if not self.pieces:
-            return replace(self.request, request_id=self.wire_id)
+            return replace(self.request, request_id=wire_id)
         for piece in self.pieces:
             prompt = prompt + piece.token_ids
         left = sampling.max_new_tokens - self.num_generated
         recorded = sum(piece.experts.num_positions for piece in self.pieces if piece.experts is not None)
         return GenerateRequest(
-            request_id=self.wire_id,
+            request_id=wire_id,
             prompt_token_ids=prompt,
             sampling=replace(sampling, max_new_tokens=left),
             recorded_positions=self.request.recorded_positions + recorded,
         )
 
-    def keep(self, piece: Completion) -> None:
-        """Remember what an interrupted attempt generated."""
-        self.received = None
-        if piece.token_ids:
-            self.pieces.append(piece)
-
-    def receive(self, progress: Progress) -> None:
-        """Tokens of the present attempt, which goes on."""
-        if self.received is None:
-            self.received = Received()
-        self.received.add(progress)
-
-    def keep_received(self) -> int:
-        """The present attempt is lost: remember what it reported. Returns the number of tokens."""
-        if (found := self.received) is None:
+    def keep(self, piece: Completion | None) -> int:
+        """Remember what an attempt generated before it was stopped or lost. Returns the number of tokens."""
+        if piece is None or not piece.token_ids:
             return 0
-        piece = Completion(
-            request_id=self.wire_id,
-            token_ids=found.token_ids,
-            logprobs=found.logprobs,
-            version_runs=merge_runs(found.runs),
-            finish_reason=FinishReason.ABORT,
-            generation_s=found.generation_s,
-        )
-        self.keep(piece)
+        self.pieces.append(piece)
         return len(piece.token_ids)
 
     def merged(self, last: Completion) -> Completion:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from roll_async.rollout.replica_link import ReplicaLink
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,8 @@ class ServerStats:
     """Replies of attempts that no longer counted, refused."""
     busy_s: float
     """Seconds during which at least one request ran."""
+    busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
+    """Seconds during which at least one request ran there, by replica, over all its restarts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +55,15 @@ class ServerCounts:
     busy_since_s: float | None = None
     """Loop time since when something runs."""
 
+    busy_before_by_server: dict[str, float] = field(default_factory=dict)
+    """Of replicas that were lost."""
+
+    def lost(self, link: ReplicaLink, now_s: float) -> None:
+        """A replica is gone; how busy it was stays known."""
+        self.lost_servers += 1
+        before_s = self.busy_before_by_server.get(link.name, 0.0)
+        self.busy_before_by_server[link.name] = before_s + link.busy_until_s(now_s)
+
     def began(self, now_s: float) -> None:
         """One more request runs."""
         self.in_flight += 1
@@ -68,8 +82,11 @@ class ServerCounts:
         self.aborted += 1
         self.aborted_tokens += num_tokens
 
-    def stats(self, *, queued: int, now_s: float) -> ServerStats:
+    def stats(self, *, queued: int, now_s: float, links: Iterable[ReplicaLink]) -> ServerStats:
         """As of now."""
+        busy = dict(self.busy_before_by_server)
+        for link in links:
+            busy[link.name] = busy.get(link.name, 0) + link.busy_until_s(now_s)
         running_s = 0.0 if self.busy_since_s is None else now_s - self.busy_since_s
         return ServerStats(
             in_flight=self.in_flight,
@@ -85,4 +102,5 @@ class ServerCounts:
             returned_servers=self.returned_servers,
             late_results=self.late_results,
             busy_s=self.busy_before_s + running_s,
+            busy_s_by_server=busy,
         )

@@ -1,26 +1,29 @@
 """One request to one replica: load-aware dispatch, interruption, re-dispatch of what a dead or silent replica held.
 
-    generate --> waiting --pump--> outbox of the least busy replica --submit--> replica
-                   ^                                                             |
-                   +---- requeued with its tokens <---- reader <----collect------+
+    generate --> waiting --pump--> outbox of a replica with free slots --submit--> replica
+                   ^                                                                  |
+                   +------ the next attempt, with its tokens <---- reader <---collect--+
 
-Dispatch is event-driven: every freed slot is refilled at once; new requests may wait `batch_creation_interval` for
-company. Calls to a replica carry batches. No lock is held across a wait. A replica that does not answer a control call
-in time is taken out like one that died.
+Dispatch is event-driven: every freed slot is refilled at once, and no slot is free while a request may run there.
+Calls to a replica carry batches. No lock is held across a wait. Where an attempt is, `attempts.py` knows; whether a
+replica works, `liveness.py` finds out. A replica that does not answer a control call in time is lost like one that
+died.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from roll_async.inference.protocol import EngineReport, PauseMode
+from roll_async.rollout.attempts import Attempt, AttemptState, Stop
+from roll_async.rollout.liveness import Liveness
 from roll_async.rollout.load_index import ReplicaChoice
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import Replica
-from roll_async.rollout.replica_link import ReplicaLink, abort_on, ask_all, wait_drained
+from roll_async.rollout.replica_link import REPLICA_ERRORS, ReplicaLink, ask_all, wait_drained
 from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
 from roll_async.rollout.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.waiting import WaitingRequests
@@ -31,11 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SWEEPS_PER_TIMEOUT = 10
-
-_HEARTBEAT_S = 5.0
-"""How often replicas are asked whether they live."""
-_HEARTBEAT_SLICES = 10
+_REPLY_WITHIN_S = 5.0
+"""An attempt whose end was acknowledged has its reply ready: so long that may take to arrive."""
+_SHORTEST_POLL_S = 0.1
+"""Between two questions for the load of a replica that runs requests of others."""
 
 
 class AsyncLLMServerManager:
@@ -46,16 +48,19 @@ class AsyncLLMServerManager:
     def __init__(self, clients: Sequence[Replica], options: ManagerOptions) -> None:
         self._options = options
         self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
+        self._liveness = Liveness(self, options, self._spawn)
         self._returns: Callable[[str, str], bool] | None = None
         self._expected: set[str] = set()
-        self._choice = ReplicaChoice(options.max_concurrent_per_server)
+        self._choice = ReplicaChoice()
         self._waiting = WaitingRequests()
         self._counts = ServerCounts()
         self._dispatching, self._foreground_only = True, False
-        self._num_interrupts = 0
+        self.num_interrupts = 0
         self._interrupt_mode: str | None = None
-        self._round: asyncio.Handle | None = None
-        self._last_round_s = float("-inf")
+        self._pump_soon: asyncio.Handle | None = None
+        self._round_began_s = float("-inf")
+        self._num_requests = 0
+        self._followed: set[ReplicaLink] = set()
         self._scheduler: ChatCompletionScheduler | None = None
         self._failure: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,23 +68,22 @@ class AsyncLLMServerManager:
     async def start(self) -> None:
         """Begin to read replies."""
         self._failure = asyncio.get_running_loop().create_future()
-        for name in list(self._links):
-            self._begin(name)
-        self._spawn(self._sweep(), "request deadlines")
-        self._spawn(self._heartbeat(), "heartbeat of the engines")
+        for link in self._links.values():
+            self._begin(link)
+        self._liveness.start()
 
-    def _begin(self, name: str) -> None:
-        self._choice.set(name, 0)
-        self._links[name].open()
+    def _begin(self, link: ReplicaLink) -> None:
+        self._set_free(link)
+        link.open()
 
     async def close(self) -> None:
         """Stop reading; requests that still wait are cancelled."""
-        if self._round is not None:
-            self._round.cancel()
+        if self._pump_soon is not None:
+            self._pump_soon.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for pending in [*self._waiting, *self._all_in_flight()]:
+        for pending in [*self._waiting, *(attempt.request for attempt in self._all_in_flight())]:
             pending.result.cancel()
         self._waiting.clear()
 
@@ -98,9 +102,20 @@ class AsyncLLMServerManager:
         """Replicas alive."""
         return [s.client for s in self._links.values()]
 
+    @property
+    def links(self) -> Collection[ReplicaLink]:
+        """Replicas alive, with what is in flight there."""
+        return self._links.values()
+
+    @property
+    def stands_still(self) -> bool:
+        """A weight push stops the replicas."""
+        return not self._dispatching
+
     def stats(self) -> ServerStats:
         """Counters since the start."""
-        return self._counts.stats(queued=len(self._waiting), now_s=asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        return self._counts.stats(queued=len(self._waiting), now_s=now_s, links=self._links.values())
 
     # Requests
 
@@ -119,11 +134,15 @@ class AsyncLLMServerManager:
         holds all they begin with. `foreground`: runs also while `set_aside` holds the others back.
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
         """
-        result = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
         later = conversation is not None and self._choice.is_settled(conversation)
-        pending = PendingRequest(request, result, affinity, foreground, conversation, later)
+        self._num_requests += 1
+        pending = PendingRequest(
+            request, loop.create_future(), affinity, foreground, self._num_requests, conversation, later
+        )
         self._waiting.add(pending)
-        self._plan_round()
+        if self._pump_soon is None:  # requests that are made in one turn of the loop leave in one call per replica
+            self._pump_soon = loop.call_soon(self._pump)
         try:
             return await pending.result
         except asyncio.CancelledError:
@@ -143,25 +162,32 @@ class AsyncLLMServerManager:
         return await self._scheduler.generate_sequences(prompts, num_groups, validation=validation, first_id=first_id)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns."""
+        """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns, which is in
+        bounded time wherever they are: what has not left ends at once, what is on the wire when it has arrived, what
+        runs when its replica says so. A replica that does not say so within `interrupt_timeout_s` is lost.
+        """
         wanted = set(request_ids)
         for pending in [p for p in self._waiting if p.request.request_id in wanted]:
             self._waiting.discard(pending)
-            self._finish(pending, empty_completion(pending.wire_id, FinishReason.ABORT))
-        running = [p for p in self._all_in_flight() if p.request.request_id in wanted]
-        for pending in running:
-            pending.abort_wanted = True
-        await self._abort_on_servers(running)
-        if running:
-            await asyncio.wait([p.result for p in running], timeout=self._options.interrupt_timeout_s)
-        for pending in running:
-            if not pending.result.done():  # the replica acknowledged without a reply: it has nothing to tell
-                self._detach(pending)
-                self._finish(pending, empty_completion(pending.wire_id, FinishReason.ABORT))
+            pending.attempt.to(AttemptState.ABORTED)
+            self._finish_aborted(pending)
+        attempts = [a for a in self._all_in_flight() if a.request.request.request_id in wanted]
+        for attempt in attempts:
+            attempt.request.abort_wanted, attempt.stop = True, Stop.CALLER
+        await self._end_on_servers(attempts)
+        left = [a.request.result for a in attempts if not a.ended]
+        if left:
+            await asyncio.wait(left, timeout=min(_REPLY_WITHIN_S, self._options.interrupt_timeout_s))
+        for attempt in attempts:
+            if not attempt.ended:  # acknowledged, and its reply did not come: what it told of is all there is
+                self._lose(attempt)
+                self._finish_aborted(attempt.request)
+        self._pump()
 
     async def abort_all(self) -> None:
         """End every request, queued or running."""
-        await self.abort([p.request.request_id for p in [*self._waiting, *self._all_in_flight()]])
+        running = (attempt.request for attempt in self._all_in_flight())
+        await self.abort([p.request.request_id for p in [*self._waiting, *running]])
 
     def forget_affinity(self, key: str) -> None:
         """No further request will come with this affinity or conversation key."""
@@ -175,10 +201,10 @@ class AsyncLLMServerManager:
         wait: nothing new starts, running requests finish; what is not finished by half of the time is treated as
         resume.
         resume: running requests stop and keep their tokens. abort: they are discarded. keep: they stay in the engine.
-        A replica that does not acknowledge in time is taken out; its requests go on elsewhere from their last token.
+        A replica that does not acknowledge in time is lost; its requests go on elsewhere from their last token.
         Raises ConnectionError when it was the last one and does not come back.
         """
-        self._dispatching, self._num_interrupts = False, self._num_interrupts + 1
+        self._dispatching, self.num_interrupts = False, self.num_interrupts + 1
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         if mode == "wait":
@@ -186,23 +212,16 @@ class AsyncLLMServerManager:
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
         pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
         if mode != "keep":
-            self._recall()
+            self._recall(self._all_in_flight())
         await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
         if mode != "keep":
             await wait_drained(self._links.values(), max(0.0, deadline - loop.time()))
-            for pending in self._all_in_flight():  # stopped, and its tokens never came: continue from what we have
-                self._detach(pending)
-                self._keep_received(pending)
-                self._requeue(pending)
-
-    def _recall(self) -> None:
-        """What has not left for its replica yet waits again, in its order."""
-        for pending in reversed([p for link in self._links.values() for p in link.recall()]):
-            self._detach(pending)
-            self._requeue(pending)
+            for attempt in self._all_in_flight():  # stopped, and its tokens never came: continue from what we have
+                self._lose(attempt)
+                self._requeue(attempt.request)
 
     async def resume(self) -> None:
-        """Let the replicas run again and dispatch what waits. One that does not acknowledge in time is taken out."""
+        """Let the replicas run again and dispatch what waits. One that does not acknowledge in time is lost."""
         timeout_s = self._options.interrupt_timeout_s
         await self._command("resume", ReplicaLink.resume, timeout_s, of_s=timeout_s)
         self._interrupt_mode = None
@@ -212,8 +231,8 @@ class AsyncLLMServerManager:
     async def _command(
         self, what: str, call: Callable[[ReplicaLink], Coroutine[object, object, None]], left_s: float, *, of_s: float
     ) -> None:
-        """A control call to every replica at once. Who fails it, or is not done in what is left of the time, is out.
-        Raises ConnectionError when nobody is left.
+        """A control call to every replica at once. One that fails it, or has not done it in what is left of the time,
+        is lost. Raises ConnectionError when none is left.
         """
         if not self._links:
             return
@@ -228,7 +247,12 @@ class AsyncLLMServerManager:
         """
         self._foreground_only = aside
         if aside:
-            await self._abort_on_servers([p for p in self._all_in_flight() if not p.foreground])
+            background = [a for a in self._all_in_flight() if not a.request.foreground]
+            self._recall(background)
+            running = [a for a in background if not a.ended]
+            for attempt in running:
+                attempt.stop = attempt.stop or Stop.ASIDE
+            await self._end_on_servers(running)
         else:
             self._pump()
 
@@ -237,8 +261,8 @@ class AsyncLLMServerManager:
         assert client.name not in self._links, f"{client.name} joins twice"
         self._expected.discard(client.name)
         self._counts.returned_servers += 1
-        self._links[client.name] = ReplicaLink(client, self, self._spawn)
-        self._begin(client.name)
+        link = self._links[client.name] = ReplicaLink(client, self, self._spawn)
+        self._begin(link)
         self._pump()
 
     def supervise(self, returns: Callable[[str, str], bool]) -> None:
@@ -258,150 +282,245 @@ class AsyncLLMServerManager:
         return bool(self._expected)
 
     async def remove(self, name: str, reason: str) -> None:
-        """Take a replica out; its requests go on elsewhere from their last token."""
+        """Remove a replica; its requests go on elsewhere from their last token."""
         if name in self._links:
             self.lost(self._links[name], reason)
 
-    # Inside
-
-    def _plan_round(self) -> None:
-        """A new request: dispatch it with the next round, which is at once unless one was held just before."""
-        if self._round is not None:
-            return
-        loop = asyncio.get_running_loop()
-        wait_s = self._last_round_s + self._options.batch_creation_interval_s - loop.time()
-        self._round = loop.call_later(wait_s, self._hold_round) if wait_s > 0 else loop.call_soon(self._hold_round)
-
-    def _hold_round(self) -> None:
-        self._round, self._last_round_s = None, asyncio.get_running_loop().time()
-        self._pump()
+    # Dispatch
 
     def _pump(self) -> None:
-        """Give waiting requests to replicas with free slots, the most free one first; later turns go home in any
-        case.
+        """Give waiting requests, oldest first, to replicas with free slots. One that may not run on any replica with a
+        free slot keeps its place and holds nobody up. Later turns of conversations go to their replica in any case.
         """
-        if not self._dispatching:
-            return
-        if self._waiting.any_later_turn:
-            self._send_home()
-        while (pending := self._waiting.first(foreground_only=self._foreground_only)) is not None:
-            name = self._choice.choose(pending.affinity, pending.failed_on)
-            if name is None:
-                return
-            if pending.conversation is not None:
-                self._choice.settle(pending.conversation, name)
-            self._waiting.discard(pending)
-            self._dispatch(pending, self._links[name])
-
-    def _send_home(self) -> None:
-        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
-            assert pending.conversation is not None
-            if (home := self._choice.home(pending.conversation, pending.failed_on)) is not None:
-                self._waiting.discard(pending)
-                self._dispatch(pending, self._links[home])
-
-    def _dispatch(self, pending: PendingRequest, link: ReplicaLink) -> None:
-        if pending.num_generated >= pending.request.sampling.max_new_tokens:
-            self._finish(pending, empty_completion(pending.wire_id, FinishReason.LENGTH))
+        if self._pump_soon is not None:
+            self._pump_soon.cancel()
+            self._pump_soon = None
+        if not self._dispatching or not self._waiting:
             return
         now = asyncio.get_running_loop().time()
-        pending.server, pending.dispatched_s = link.name, now
-        link.send(pending)
+        if now - self._round_began_s >= self._options.batch_creation_interval_s:
+            self._round_began_s = now
+            self._choice.begin_round()
+        if self._waiting.any_later_turn:
+            self._send_home()
+        passed = []
+        while self._choice.any_free:
+            pending = self._waiting.pop(foreground_only=self._foreground_only)
+            if pending is None:
+                break
+            name = self._choice.choose(pending.affinity, self._avoided(pending))
+            if name is None:
+                passed.append(pending)
+                continue
+            if pending.conversation is not None:
+                self._choice.settle(pending.conversation, name)
+            self._dispatch(pending, self._links[name], now)
+        for pending in passed:
+            self._waiting.add(pending)
+
+    def _send_home(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
+            assert pending.conversation is not None
+            if (home := self._choice.home(pending.conversation, self._avoided(pending))) is not None:
+                self._waiting.discard(pending)
+                self._dispatch(pending, self._links[home], now)
+
+    def _avoided(self, pending: PendingRequest) -> Collection[str]:
+        """Replicas that failed this request and are still there: it goes elsewhere while there is one."""
+        if not pending.failed_on:
+            return ()
+        return {link.name for link in pending.failed_on if self._links.get(link.name) is link}
+
+    def _dispatch(self, pending: PendingRequest, link: ReplicaLink, now_s: float) -> None:
+        if pending.num_generated >= pending.request.sampling.max_new_tokens:
+            pending.attempt.to(AttemptState.ANSWERED)
+            self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.LENGTH))
+            return
+        link.send(pending.attempt, now_s)
         self._counts.dispatched += 1
         self._counts.resumed += bool(pending.pieces)
-        self._counts.began(now)
-        self._choice.set(link.name, len(link.in_flight))
+        self._counts.began(now_s)
+        self._set_free(link)
+
+    def _set_free(self, link: ReplicaLink) -> None:
+        """What it runs, for us and for others, decides how much more it gets; a suspect shows with one that it works.
+        The load of others is asked for again before it is older than `batch_creation_interval_s`.
+        """
+        running = len(link.in_flight)
+        free = self._options.max_concurrent_per_server - running - link.foreign_requests
+        if link.suspect:
+            free = min(free, 1 - running)
+        self._choice.set(link.name, free, 1.0 if link.load is None else link.load.free_kv_fraction)
+        if link.foreign_requests and link not in self._followed:
+            self._followed.add(link)
+            self._spawn(self._follow_load(link), f"load of {link.name}")
+
+    async def _follow_load(self, link: ReplicaLink) -> None:
+        """While others run requests on a replica its free slots change without a report."""
+        try:
+            while link.foreign_requests and self._links.get(link.name) is link:
+                await asyncio.sleep(max(self._options.batch_creation_interval_s, _SHORTEST_POLL_S))
+                async with asyncio.timeout(self._options.interrupt_timeout_s):
+                    await link.ask_load()
+        except REPLICA_ERRORS:
+            link.foreign_requests = 0  # whether it works at all the heartbeat finds out
+        finally:
+            self._followed.discard(link)
+
+    def load_told(self, link: ReplicaLink) -> None:
+        """A replica has told its load outside of a report: others may have taken or left its slots."""
+        if self._links.get(link.name) is link:
+            self._set_free(link)
+            self._pump()
+
+    # Ends of attempts
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None:
         """What came back from a replica."""
         for progress in report.progress:
-            pending = link.in_flight.get(progress.piece.request_id)
-            if pending is not None:  # else of an attempt that is over
-                pending.receive(progress)
+            attempt = link.in_flight.get(progress.piece.request_id)
+            if attempt is not None and attempt.receive(progress):  # else of an attempt that is over
+                self._works(link)
         for completion in report.completions:
             self._reply(link, completion)
         for wire_id, reason in report.failures:
-            self._failed(link, wire_id, reason)
-        self._choice.set(link.name, len(link.in_flight))
+            attempt = self._ended(link, wire_id, AttemptState.ANSWERED)
+            if attempt is not None:
+                self._keep_received(attempt)
+                self._retry(attempt.request, link, reason)
+        link.take_note(report.load)
+        self._set_free(link)
         self._pump()
 
+    def _works(self, link: ReplicaLink) -> None:
+        """A token came from it."""
+        link.quiet_looks = link.strikes = 0
+
     def _reply(self, link: ReplicaLink, completion: Completion) -> None:
-        pending = self._take(link, completion.request_id)
-        if pending is None:
+        aborted = completion.finish_reason is FinishReason.ABORT
+        attempt = self._ended(link, completion.request_id, AttemptState.ABORTED if aborted else AttemptState.ANSWERED)
+        if attempt is None:
             return
-        self._counts.generated_tokens += len(completion.token_ids)
-        if completion.finish_reason is not FinishReason.ABORT or pending.abort_wanted:
+        pending, tokens = attempt.request, len(completion.token_ids)
+        self._counts.generated_tokens += tokens
+        if tokens:
+            self._works(link)
+        if not aborted or pending.abort_wanted:
             self._finish(pending, completion)
+        elif attempt.stop is Stop.TIMEOUT:
+            pending.keep(completion)
+            self._retry(pending, link, f"did not end within {self._options.generation_timeout_s:g} s")
         elif self._interrupt_mode == "abort":
-            self._counts.gave_up(pending.num_generated + len(completion.token_ids))
+            tokens += pending.num_generated
+            self._counts.gave_up(tokens)
             if not pending.result.done():
-                pending.result.set_exception(Interrupted(pending.request.request_id))
-        else:
+                pending.result.set_exception(Interrupted(pending.request.request_id, tokens))
+        elif self._interrupt_mode is not None or attempt.stop is Stop.ASIDE:
             pending.keep(completion)
             self._requeue(pending)
+        else:
+            pending.keep(completion)
+            self._retry(pending, link, "ended it as aborted, and nobody had asked for that")
 
-    def _failed(self, link: ReplicaLink, wire_id: str, reason: str) -> None:
-        pending = self._take(link, wire_id)
-        if pending is not None:
-            self._retry(pending, link.name, reason)
-
-    def _take(self, link: ReplicaLink, wire_id: str) -> PendingRequest | None:
-        """The request of this attempt, which ends here. None, and counted: it had ended before."""
-        pending = link.take(wire_id)
-        if pending is None:
+    def _ended(self, link: ReplicaLink, wire_id: str, state: AttemptState) -> Attempt | None:
+        """The attempt a replica tells the end of. None, and counted: it had ended before."""
+        attempt = link.in_flight.get(wire_id)
+        if attempt is None:
             self._counts.late_results += 1
             return None
-        pending.server = None
-        self._counts.ended(asyncio.get_running_loop().time())
-        return pending
+        self._end(attempt, state)
+        return attempt
 
-    def _retry(self, pending: PendingRequest, name: str, reason: str) -> None:
-        self._keep_received(pending)
-        pending.failures, pending.failed_on = pending.failures + 1, name
-        if pending.failures > self._options.request_retries:
+    def _end(self, attempt: Attempt, state: AttemptState) -> None:
+        """An attempt that a replica was chosen for is over."""
+        assert attempt.link is not None
+        attempt.link.end(attempt, state)
+        self._counts.ended(asyncio.get_running_loop().time())
+        if self._links.get(attempt.link.name) is attempt.link:
+            self._set_free(attempt.link)
+
+    def _lose(self, attempt: Attempt) -> None:
+        """Give an attempt up; the tokens it told of are kept."""
+        self._end(attempt, AttemptState.LOST)
+        self._keep_received(attempt)
+
+    def _recall(self, attempts: Iterable[Attempt]) -> None:
+        """What has not left for its replica yet waits again, in its place."""
+        for attempt in attempts:
+            if attempt.state is AttemptState.OUTBOX:
+                self._end(attempt, AttemptState.ABORTED)
+                self._requeue(attempt.request)
+
+    def give_elsewhere(self, attempts: Sequence[Attempt], reason: str) -> None:
+        """These attempts failed on their replica: they go on elsewhere from the last token they told of."""
+        for attempt in attempts:
+            if not attempt.ended:
+                assert attempt.link is not None
+                self._lose(attempt)
+                self._retry(attempt.request, attempt.link, reason)
+        self._pump()
+
+    def _retry(self, pending: PendingRequest, link: ReplicaLink, reason: str) -> None:
+        """A replica failed this request. The next attempt avoids it while there is another one."""
+        pending.failures += 1
+        pending.failed_on.add(link)
+        if pending.failures > self._options.request_retries and not pending.abort_wanted:
             if not pending.result.done():
                 whole = f"request {pending.request.request_id} failed {pending.failures} times"
-                pending.result.set_exception(GenerationFailed(f"{whole}; last: {name}: {reason}"))
+                pending.result.set_exception(GenerationFailed(f"{whole}; last: {link.name}: {reason}"))
             return
         self._counts.retried += 1
         self._requeue(pending)
 
     def _requeue(self, pending: PendingRequest) -> None:
-        """Back to where it waited: it is older than everything behind it."""
-        if not pending.result.done():
-            self._waiting.put_back(pending)
+        """The next attempt waits, unless nobody wants the request any more."""
+        if pending.abort_wanted:
+            self._finish_aborted(pending)
+        elif not pending.result.done():
+            pending.begin_attempt()
+            self._waiting.add(pending)
 
-    def _keep_received(self, pending: PendingRequest) -> None:
+    def _keep_received(self, attempt: Attempt) -> None:
         """An attempt is over, and its reply will not count: its last reported token is the last one that there is."""
-        if self._interrupt_mode == "abort":
-            pending.received = None
-        else:
-            self._counts.generated_tokens += pending.keep_received()
+        if self._interrupt_mode != "abort":
+            self._counts.generated_tokens += attempt.request.keep(attempt.received_piece())
 
-    def _detach(self, pending: PendingRequest) -> None:
-        """The present attempt ends here; later replies of it are late."""
-        link, pending.server = self._links.get(pending.server or ""), None
-        if link is not None and link.take(pending.wire_id) is not None:
-            self._counts.ended(asyncio.get_running_loop().time())
-            self._choice.set(link.name, len(link.in_flight))
+    def _finish_aborted(self, pending: PendingRequest) -> None:
+        self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.ABORT))
 
     def _finish(self, pending: PendingRequest, last: Completion) -> None:
+        if pending.result.done():
+            return
         if last.finish_reason is FinishReason.ABORT:
             self._counts.gave_up(pending.num_generated + len(last.token_ids))
         else:
             self._counts.completed += 1
-        if not pending.result.done():
-            pending.result.set_result(pending.merged(last))
+        pending.result.set_result(pending.merged(last))
 
     def _forget(self, pending: PendingRequest) -> None:
         """Its caller is gone: stop the work, expect no reply."""
-        if self._waiting.discard(pending):
+        attempt = pending.attempt
+        if self._waiting.discard(pending) or attempt.ended or attempt.link is None:
             return
-        link, wire_id = self._links.get(pending.server or ""), pending.wire_id
-        self._detach(pending)
-        if link is not None:
-            self._spawn(link.abort([wire_id]), f"abort on {link.name}")
+        arrives = attempt.state is AttemptState.RUNNING  # one on the wire is ended when it is acknowledged
+        self._end(attempt, AttemptState.ABORTED)
+        if arrives:
+            self._spawn(self._liveness.end_there(attempt.link, [attempt]), f"abort on {attempt.link.name}")
         self._pump()
+
+    async def _end_on_servers(self, attempts: Sequence[Attempt]) -> None:
+        """No replica runs these attempts when this returns; what has not left does not leave."""
+        by_link: dict[ReplicaLink, list[Attempt]] = {}
+        for attempt in attempts:
+            if attempt.state is AttemptState.OUTBOX:
+                self._end(attempt, AttemptState.ABORTED)
+                self._finish_aborted(attempt.request)
+            elif attempt.link is not None:
+                by_link.setdefault(attempt.link, []).append(attempt)
+        await asyncio.gather(*(self._liveness.end_there(link, part) for link, part in by_link.items()))
+
+    # Losses
 
     def lost(self, link: ReplicaLink, reason: str) -> None:
         """A replica is gone: its requests are dispatched again from their last received token."""
@@ -410,20 +529,21 @@ class AsyncLLMServerManager:
             return
         del self._links[name]
         orphans = link.cut()
-        logger.warning("engine %s is out: %s; its %d requests go elsewhere", name, reason, len(orphans))
-        self._counts.lost_servers += 1
-        self._counts.ended(asyncio.get_running_loop().time(), len(orphans))
+        logger.warning("engine %s is lost: %s; its %d requests go elsewhere", name, reason, len(orphans))
+        now_s = asyncio.get_running_loop().time()
+        self._counts.lost(link, now_s)
+        self._counts.ended(now_s, len(orphans))
         self._choice.remove(name)
-        for pending in reversed(orphans):
-            pending.server = None
-            self._retry(pending, name, reason)
+        for attempt in orphans:
+            self._keep_received(attempt)
+            self._retry(attempt.request, link, reason)
         if self._returns is not None and self._returns(name, reason):
             self._expected.add(name)
         self._end_without_engines(name, reason)
         self._pump()
 
     def _end_without_engines(self, name: str, reason: str) -> None:
-        """Nobody is there and nobody will come: everything that waits fails."""
+        """No replica is there and none will come: everything that waits fails."""
         if self._links or self._expected:
             return
         error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
@@ -436,58 +556,18 @@ class AsyncLLMServerManager:
     def _fail(self, error: BaseException) -> None:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
+            self._failure.exception()  # a run that ends for another reason need not look at it
 
-    async def _sweep(self) -> None:
-        """Take requests away from replicas that are silent for `generation_timeout`."""
-        timeout = self._options.generation_timeout_s
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
-            limit = loop.time() - timeout
-            late = [p for p in self._all_in_flight() if p.dispatched_s < limit]
-            if not late or not self._dispatching:
-                continue
-            for pending in late:
-                logger.warning("request %s did not end within %g s on %s", pending.wire_id, timeout, pending.server)
-            await self._abort_on_servers(late)
-            await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
-            for pending in late:
-                if pending.server is not None and pending.dispatched_s < limit:
-                    name = pending.server
-                    self._detach(pending)
-                    self._retry(pending, name, f"silent for {timeout:g} s")
-            self._pump()
-
-    async def _heartbeat(self) -> None:
-        """Take out replicas that do nothing at all, such as a stopped process: no call to them fails, and requests
-        alone would tell after `generation_timeout`. A weight push has deadlines of its own: none is asked while it
-        stops the replicas, and an answer it came across says nothing.
-        """
-        limit_s = self._options.interrupt_timeout_s
-        while True:
-            await asyncio.sleep(_HEARTBEAT_S)
-            if not self._dispatching:
-                continue
-            before = self._num_interrupts
-            links, call = self._links.values(), ReplicaLink.ping
-            failed = await ask_all(links, "heartbeat of", call, limit_s, slices=_HEARTBEAT_SLICES)
-            for link, error in failed.items() if before == self._num_interrupts else ():
-                self.lost(link, f"its load is an error: {error}" if error else f"no sign of life for {limit_s:g} s")
-
-    async def _abort_on_servers(self, running: Sequence[PendingRequest]) -> None:
-        if not await abort_on(self._links, running, self._options.interrupt_timeout_s):
-            logger.warning("abort was not acknowledged within %g s", self._options.interrupt_timeout_s)
-
-    def _all_in_flight(self) -> list[PendingRequest]:
-        return [p for link in self._links.values() for p in link.in_flight.values()]
+    def _all_in_flight(self) -> list[Attempt]:
+        return [a for link in self._links.values() for a in link.in_flight.values()]
 
     def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_ended)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:

@@ -2,68 +2,80 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator
 
 from roll_async.rollout.requests import PendingRequest
 
-_Queue = OrderedDict[PendingRequest, None]
+_BACKGROUND = 2
+"""Kinds below are foreground."""
 
 
 class WaitingRequests:
-    """Queues from which any request can leave at once, wherever it stands."""
+    """A queue from which any request can leave at once, wherever it stands. What comes back takes its old place: it is
+    older than what came after it.
+    """
 
     def __init__(self) -> None:
-        self._later_foreground, self._foreground = _Queue(), _Queue()
-        self._later_background, self._background = _Queue(), _Queue()
-        self._queues = (self._later_foreground, self._foreground, self._later_background, self._background)
-        """In the order of their turn."""
-        self._queues_foreground = self._queues[:2]
+        self._heap: list[tuple[int, int, int, PendingRequest]] = []
+        self._entries: dict[PendingRequest, int] = {}
+        """Number of the entry that counts; others of the heap are stale."""
+        self._later: set[PendingRequest] = set()
+        self._number = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        return iter([pending for queue in self._queues for pending in queue])
+        """In the order of their turn."""
+        return iter(sorted(self._entries, key=lambda pending: (_kind(pending), pending.order)))
+
+    def __contains__(self, pending: PendingRequest) -> bool:
+        return pending in self._entries
 
     def add(self, pending: PendingRequest) -> None:
-        """Behind all others of its kind."""
-        self._of(pending)[pending] = None
-
-    def put_back(self, pending: PendingRequest) -> None:
-        """Before all others of its kind: it is older than they are."""
-        queue = self._of(pending)
-        queue[pending] = None
-        queue.move_to_end(pending, last=False)
+        """Where its kind and its age put it."""
+        self._number += 1
+        self._entries[pending] = self._number
+        if pending.later_turn:
+            self._later.add(pending)
+        heapq.heappush(self._heap, (_kind(pending), pending.order, self._number, pending))
 
     def discard(self, pending: PendingRequest) -> bool:
         """False when it did not wait."""
-        waited = pending in self._of(pending)
-        self._of(pending).pop(pending, None)
-        return waited
+        self._later.discard(pending)
+        return self._entries.pop(pending, None) is not None
 
-    def first(self, *, foreground_only: bool) -> PendingRequest | None:
-        """Whose turn it is; it stays until it is discarded."""
-        for queue in self._queues_foreground if foreground_only else self._queues:
-            if queue:
-                return next(iter(queue))
+    def pop(self, *, foreground_only: bool) -> PendingRequest | None:
+        """Whose turn it is leaves the queue; None when nobody may go."""
+        while self._heap:
+            kind, _, number, pending = self._heap[0]
+            if self._entries.get(pending) != number:
+                heapq.heappop(self._heap)
+                continue
+            if foreground_only and kind >= _BACKGROUND:
+                return None
+            heapq.heappop(self._heap)
+            self.discard(pending)
+            return pending
         return None
 
     @property
     def any_later_turn(self) -> bool:
         """A request waits whose conversation has begun."""
-        return bool(self._later_background or self._later_foreground)
+        return bool(self._later)
 
     def later_turns(self, *, foreground_only: bool) -> list[PendingRequest]:
         """Requests of conversations that have begun, in order."""
-        return [*self._later_foreground, *(() if foreground_only else self._later_background)]
+        found = (pending for pending in self._later if pending.foreground or not foreground_only)
+        return sorted(found, key=lambda pending: (_kind(pending), pending.order))
 
     def clear(self) -> None:
         """Forget all."""
-        for queue in self._queues:
-            queue.clear()
+        self._heap.clear()
+        self._entries.clear()
+        self._later.clear()
 
-    def _of(self, pending: PendingRequest) -> _Queue:
-        if pending.later_turn:
-            return self._later_foreground if pending.foreground else self._later_background
-        return self._foreground if pending.foreground else self._background
+
+def _kind(pending: PendingRequest) -> int:
+    return (0 if pending.foreground else _BACKGROUND) + (not pending.later_turn)

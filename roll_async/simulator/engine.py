@@ -132,6 +132,10 @@ class SimEngine:
         end = min(running.counted, running.num_tokens - 1)
         return self._part(running, start, end, FinishReason.ABORT) if end > start else None
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """One character per token."""
+        return "." * len(token_ids)
+
     def tokens_so_far(self) -> list[tuple[GenerateRequest, int]]:
         """Requests that run, and the tokens this engine has sampled for each."""
         self._advance()

@@ -24,6 +24,7 @@ from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts
 from roll_async.pipelines.wire import Classes, EngineOptions, RolloutRoles, RunOptions, connect, wire, wire_rollout
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_counts import ServerStats
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -187,7 +188,7 @@ class World:
         stack.push_async_callback(self._close)
         replicas = [self._replica(f"engine-{i}", faults) for i, faults in enumerate(scenario.engines)]
         options = EngineOptions(
-            manager=scenario.manager, max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
+            manager=self._manager_options(), max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
         )
         engines = connect(replicas, self._restart, options, classes)
         await engines.start(stack)
@@ -228,6 +229,13 @@ class World:
             queue=type("_SeenQueue", (_Seen, self._classes.queue), seen),
             rollouter=type("_SeenRollouter", (_SeenRollouter, self._classes.rollouter), seen),
         )
+
+    def _manager_options(self) -> ManagerOptions:
+        """A world that is not checked saves the time to tell what running requests have generated; then silence says
+        nothing.
+        """
+        options = self._scenario.manager
+        return options if self.watch.every_token else replace(options, silence_s=1e9)
 
     def _replica(self, name: str, faults: EngineFaults) -> SimReplica:
         scenario = self._scenario

@@ -225,7 +225,9 @@ def test_pause_resume_and_load_are_the_engines_own(run):
         host = EngineHost(engine)
         await host.pause(PauseMode.KEEP)
         await host.resume()
-        assert engine.modes == [PauseMode.KEEP, "resume"] and await host.load() == engine.load()
+        assert engine.modes == [PauseMode.KEEP, "resume"] and await host.load() == replace(
+            engine.load(), held=frozenset()
+        )
 
     run(go())
 
@@ -237,3 +239,108 @@ def test_an_engine_is_built_by_the_name_of_its_strategy_without_starting_it(tmp_
     assert type(engine).__name__ == ENGINES["hf_infer"].rpartition(".")[2] and engine.version == 0
     dummy = EngineSettings(model_folder="x", dtype="fp32", device="cpu", max_model_len=64, random_weights=True)
     assert create_engine("hf_infer", dummy).version is None
+
+
+def test_an_abort_in_the_same_turn_as_its_submit_ends_the_request(run):
+    async def go():
+        engine = FakeEngine()
+        host = EngineHost(engine)
+        await host.submit([ask("a", 1000), ask("b", 2)])
+        await host.abort(["a"])
+        assert asyncio.get_running_loop().time() == 0.0 and list(engine.begun) in ([], ["b"])
+        report = await host.collect()
+        assert [(c.request_id, c.finish_reason) for c in report.completions] == [("a", FinishReason.ABORT)]
+        assert len((await host.collect()).completions) == 1
+
+    run(go())
+
+
+def test_an_abort_that_overtakes_its_submit_is_remembered(run):
+    async def go():
+        engine = FakeEngine()
+        host = EngineHost(engine)
+        await host.abort(["a"])
+        await host.submit([ask("a", 1000), ask("b", 2)])
+        report = await host.collect()
+        assert [c.request_id for c in report.completions] == ["a"] and "a" not in engine.begun
+        await host.submit([ask("a", 3)])
+        await asyncio.sleep(5)
+        names = [c.request_id for c in (await host.collect()).completions]
+        assert sorted(names) == ["a", "b"] and "a" in engine.begun, "once"
+
+    run(go())
+
+
+def test_a_request_that_its_engine_does_not_end_is_cut_off_in_time(run):
+    class Stubborn(FakeEngine):
+        async def abort(self, request_ids):
+            self.aborted += request_ids
+
+    async def go():
+        host = EngineHost(Stubborn())
+        await host.submit([ask("a", 10_000)])
+        await asyncio.sleep(1)
+        await host.abort(["a"])
+        assert asyncio.get_running_loop().time() <= 12 and not host._tasks
+        assert [i for i, _ in (await host.collect()).failures] == ["a"]
+
+    run(go())
+
+
+def test_the_load_names_what_is_held_until_its_end_is_handed_over(run):
+    async def go():
+        host = EngineHost(FakeEngine())
+        await host.submit([ask("a", 2), ask("b", 100), ask("refused", kind=0)])
+        await asyncio.sleep(3)
+        assert (await host.load()).held == {"a", "b", "refused"}
+        assert (await host.collect()).load.held == {"b"} == (await host.load()).held
+
+    run(go())
+
+
+TEXT = {1: "The", 2: " answer", 3: "<", 4: "/", 5: "a", 6: ">", 7: "\ufffd"}
+
+
+class Writes(FakeEngine):
+    """Says the tokens of TEXT, in the order of the prompt."""
+
+    def __init__(self, said):
+        super().__init__()
+        self.said = said
+
+    def decode(self, token_ids):
+        return "".join(TEXT[i] for i in token_ids)
+
+    async def generate(self, request):
+        return replace(await super().generate(request), **fields(self.said))
+
+    def progress(self, request_id, start):
+        return replace(piece(request_id, self.said[start:])) if request_id in self.running else None
+
+
+def fields(tokens):
+    part = piece("", tokens)
+    return {"token_ids": part.token_ids, "logprobs": part.logprobs, "version_runs": part.version_runs}
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [([1, 2, 3, 4], [1, 2]), ([1, 2, 3], [1, 2]), ([1, 2, 3, 1], [1, 2, 3, 1]), ([3, 4, 5], []), ([1, 7], [1])],
+)
+def test_what_is_handed_over_of_an_unfinished_answer_splits_no_stop_string(run, said, kept):
+    """A request that goes on from the kept tokens is a new one to its engine, which looks only at what it samples."""
+
+    async def go():
+        host = EngineHost(Writes(said))
+        request = ask("r", 1000)
+        await host.submit([replace(request, sampling=replace(request.sampling, stop_strings=("</a>",)))])
+        await host.submit([ask("without stop strings", 1000)])
+        await asyncio.sleep(PROGRESS_INTERVAL_S)
+        told = {p.piece.request_id: list(p.piece.token_ids) for p in (await host.collect()).progress}
+        assert told == {name: ids for name, ids in (("r", kept), ("without stop strings", said)) if ids}
+        await host.abort(["r", "without stop strings"])
+        parts = {c.request_id: c for c in (await host.collect()).completions}
+        assert list(parts["r"].token_ids) == kept and list(parts["without stop strings"].token_ids) == said
+        assert parts["r"].version_runs == (((0, len(kept)),) if kept else ())
+
+    run(go())

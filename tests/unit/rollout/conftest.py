@@ -15,7 +15,8 @@ def managed():
 
     @asynccontextmanager
     async def manage(*replicas, **options):
-        manager = AsyncLLMServerManager(replicas, ManagerOptions(**options))
+        patient = {"silence_s": 1e6}  # these replicas tell of their progress only when a test says so
+        manager = AsyncLLMServerManager(replicas, ManagerOptions(**{**patient, **options}))
         await manager.start()
         try:
             yield manager

@@ -40,7 +40,7 @@ class World:
         self.replicas, self.train_s, self.mode, self.parts = replicas, train_s, mode, parts
         self.options = QueueOptions(**{"groups_per_batch": 4, **queue})
         self.queue = MessageQueue(self.options, MemoryLedger())
-        self.manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=6))
+        self.manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=6, silence_s=1e6))
         options = {"samples_per_group": 2, "sampling": SamplingParams(max_new_tokens=20)}
         options["scoring"] = ScoringOptions(outage_patience_s=0)
         self.scheduler = ChatCompletionScheduler(

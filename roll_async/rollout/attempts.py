@@ -1,0 +1,127 @@
+"""One attempt of a request on one replica, from the queue to its end: the only owner of where it is and why it ended.
+
+    QUEUED --> OUTBOX --> ON_WIRE --> RUNNING --> ANSWERED | ABORTED | LOST
+
+Every change of state goes through `Attempt.to`, which knows the whole table. What is told of an attempt that has ended
+is late: it is counted and changes nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from roll_async.inference.protocol import Progress
+from roll_async.schema import Completion, FinishReason, WeightVersion, merge_runs
+
+if TYPE_CHECKING:
+    from roll_async.rollout.replica_link import ReplicaLink
+    from roll_async.rollout.requests import PendingRequest
+
+
+class AttemptState(Enum):
+    """Where an attempt is."""
+
+    QUEUED = "queued"  # no replica has it
+    OUTBOX = "outbox"  # a replica is chosen; its submit call has not begun
+    ON_WIRE = "on the wire"  # the submit call is under way: the replica may or may not have it
+    RUNNING = "running"  # the replica has acknowledged it
+    ANSWERED = "answered"  # ended by itself: a completion or a failure of its own
+    ABORTED = "aborted"  # ended on request, with the tokens so far
+    LOST = "lost"  # given up: its replica is gone, silent, or did not end it in time
+
+
+TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
+    AttemptState.QUEUED: frozenset(  # answered: an earlier attempt used the budget of tokens up
+        {AttemptState.OUTBOX, AttemptState.ANSWERED, AttemptState.ABORTED, AttemptState.LOST}
+    ),
+    AttemptState.OUTBOX: frozenset({AttemptState.ON_WIRE, AttemptState.ABORTED, AttemptState.LOST}),
+    AttemptState.ON_WIRE: frozenset(  # an answer may overtake the acknowledgement
+        {AttemptState.RUNNING, AttemptState.ANSWERED, AttemptState.ABORTED, AttemptState.LOST}
+    ),
+    AttemptState.RUNNING: frozenset({AttemptState.ANSWERED, AttemptState.ABORTED, AttemptState.LOST}),
+    AttemptState.ANSWERED: frozenset(),
+    AttemptState.ABORTED: frozenset(),
+    AttemptState.LOST: frozenset(),
+}
+
+
+class Stop(Enum):
+    """Why an attempt was asked to end. It decides what an ABORT means for the request and for the replica."""
+
+    CALLER = "caller"  # nobody wants the request any more
+    ASIDE = "aside"  # weights or validation come first: the request goes on later
+    TIMEOUT = "timeout"  # it took longer than generation_timeout: a failure of its replica
+
+
+@dataclass(slots=True)
+class Received:
+    """What an attempt has reported before its end: one piece that grows."""
+
+    token_ids: array = field(default_factory=lambda: array("i"))
+    logprobs: array = field(default_factory=lambda: array("f"))
+    runs: list[tuple[WeightVersion, int]] = field(default_factory=list)
+    generation_s: float = 0.0
+
+    def add(self, progress: Progress) -> bool:
+        """The next tokens. A report that does not begin where the last one ended is of no use (False): one was lost, or
+        this one came twice.
+        """
+        if progress.start != len(self.token_ids):
+            return False
+        self.token_ids += progress.piece.token_ids
+        self.logprobs += progress.piece.logprobs
+        self.runs += progress.piece.version_runs
+        self.generation_s = progress.piece.generation_s
+        return bool(progress.piece.token_ids)
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One try. Its id is its own, so a late reply of an earlier try is never taken for it."""
+
+    request: PendingRequest
+    wire_id: str
+    state: AttemptState = AttemptState.QUEUED
+    link: ReplicaLink | None = None
+    """Its replica, from OUTBOX on; who is credited or blamed for its end."""
+    dispatched_s: float = 0.0
+    acknowledged_s: float = 0.0
+    """Since when it is RUNNING; loop time."""
+    stop: Stop | None = None
+    unknown: int = 0
+    """How often in a row its replica did not name it among the requests that it holds."""
+    received: Received | None = None
+
+    def to(self, state: AttemptState) -> None:
+        """The only way to change the state."""
+        assert state in TRANSITIONS[self.state], f"{self.wire_id}: {self.state.value} cannot become {state.value}"
+        self.state = state
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more is expected of it."""
+        return not TRANSITIONS[self.state]
+
+    def receive(self, progress: Progress) -> bool:
+        """Tokens of an attempt that goes on. True: they are new."""
+        if self.received is None:
+            self.received = Received()
+        return self.received.add(progress)
+
+    def received_piece(self) -> Completion | None:
+        """What it reported, when no end of its own will bring it; None without tokens."""
+        found = self.received
+        if found is None or not found.token_ids:
+            return None
+        return Completion(
+            request_id=self.wire_id,
+            token_ids=found.token_ids,
+            logprobs=found.logprobs,
+            version_runs=merge_runs(found.runs),
+            finish_reason=FinishReason.ABORT,
+            generation_s=found.generation_s,
+        )

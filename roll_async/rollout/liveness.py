@@ -1,0 +1,153 @@
+"""Finds replicas that do not work although nothing breaks: frozen processes, hung cores, lost replies, endless
+requests.
+
+    heartbeat    every few seconds each replica is asked for its load; one that does not answer in time is lost
+    lost reply   an acknowledged attempt that its replica does not hold any more, and whose end did not come
+    progress     a replica that runs requests and tells of no token for `silence_s` is suspect: its requests count as
+                 failed there, and it gets one to show that it works; the second time in a row it is lost
+    time-out     a request that takes longer than `generation_timeout_s` is ended and goes on elsewhere
+
+Nothing is held against a replica while a weight push stops it: the push has deadlines of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from roll_async.inference.protocol import EngineLoad
+from roll_async.rollout.attempts import Attempt, AttemptState, Stop
+from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.replica_link import ReplicaLink, Spawn, ask_all
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 5.0
+_HEARTBEAT_SLICES = 10
+_LOOKS_PER_SILENCE = 10
+"""A look counts once, however long this process stood still before it."""
+_SWEEPS_PER_TIMEOUT = 10
+_STRIKES = 2
+_UNKNOWN = 2
+"""So many heartbeats in a row a replica does not name an attempt before its reply counts as lost: it may be on its way.
+"""
+
+
+class Watched(Protocol):
+    """What is looked after: the manager."""
+
+    num_interrupts: int
+
+    @property
+    def links(self) -> Collection[ReplicaLink]: ...
+
+    @property
+    def stands_still(self) -> bool:
+        """A weight push stops the replicas."""
+        ...
+
+    def lost(self, link: ReplicaLink, reason: str) -> None: ...
+
+    def give_elsewhere(self, attempts: Sequence[Attempt], reason: str) -> None:
+        """These attempts failed on their replica: they go on elsewhere from the last token they told of."""
+
+
+class Liveness:
+    """The loops of one manager, which runs them."""
+
+    def __init__(self, watched: Watched, options: ManagerOptions, spawn: Spawn) -> None:
+        self._watched, self._options, self._spawn = watched, options, spawn
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._spawn(self._heartbeat(), "heartbeat of the engines")
+        self._spawn(self._watch_tokens(), "progress of the engines")
+        self._spawn(self._sweep(), "request deadlines")
+
+    # Heartbeat and lost replies
+
+    async def _heartbeat(self) -> None:
+        limit_s, watched = self._options.interrupt_timeout_s, self._watched
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            if watched.stands_still:
+                continue
+            before = watched.num_interrupts
+            failed = await ask_all(watched.links, "heartbeat of", self._ask, limit_s, slices=_HEARTBEAT_SLICES)
+            for link, error in failed.items() if before == watched.num_interrupts else ():
+                watched.lost(link, f"its load is an error: {error}" if error else f"no sign of life for {limit_s:g} s")
+
+    async def _ask(self, link: ReplicaLink) -> None:
+        asked_s, before = asyncio.get_running_loop().time(), self._watched.num_interrupts
+        load = await link.ask_load()
+        if before == self._watched.num_interrupts and not self._watched.stands_still:
+            self._compare(link, load, asked_s)
+
+    def _compare(self, link: ReplicaLink, load: EngineLoad, asked_s: float) -> None:
+        """What was acknowledged before the question and is not held any more has ended; its reply may be lost."""
+        if load.held is None:
+            return
+        gone = []
+        for attempt in link.in_flight.values():
+            if attempt.state is not AttemptState.RUNNING or attempt.acknowledged_s >= asked_s:
+                continue
+            attempt.unknown = 0 if attempt.wire_id in load.held else attempt.unknown + 1
+            if attempt.unknown >= _UNKNOWN:
+                gone.append(attempt)
+        if gone:
+            logger.warning("%d replies of engine %s were lost; their requests go elsewhere", len(gone), link.name)
+            self._watched.give_elsewhere(gone, "its reply was lost")
+
+    # Progress
+
+    async def _watch_tokens(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.silence_s / _LOOKS_PER_SILENCE)
+            for link in list(self._watched.links):
+                running = any(a.state is AttemptState.RUNNING for a in link.in_flight.values())
+                if self._watched.stands_still or not running:
+                    continue
+                link.quiet_looks += 1
+                if link.quiet_looks > _LOOKS_PER_SILENCE:
+                    self._suspect(link)
+
+    def _suspect(self, link: ReplicaLink) -> None:
+        link.quiet_looks, link.strikes = 0, link.strikes + 1
+        why = f"told of no token for {self._options.silence_s:g} s while it ran requests"
+        if link.strikes >= _STRIKES:
+            self._watched.lost(link, f"{why}, twice")
+            return
+        attempts = list(link.in_flight.values())
+        logger.warning("engine %s %s; its %d requests go elsewhere", link.name, why, len(attempts))
+        self._watched.give_elsewhere(attempts, why)
+        self._spawn(self.end_there(link, attempts), f"abort on {link.name}")
+
+    async def end_there(self, link: ReplicaLink, attempts: Sequence[Attempt]) -> None:
+        """What nobody waits for any more ends on the replica. One that does not acknowledge it in time is lost."""
+        limit_s = self._options.interrupt_timeout_s
+        failed = await ask_all([link], "abort on", lambda link: link.abort(attempts), limit_s, slices=_HEARTBEAT_SLICES)
+        for late in failed:
+            self._watched.lost(late, f"did not end {len(attempts)} requests within {limit_s:g} s")
+
+    # Time-outs
+
+    async def _sweep(self) -> None:
+        timeout, loop, watched = self._options.generation_timeout_s, asyncio.get_running_loop(), self._watched
+        while True:
+            await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
+            if watched.stands_still:
+                continue
+            limit = loop.time() - timeout
+            for link in list(watched.links):
+                late = [a for a in link.in_flight.values() if a.dispatched_s < limit]
+                again = [a for a in late if a.stop is Stop.TIMEOUT]
+                if again:  # asked to end a sweep ago, and its end did not come
+                    watched.give_elsewhere(again, f"did not end within {timeout:g} s")
+                for attempt in late:
+                    if attempt.stop is None:
+                        attempt.stop = Stop.TIMEOUT
+                        logger.warning("request %s did not end within %g s on %s", attempt.wire_id, timeout, link.name)
+                if late:
+                    self._spawn(self.end_there(link, late), f"abort on {link.name}")
