@@ -155,9 +155,9 @@ class AcceptsLateReplies(AsyncLLMServerManager):
     def _reply(self, link, completion):
         if completion.request_id not in link.in_flight:
             base = completion.request_id.partition("#")[0]
-            for pending in self._all_in_flight():
-                if pending.request.request_id == base:
-                    link, completion = self._links[pending.server], replace(completion, request_id=pending.wire_id)
+            for attempt in self._all_in_flight():
+                if attempt.request.request.request_id == base:
+                    link, completion = attempt.link, replace(completion, request_id=attempt.wire_id)
                     break
         super()._reply(link, completion)
 
@@ -165,10 +165,14 @@ class AcceptsLateReplies(AsyncLLMServerManager):
 class ContinuesFromTheStart(AsyncLLMServerManager):
     """Keeps the tokens of an interrupted request, and sends its prompt again without them."""
 
-    def _dispatch(self, pending, link):
-        super()._dispatch(pending, link)
-        if link._outbox and pending.pieces:
-            link._outbox[-1] = replace(link._outbox[-1], prompt_token_ids=pending.request.prompt_token_ids)
+    def _begin(self, link):
+        submit = link.client.submit
+
+        async def stripped(requests):  # the first id of a prompt is its length
+            await submit([replace(r, prompt_token_ids=r.prompt_token_ids[: r.prompt_token_ids[0]]) for r in requests])
+
+        link.client.submit = stripped
+        super()._begin(link)
 
 
 class PausesTooEarly(AsyncLLMServerManager):
@@ -189,7 +193,7 @@ class WaitsForEveryPause(AsyncLLMServerManager):
 class DropsDeadRequests(AsyncLLMServerManager):
     """Requests of a lost replica are forgotten."""
 
-    def _retry(self, pending: PendingRequest, name, reason):
+    def _retry(self, pending: PendingRequest, link, reason):
         pass
 
 
@@ -201,10 +205,14 @@ class ForgetsProgress(AsyncLLMServerManager):
 
 
 class HasNoHeartbeat(AsyncLLMServerManager):
-    """Waits for requests to time out."""
+    """Neither asks who lives nor looks at progress: waits for requests to time out."""
 
-    async def _heartbeat(self):
-        await asyncio.Event().wait()
+    async def start(self):
+        async def never():
+            await asyncio.Event().wait()
+
+        self._liveness._heartbeat = self._liveness._watch_tokens = never
+        await super().start()
 
 
 class BelievesEveryReport(AsyncLLMServerManager):
@@ -212,8 +220,8 @@ class BelievesEveryReport(AsyncLLMServerManager):
 
     def reported(self, link, report):
         for progress in report.progress:
-            pending = link.in_flight.get(progress.piece.request_id)
-            start = len(pending.received.token_ids) if pending is not None and pending.received is not None else 0
+            attempt = link.in_flight.get(progress.piece.request_id)
+            start = len(attempt.received.token_ids) if attempt is not None and attempt.received is not None else 0
             told = replace(report, completions=(), failures=(), progress=(replace(progress, start=start),))
             super().reported(link, told)
         super().reported(link, replace(report, progress=()))
