@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll_async import assemble_settings as settings
 from roll_async.assemble_checkpoint import LoopCheckpoint, restore_loop
 from roll_async.assemble_roles import RolePlacements, Roles, RoleStarter, reference_is_actor
 from roll_async.assemble_rollout import RolloutOrder
@@ -21,12 +20,12 @@ from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.train_loop import PipelineParts, TrainLoop
+from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
 from roll_async.pipelines.wire import Classes, RunOptions, wire
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
-from roll_async.trainer.learner import Learner, LearnerParts
+from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +98,7 @@ async def couple(
         teacher=roles.training.get("teacher"),
         critic=roles.training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
     )
-    learner = Learner(learner_parts, settings.learner_options(config))
+    learner = Learner(learner_parts, LearnerOptions.of(config))
     checkpoints = RunCheckpoints(folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep)
     saved = {name: roles.training[name] for name in ("actor_train", "critic") if name in roles.training}
     restored, position = await restore_loop(config, saved, learner, checkpoints)
@@ -126,7 +125,7 @@ async def couple(
         validate=side.validate,
     )
     options = RunOptions(
-        plan=settings.run_plan(config, first_step=restored + 1),
+        plan=RunPlan.of(config, first_step=restored + 1),
         monitor_interval_s=classes.monitor_interval_s,
         custom_monitor=classes.custom_monitor,
     )

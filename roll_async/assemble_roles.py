@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from roll_async import assemble_settings as settings
 from roll_async.assemble_rollout import StartedRollout, start_rollout
 from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
@@ -17,6 +16,7 @@ from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
 from roll_async.config.schema import RLVRConfig, WorkerConfig
+from roll_async.trainer.megatron.settings import MegatronSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,7 @@ class RoleStarter:
         group = await RayTrainerGroup.start(
             TrainingRole(
                 name=name,
-                settings=settings.megatron_settings(self._config, worker),
+                settings=MegatronSettings.of(self._config, worker),
                 bucket_bytes=self._config.weight_sync.bucket_size_mb << 20,
                 rpc_timeout_s=self._config.fault.rpc_timeout,
             ),

@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll_async import assemble_settings as settings
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
 from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.config.schema import RLVRConfig
+from roll_async.inference.settings import EngineSettings
 from roll_async.pipelines.wire import (
     Classes,
     EngineOptions,
@@ -29,11 +29,11 @@ from roll_async.pipelines.wire import (
     connect,
     wire_rollout,
 )
-from roll_async.prompts.load import load_prompts
+from roll_async.prompts.load import DataOptions, load_prompts
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.prompts.tool_turns import ChatToolCodec
-from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
@@ -70,8 +70,8 @@ class StartedRollout:
 
     async def couple(self, order: RolloutOrder) -> RolloutSide:
         """Queue, rollouter and synchronizer of one run."""
-        config, validation = order.config, order.config.validation
-        tools, options = _tools(order), settings.scheduler_options(config)
+        config = order.config
+        tools, options = _tools(order), SchedulerOptions.of(config)
         roles = RolloutRoles(
             engines=self.engines,
             groups=lambda manager: ChatCompletionScheduler(manager, self.scorer, options, tools=tools),
@@ -82,14 +82,7 @@ class StartedRollout:
             restored=order.restored,
             position=order.position,
         )
-        wired = RolloutOptions(
-            queue=settings.queue_options(config),
-            sync=settings.sync_options(config, _transport(config)),
-            stop_timeout_s=config.async_training.interrupt.timeout,
-            budget=settings.filter_budget(config),
-            validation=None if validation is None else settings.sampling_params(validation.generating_args),
-        )
-        return wire_rollout(roles, wired, Classes(rollouter=order.rollouter))
+        return wire_rollout(roles, RolloutOptions.of(config, _transport(config)), Classes(rollouter=order.rollouter))
 
 
 class RolloutStarter:
@@ -108,12 +101,7 @@ class RolloutStarter:
         (train, valid), scorer, clients = await asyncio.gather(
             asyncio.to_thread(prompts_of, config), self._start_scorer(), engines
         )
-        options = EngineOptions(
-            manager=settings.manager_options(config),
-            max_restarts=config.fault.max_engine_restarts,
-            start_timeout_s=config.fault.rpc_timeout,
-        )
-        connected = connect(clients, self._restart_engine, options)
+        connected = connect(clients, self._restart_engine, EngineOptions.of(config))
         await connected.start(self._stack)
         return StartedRollout(engines=connected, scorer=scorer, prompts=train, validation=valid)
 
@@ -121,7 +109,7 @@ class RolloutStarter:
         role = self._config.actor_infer
         order = EngineOrder(
             strategy=role.strategy_args.strategy_name,
-            settings=settings.engine_settings(self._config),
+            settings=EngineSettings.of(self._config),
             env={**self._config.system_envs, **role.system_envs},
             rpc_timeout_s=self._config.fault.rpc_timeout,
         )
@@ -161,14 +149,14 @@ def prompts_of(config: RLVRConfig) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
     assert config.actor_train.data_args is not None
     probabilities = config.actor_train.data_args.domain_interleave_probs
     train = ShuffledPrompts(
-        load_prompts(settings.data_options(config, config.actor_train.data_args)),
+        load_prompts(DataOptions.of(config, config.actor_train.data_args)),
         seed=config.seed,
         probabilities=probabilities,
     )
     if config.validation is None or not config.eval_steps:
         return train, ()
     # AIME alone may validate a run over mathematics and code.
-    held_out = load_prompts(settings.data_options(config, config.validation.data_args), every_domain=False)
+    held_out = load_prompts(DataOptions.of(config, config.validation.data_args), every_domain=False)
     stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
     return train, [p for p in prompts if p is not None]

@@ -16,7 +16,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from roll_async import assemble_settings as settings
 from roll_async.assemble import RunClasses, couple
 from roll_async.assemble_roles import RoleStarter, place_roles
 from roll_async.assemble_rollout import StartedRollout, prompts_of
@@ -26,6 +25,7 @@ from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.protocol import RunEnd
+from roll_async.trainer.megatron.settings import MegatronSettings
 
 
 class Sweep:
@@ -60,7 +60,7 @@ class Sweep:
         workers = dict(config.roles())
         for name, group in self._roles.training.items():
             if name in workers:
-                await group.restart(settings.megatron_settings(config, workers[name]))
+                await group.restart(MegatronSettings.of(config, workers[name]))
         train, held_out = await asyncio.to_thread(prompts_of, config)
         assert isinstance(self._roles.rollout, StartedRollout)
         roles = replace(self._roles, rollout=replace(self._roles.rollout, prompts=train, validation=held_out))

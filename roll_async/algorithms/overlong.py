@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll_async.config.schema import RLVRConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlongShaping:
@@ -18,6 +20,14 @@ class OverlongShaping:
     max_length: int
     buffer_length: int
     factor: float = 1.0
+
+    @classmethod
+    def of(cls, config: RLVRConfig) -> OverlongShaping | None:
+        """As the config has it; None = off."""
+        buffer = config.algorithm.overlong_buffer
+        if not buffer.enable:
+            return None
+        return cls(max_length=config.response_length, buffer_length=buffer.len, factor=buffer.penalty_factor)
 
     def penalty(self, length: int) -> float:
         """0 up to max_length - buffer_length, then linearly to -factor at max_length and beyond."""

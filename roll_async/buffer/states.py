@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from roll_async.buffer.staleness import StalenessPolicy, admission_limit, staleness_bound
+from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 
 
@@ -74,6 +75,26 @@ class QueueOptions:
     batch_timeout_s: float = 30.0
     stall_timeout_s: float = 1800.0
     max_failed_groups: int = 100
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> QueueOptions:
+        """Admission and staleness as the config has them."""
+        a, groups = config.async_training, config.algorithm.filter_groups
+        extra = groups.gen_batch_size - config.groups_per_batch if groups.enable else 0
+        return cls(
+            groups_per_batch=config.groups_per_batch,
+            async_generation_ratio=config.async_generation_ratio,
+            trigger_parameter_sync_step=a.trigger_parameter_sync_step,
+            max_versions=a.staleness.max_versions,
+            policy=StalenessPolicy(a.staleness.policy),
+            soft_versions=a.staleness.soft_versions,
+            max_queue_size=a.max_queue_size,
+            oversample_groups=max(0, extra),
+            samples_per_group=config.samples_per_group,
+            batch_timeout_s=a.batch_timeout,
+            stall_timeout_s=config.fault.stall_timeout,
+            max_failed_groups=config.fault.max_failed_groups,
+        )
 
     def __post_init__(self) -> None:
         bound = self.staleness_bound

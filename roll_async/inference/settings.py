@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from roll_async.config.schema import GeneratingArguments, RLVRConfig, SglangConfig, VllmConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
@@ -47,5 +49,57 @@ class EngineSettings:
     extra: Mapping[str, object] = field(default_factory=dict)
     """Handed to the library unchanged."""
 
+    @classmethod
+    def of(cls, config: RLVRConfig) -> EngineSettings:
+        """One replica of actor_infer, as the config has it."""
+        role = config.actor_infer
+        strategy = role.strategy_args.strategy_config
+        common: dict[str, object] = {
+            "model_folder": role.model_args.model_name_or_path,
+            "dtype": role.model_args.dtype,
+            "device": "cpu" if role.device_mapping is None else "cuda",
+            "max_model_len": config.sequence_length,
+            "seed": config.seed,
+            "attention": "flash_attention_2" if role.model_args.attn_implementation == "fa2" else "sdpa",
+            "max_running": config.async_training.max_concurrent_per_server,
+            "stop_strings": any(a.stop_strings for a in _all_generating_args(config)),
+            "truncated_sampling": any(a.top_k > 0 or a.top_p < 1 for a in _all_generating_args(config)),
+            "record_experts": config.actor_train.router_replay,
+            "extra": strategy.extra,
+        }
+        match strategy:
+            case VllmConfig():
+                common |= {
+                    "tensor_parallel_size": strategy.tensor_parallel_size,
+                    "pipeline_parallel_size": strategy.pipeline_parallel_size,
+                    "memory_fraction": strategy.gpu_memory_utilization,
+                    "block_size": strategy.block_size,
+                    "random_weights": strategy.load_format == "dummy",
+                    "max_model_len": strategy.max_model_len,
+                    "max_running": strategy.max_num_seqs or config.async_training.max_concurrent_per_server,
+                    "max_num_batched_tokens": strategy.max_num_batched_tokens,
+                    "enforce_eager": strategy.enforce_eager,
+                    "enable_prefix_caching": strategy.enable_prefix_caching,
+                    "quantization": strategy.quantization,
+                }
+            case SglangConfig():
+                common |= {
+                    "tensor_parallel_size": strategy.tensor_parallel_size,
+                    "pipeline_parallel_size": strategy.pipeline_parallel_size,
+                    "memory_fraction": strategy.mem_fraction_static,
+                    "random_weights": strategy.load_format == "dummy",
+                    "max_model_len": strategy.context_length,
+                    "enable_prefix_caching": not strategy.disable_radix_cache,
+                    "quantization": strategy.quantization,
+                }
+            case _:
+                common["max_running"] = role.infer_batch_size
+        return cls(**common)  # type: ignore[arg-type]
+
 
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _all_generating_args(config: RLVRConfig) -> list[GeneratingArguments]:
+    validation = [] if config.validation is None else [config.validation.generating_args]
+    return [config.actor_infer.generating_args, *validation]

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from roll_async.buffer.errors import EndOfData
 from roll_async.buffer.freshness import BatchFreshness
+from roll_async.config.schema import PipelineConfig
 from roll_async.pipelines.metrics import StepClock, merged_reports, step_metrics
 from roll_async.pipelines.protocol import Batches, Generates, Learns, Observes, Pushes, RunEnd, Saves
 from roll_async.schema import Group
@@ -52,6 +53,22 @@ class RunPlan:
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
     rescue_timeout_s: float = 1800.0
     """Once another role failed: seconds for the rest of the step under way, and again for its checkpoint."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig, *, first_step: int) -> RunPlan:
+        """How long the loop runs, and how often it does what, as the config has it."""
+        a = config.async_training
+        return cls(
+            first_step=first_step,
+            max_steps=config.max_steps,
+            sync_every=a.trigger_parameter_sync_step,
+            save_every=config.save_steps,
+            eval_every=config.eval_steps,
+            groups_per_batch=config.groups_per_batch,
+            samples_per_group=config.samples_per_group,
+            groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
+            rescue_timeout_s=config.fault.stall_timeout,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
+from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.metrics import validation_metrics
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.engine_supervisor import EngineSupervisor, StartEngine
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
@@ -55,6 +57,14 @@ class EngineOptions:
     """Per replica."""
     start_timeout_s: float
     """Seconds a replica may take to start, and to resume."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> EngineOptions:
+        """As the config has it."""
+        fault = config.fault
+        return cls(
+            manager=ManagerOptions.of(config), max_restarts=fault.max_engine_restarts, start_timeout_s=fault.rpc_timeout
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +104,18 @@ class RolloutOptions:
     """None = without dynamic sampling."""
     validation: SamplingParams | None = None
     """How validation samples."""
+
+    @classmethod
+    def of(cls, config: RLVRConfig, transport: str) -> RolloutOptions:
+        """As the config has it. `transport`: what `choose_transport` chose."""
+        validation = config.validation
+        return cls(
+            queue=QueueOptions.of(config),
+            sync=SyncOptions.of(config, transport),
+            stop_timeout_s=config.async_training.interrupt.timeout,
+            budget=BudgetOptions.of(config),
+            validation=None if validation is None else sampling_of(validation.generating_args),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

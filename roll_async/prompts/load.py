@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.prompts.rows import BadRows, Columns, Row, read_rows
 from roll_async.prompts.tokenizer import Renderer, load_tokenizer
 from roll_async.schema import Prompt
@@ -35,6 +36,21 @@ class DataOptions:
     tokenizer_folder: str
     num_workers: int = 1
     """Processes that render and tokenise; 1 = this one. The result does not depend on it."""
+
+    @classmethod
+    def of(cls, config: RLVRConfig, data: DataArguments) -> DataOptions:
+        """Which prompts, as the config has it."""
+        return cls(
+            files=tuple(data.file_name),
+            columns=Columns(
+                messages=data.messages, prompt=data.prompt, id=data.id, tag=data.tag, ground_truth=data.ground_truth
+            ),
+            template=data.template,
+            prompt_length=config.prompt_length,
+            domains={name: tuple(r.tag_included) for name, r in config.rewards.items()},
+            tokenizer_folder=config.pretrain,
+            num_workers=data.preprocessing_num_workers,
+        )
 
 
 def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str, list[Prompt]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from roll_async.algorithms.group_variance import group_verdict
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.buffer.errors import first_cause
+from roll_async.config.schema import GeneratingArguments, RLVRConfig
 from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
@@ -49,6 +50,25 @@ class SchedulerOptions:
     """One greedy answer per prompt besides the samples (remax)."""
     spread_samples: bool = True
     """False: the samples of a group go to one replica (is_num_return_sequences_expand: false, or prefix caching)."""
+
+    @classmethod
+    def of(cls, config: RLVRConfig) -> SchedulerOptions:
+        """How prompts become groups, as the config has it."""
+        groups = config.algorithm.filter_groups
+        return cls(
+            samples_per_group=config.samples_per_group,
+            sampling=sampling_of(config.actor_infer.generating_args),
+            filter_enabled=groups.enable,
+            filter_metric=groups.metric,
+            shaping=OverlongShaping.of(config),
+            variance_threshold=groups.variance_threshold,
+            singletons=groups.singletons,
+            max_num_gen_batches=groups.max_num_gen_batches,
+            gen_batch_size=groups.gen_batch_size,
+            scoring=ScoringOptions.of(config),
+            greedy_baseline=config.algorithm.adv_estimator == "remax",
+            spread_samples=config.is_num_return_sequences_expand,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +318,19 @@ def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None)
     if name in ("seq_reward", "seq_final_reward"):
         return sample.reward.score + (shaping.penalty(sum(sample.loss_mask)) if shaping is not None else 0.0)
     return sample.reward.score if name == "score" else sample.reward.metrics[name]
+
+
+def sampling_of(args: GeneratingArguments) -> SamplingParams:
+    """How one request samples, as the config has it."""
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        repetition_penalty=args.repetition_penalty,
+        stop_strings=tuple(args.stop_strings),
+        include_stop_str_in_output=args.include_stop_str_in_output,
+    )
 
 
 def _greedy(sampling: SamplingParams) -> SamplingParams:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from roll_async.config.schema import PipelineConfig
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback, Transcript
@@ -36,6 +37,16 @@ class ScoringOptions:
     """Without an answer of the scorer, its queue included, for so long it counts as an outage."""
     outage_patience_s: float = 1800.0
     """A sample waits so long for a scorer that does not work; then its group fails."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> ScoringOptions:
+        """As the config has it."""
+        fault = config.fault
+        return cls(
+            reward_retries=fault.sample_retries,
+            reward_timeout_s=fault.stall_timeout,
+            outage_patience_s=fault.stall_timeout,
+        )
 
 
 class Conversations:

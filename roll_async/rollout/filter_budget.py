@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll_async.config.schema import PipelineConfig
 from roll_async.schema import Group
 
 
@@ -28,6 +29,18 @@ class BudgetOptions:
     """Groups of one round of generation."""
     max_num_gen_batches: int
     """Rounds; <= 0 = no limit."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> BudgetOptions | None:
+        """None without dynamic sampling, or without a limit."""
+        groups = config.algorithm.filter_groups
+        if not groups.enable or groups.max_num_gen_batches <= 0:
+            return None
+        return cls(
+            groups_per_batch=config.groups_per_batch,
+            gen_batch_size=groups.gen_batch_size,
+            max_num_gen_batches=groups.max_num_gen_batches,
+        )
 
 
 class FilterBudget:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll_async.config.schema import PipelineConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManagerOptions:
@@ -18,3 +20,15 @@ class ManagerOptions:
     """A replica that runs requests and tells of no token for so long is suspect; replicas tell every 5 s."""
     batch_creation_interval_s: float = 0.0
     """Greatest age of the load information used for dispatch; nothing waits for it."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> ManagerOptions:
+        """How requests reach replicas, as the config has it."""
+        a = config.async_training
+        return cls(
+            max_concurrent_per_server=a.max_concurrent_per_server,
+            generation_timeout_s=a.generation_timeout,
+            request_retries=config.fault.request_retries,
+            interrupt_timeout_s=a.interrupt.timeout,
+            batch_creation_interval_s=a.batch_creation_interval,
+        )

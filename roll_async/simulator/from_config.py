@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from roll_async import assemble_settings as settings
+from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import RLVRConfig
+from roll_async.pipelines.train_loop import RunPlan
+from roll_async.rollout.chat_scheduler import SchedulerOptions
+from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.simulator.figures import Workload
 from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
 from roll_async.simulator.scenario import Scenario
+from roll_async.weight_sync.synchronizer import SyncOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,18 +73,18 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
     if servers < 1 or split.train < 1:
         per_server = own.infer // config.num_servers
         raise ValueError(f"a split of {split.train}:{split.infer} devices: a replica needs {per_server}, training 1")
-    scheduler = settings.scheduler_options(config)
+    scheduler = SchedulerOptions.of(config)
     filtered = filtered_share_of(config) if speeds.filtered_share is None else speeds.filtered_share
     if filtered and not scheduler.filter_enabled:
         raise ValueError(f"a filtered share of {filtered:g}: the config has no algorithm.filter_groups.enable")
     token_s = 1 / speeds.decode_tokens_per_s
     return Scenario(
         seed=seed,
-        queue=settings.queue_options(config),
+        queue=QueueOptions.of(config),
         scheduler=replace(scheduler, filter_metric="score"),  # the only number simulated rewards report
-        manager=settings.manager_options(config),
-        sync=settings.sync_options(config, "shm"),
-        plan=replace(settings.run_plan(config, first_step=1), max_steps=steps, save_every=0, eval_every=0),
+        manager=ManagerOptions.of(config),
+        sync=SyncOptions.of(config, "shm"),
+        plan=replace(RunPlan.of(config, first_step=1), max_steps=steps, save_every=0, eval_every=0),
         engines=(EngineFaults(),) * servers,
         lengths=LengthModel(
             mean_tokens=speeds.mean_length, sigma=speeds.sigma, max_tokens=scheduler.sampling.max_new_tokens

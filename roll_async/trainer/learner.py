@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from roll_async.algorithms.correction import CorrectionOptions, correct, correct
 from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
 from roll_async.algorithms.masked import masked_mean, whiten
 from roll_async.algorithms.rewards import RunningMoments
+from roll_async.config.schema import RLVRConfig
 from roll_async.schema import ExpertRows, Group, TrainBatch
 from roll_async.trainer import credit
 from roll_async.trainer.collate import collate
@@ -74,6 +75,25 @@ class LearnerOptions:
     router_replay: bool = False
     """The actor's routers take the experts the engines took."""
     seed: int = 42
+
+    @classmethod
+    def of(cls, config: RLVRConfig) -> LearnerOptions:
+        """What shapes the training signal, as the config has it; algorithm keys of the same name as they are."""
+        algorithm = config.algorithm
+        same = {f.name for f in fields(cls)} & {f.name for f in fields(type(algorithm))}
+        values = {name: getattr(algorithm, name) for name in same - {"adv_options"}}
+        staleness = config.async_training.staleness
+        return cls(
+            **values,
+            domains=tuple(config.rewards),
+            response_length=config.response_length,
+            adv_options=asdict(algorithm.adv_options),
+            overlong_len=algorithm.overlong_buffer.len if algorithm.overlong_buffer.enable else 0,
+            overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,
+            router_replay=config.actor_train.router_replay,
+            mask_older_than=staleness.max_versions if staleness.policy == "token_mask" else None,
+            seed=config.seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

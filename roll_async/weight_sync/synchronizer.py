@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.transports import STAGED
@@ -87,6 +88,20 @@ class SyncOptions:
     timeout_s: float = 300.0
     """Of one attempt to transfer, and of the swap."""
     retry_delay_s: float = 1.0
+
+    @classmethod
+    def of(cls, config: PipelineConfig, transport: str) -> SyncOptions:
+        """How a weight push goes, as the config has it. `transport`: what `choose_transport` chose."""
+        a = config.async_training
+        return cls(
+            transport=transport,
+            verify=config.weight_sync.verify,
+            interrupt_mode=a.interrupt.mode,
+            interrupt_timeout_s=a.interrupt.timeout,
+            max_retries=a.max_sync_retries,
+            timeout_s=a.sync_timeout,
+            retry_delay_s=a.sync_retry_delay,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ LAYER = {
     "trainer": 3, "inference": 3,
     "rollout": 4,
     "pipelines": 5, "cluster": 5,
-    "assemble_settings": 6,
     "simulator": 7, "support": 7,
     "assemble_checkpoint": 8, "assemble_rollout": 8,
     "assemble_roles": 9,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_async.assemble_settings import engine_settings
 from roll_async.config.api import load
+from roll_async.inference.settings import EngineSettings
 from roll_async.support import refuse_unsupported
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -59,7 +59,7 @@ def test_the_hf_engine_attends_as_asked(given, taken):
     )
     config = load(str(CPU), asked)
     refuse_unsupported(config)
-    assert engine_settings(config).attention == taken
+    assert EngineSettings.of(config).attention == taken
 
 
 def test_logits_of_less_precision_are_refused():

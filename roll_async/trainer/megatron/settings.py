@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, PipelineConfig, RLVRConfig, WorkerConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSizes:
@@ -43,6 +45,26 @@ class OptimizerSettings:
     cpu_offload: bool = False
     """Keep the optimizer's state in host memory between steps."""
 
+    @classmethod
+    def of(cls, config: PipelineConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
+        """As the config has it."""
+        args = role.training_args
+        return cls(
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            schedule=args.lr_scheduler_type,
+            warmup_steps=args.warmup_steps,
+            total_steps=config.max_steps * config.optimizer_steps_per_batch,
+            beta1=args.adam_beta1,
+            beta2=args.adam_beta2,
+            epsilon=args.adam_epsilon,
+            max_grad_norm=args.max_grad_norm,
+            distributed=strategy.use_distributed_optimizer,
+            overlap_grad_reduce=strategy.overlap_grad_reduce,
+            overlap_param_gather=strategy.overlap_param_gather,
+            cpu_offload=strategy.optimizer_cpu_offload,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSettings:
@@ -56,6 +78,21 @@ class LossSettings:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     ppo_epochs: int = 1
+
+    @classmethod
+    def of(cls, config: RLVRConfig) -> LossSettings:
+        """As the config has it."""
+        algorithm = config.algorithm
+        return cls(
+            pg_variant=algorithm.pg_variant,
+            pg_options=algorithm.pg_options,
+            loss_agg_mode=algorithm.loss_agg_mode,
+            normalizer_length=config.response_length,
+            entropy_coef=algorithm.entropy_loss_coef,
+            kl_coef=algorithm.kl_loss_coef,
+            kl_estimator=algorithm.kl_estimator,
+            ppo_epochs=algorithm.ppo_epochs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,3 +135,62 @@ class MegatronSettings:
     seed: int = 42
     extra: Mapping[str, object] = field(default_factory=dict)
     """Handed to TransformerConfig unchanged."""
+
+    @classmethod
+    def of(cls, config: RLVRConfig, role: WorkerConfig) -> MegatronSettings:
+        """One Megatron role as the config has it; with an optimizer and a loss when it trains."""
+        strategy = role.strategy_args.strategy_config
+        assert isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
+        sampling = config.actor_infer.generating_args
+        trains = isinstance(strategy, MegatronTrainConfig)
+        recompute: dict[str, object] = {}
+        if trains and strategy.recompute_granularity is not None:
+            recompute["recompute_granularity"] = strategy.recompute_granularity
+            if strategy.recompute_granularity == "full":
+                recompute |= {
+                    "recompute_method": strategy.recompute_method,
+                    "recompute_num_layers": strategy.recompute_num_layers,
+                }
+        return cls(
+            model_folder=role.model_args.model_name_or_path,
+            dtype=role.model_args.dtype,
+            parallel=ParallelSizes(
+                tensor=strategy.tensor_model_parallel_size,
+                pipeline=strategy.pipeline_model_parallel_size,
+                context=strategy.context_parallel_size,
+                expert=strategy.expert_model_parallel_size,
+                expert_tensor=strategy.expert_tensor_parallel_size,
+                virtual_pipeline=_interleaved(strategy),
+                sequence_parallel=strategy.sequence_parallel,
+            ),
+            optimizer=OptimizerSettings.of(config, role, strategy) if trains else None,
+            loss=LossSettings.of(config) if trains else None,
+            with_value_head=role is config.critic,
+            lora_rank=role.model_args.lora_rank if trains else 0,
+            lora_alpha=float(role.model_args.lora_alpha or 0),
+            lora_targets=tuple(role.model_args.lora_target),
+            lora_dropout=role.model_args.lora_dropout,
+            frozen=tuple(role.model_args.freeze_module_prefix) if trains else (),
+            value_clip=config.algorithm.value_clip,
+            micro_batch_rows=role.training_args.per_device_train_batch_size,
+            mini_batch_rows=role.mini_batch_size if trains else 1,
+            scoring_rows=role.infer_batch_size,
+            micro_batching=role.micro_batching,
+            max_tokens_per_microbatch=role.max_tokens_per_microbatch,
+            temperature=sampling.temperature,
+            top_k=max(0, sampling.top_k),
+            top_p=sampling.top_p,
+            moe_dispatcher=strategy.moe_token_dispatcher_type,
+            router_replay=role.router_replay,
+            moe_aux_loss_coeff=strategy.moe_aux_loss_coeff if trains else 0.0,
+            recompute=recompute,
+            transformer_impl=strategy.transformer_impl,
+            seed=config.seed,
+            extra=strategy.extra,
+        )
+
+
+def _interleaved(strategy: MegatronTrainConfig | MegatronInferConfig) -> int | None:
+    """Model parts per pipeline rank; None for the plain schedule."""
+    parts = strategy.virtual_pipeline_model_parallel_size if isinstance(strategy, MegatronTrainConfig) else None
+    return parts if parts and parts > 1 else None
