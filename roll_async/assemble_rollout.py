@@ -109,7 +109,7 @@ class RolloutStarter:
         role = self._config.actor_infer
         order = EngineOrder(
             strategy=role.strategy_args.strategy_name,
-            settings=EngineSettings.of(self._config),
+            settings=EngineSettings.of(self._config, replica=placement.index, restart=number),
             env={**self._config.system_envs, **role.system_envs},
             rpc_timeout_s=self._config.fault.rpc_timeout,
         )

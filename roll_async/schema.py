@@ -145,6 +145,8 @@ class Completion:
     """Seconds from submission to the end, on the engine's clock."""
     experts: ExpertRecord | None = None
     """From the request's `recorded_positions` on; None when the engine does not record."""
+    replica: str = ""
+    """Engine replica that sampled its last token; empty on the replica itself."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == sum(n for _, n in self.version_runs), (
@@ -282,6 +284,8 @@ class Sample:
     """Turns trained in this row, in order; empty: all trained tokens are one turn."""
     outcome: Outcome | None = None
     """How the trajectory ended; None for a single answer."""
+    replica: str = ""
+    """Engine replica that sampled its last token; empty when the sample was read from the ledger."""
 
     def __post_init__(self) -> None:
         if self.outcome is not None and not self.outcome.is_trusted and self.reward is not None:

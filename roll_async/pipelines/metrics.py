@@ -171,6 +171,7 @@ def step_metrics(
         "rollout/engines": float(rollout.num_servers),
         "rollout/lost_engines": float(rollout.lost_servers),
         "rollout/returned_engines": float(rollout.returned_servers),
+        "rollout/duplicate_share": rollout.duplicate_share,
         "rollout/retried": float(rollout.retried),
         "rollout/resumed": float(rollout.resumed),
         "rollout/late_results": float(rollout.late_results),
@@ -232,6 +233,7 @@ def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
         {
             "group_id": group.group_id,
             "sample_id": sample.sample_id,
+            "replica": sample.replica,
             "row_id": group.prompt.row_id,
             "domain": group.prompt.domain,
             "ground_truth": group.prompt.ground_truth,

@@ -89,10 +89,10 @@ class PendingRequest:
         self.pieces.append(piece)
         return len(piece.token_ids)
 
-    def merged(self, last: Completion) -> Completion:
-        """All pieces and the last one as one completion of the original request."""
+    def merged(self, last: Completion, replica: str = "") -> Completion:
+        """All pieces and the last one, from `replica`, as one completion of the original request."""
         if not self.pieces:
-            return replace(last, request_id=self.request.request_id)
+            return replace(last, request_id=self.request.request_id, replica=replica)
         parts = [*self.pieces, last]
         tokens, logprobs = array("i"), array("f")
         for part in parts:
@@ -107,6 +107,7 @@ class PendingRequest:
             finish_reason=last.finish_reason,
             generation_s=sum(part.generation_s for part in parts),
             experts=join_records(part.experts for part in parts),
+            replica=replica,
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
+from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, GroupSource
 from roll_async.rollout.protocol import PromptSource
@@ -70,6 +71,8 @@ class RollouterStats:
     """Replies of attempts that no longer counted, refused."""
     busy_s: float
     """Seconds during which at least one request ran."""
+    duplicate_share: float = 0.0
+    """Of the samples of the last groups, those with an exact copy in their group."""
     judged: Mapping[str, int] = field(default_factory=dict)
     """Groups by what the filter said of them; keys of JUDGED."""
 
@@ -109,6 +112,7 @@ class Rollouter:
         self._running = asyncio.Event()
         self._running.set()
         self._samples = self._errors = self._filtered = self._syncs = 0
+        self._duplicates = DuplicateAnswers()
         self._judged: dict[str, int] = dict.fromkeys(JUDGED, 0)
 
     async def run(self) -> None:
@@ -186,10 +190,12 @@ class Rollouter:
             self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
 
     def _count(self, outcome: GroupOutcome) -> None:
-        """What the filter said; a reason begins with its verdict."""
+        """What the filter said (a reason begins with its verdict), and copies among the samples."""
         if outcome.fate not in (GroupFate.KEPT, GroupFate.FILTERED):
             return
         verdict = "kept" if outcome.fate is GroupFate.KEPT else outcome.reason.partition(":")[0]
+        if outcome.group is not None:
+            self._duplicates.add(outcome.group)
         self._judged["seen"] += 1
         self._judged[verdict if verdict in JUDGED else "dropped_invalid"] += 1
         self._judged["singletons"] += outcome.group is not None and len(outcome.group.samples) == 1
@@ -284,5 +290,6 @@ class Rollouter:
             resumed=servers.resumed,
             late_results=servers.late_results,
             busy_s=servers.busy_s,
+            duplicate_share=self._duplicates.share,
             judged=dict(self._judged),
         )

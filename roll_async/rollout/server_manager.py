@@ -407,7 +407,7 @@ class AsyncLLMServerManager:
         if tokens:
             self._works(link)
         if not aborted or pending.abort_wanted:
-            self._finish(pending, completion)
+            self._finish(pending, completion, link.name)
         elif attempt.stop is Stop.TIMEOUT:
             pending.keep(completion)
             self._retry(pending, link, f"did not end within {self._options.generation_timeout_s:g} s")
@@ -489,14 +489,14 @@ class AsyncLLMServerManager:
     def _finish_aborted(self, pending: PendingRequest) -> None:
         self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.ABORT))
 
-    def _finish(self, pending: PendingRequest, last: Completion) -> None:
+    def _finish(self, pending: PendingRequest, last: Completion, replica: str = "") -> None:
         if pending.result.done():
             return
         if last.finish_reason is FinishReason.ABORT:
             self._counts.gave_up(pending.num_generated + len(last.token_ids))
         else:
             self._counts.completed += 1
-        pending.result.set_result(pending.merged(last))
+        pending.result.set_result(pending.merged(last, replica))
 
     def _forget(self, pending: PendingRequest) -> None:
         """Its caller is gone: stop the work, expect no reply."""

@@ -62,7 +62,7 @@ class Transcript:
         self._runs: list[tuple[int, int]] = []
         self._experts: list[ExpertRecord] = []
         self._generation_s = 0.0
-        self._finish_reason = FinishReason.ABORT
+        self._finish_reason, self._replica = FinishReason.ABORT, ""
         self.num_turns = 0
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class Transcript:
         if completion.experts is not None:
             self._experts.append(completion.experts)
         self._generation_s += completion.generation_s
-        self._finish_reason = completion.finish_reason
+        self._finish_reason, self._replica = completion.finish_reason, completion.replica
         self.num_turns += 1
 
     def add_masked(self, token_ids: Sequence[int]) -> None:
@@ -118,6 +118,7 @@ class Transcript:
             generation_s=self._generation_s,
             num_turns=self.num_turns,
             experts=join_records(self._experts),
+            replica=self._replica,
         )
 
 

@@ -1,5 +1,6 @@
 """The main job on real parts: Ray, Megatron-Core, vLLM or the Hugging Face engine, run as a user runs it."""
 
+import json
 import os
 import signal
 import time
@@ -47,6 +48,35 @@ def test_one_batch_ahead_overlaps_stays_within_the_bound_and_leaves_what_it_prom
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
     assert sum(p.numel() for p in model.parameters()) > 500_000
     assert "step 5/5" in output and "reward, mean of first / last 5 steps" in output
+
+
+def test_two_replicas_answer_the_same_prompt_independently(launcher):
+    """verl PR 5179: replicas that share a seed answer alike, and the samples of a group, dealt to them, are copies."""
+    pytest.importorskip("vllm")
+    dump = launcher.output / "dump"
+    code, output = launcher.run(
+        "async_generation_ratio=0",
+        "max_steps=2",
+        "actor_infer.world_size=2",
+        "actor_infer.generating_args.temperature=2.0",  # long answers, no two of them alike by chance
+        "actor_infer.generating_args.max_new_tokens=24",
+        f"tracking.rollout_dump_dir={dump}",
+    )
+    assert code == 0, output
+    rows = [json.loads(line) for file in sorted(dump.iterdir()) for line in file.read_text().splitlines()]
+    groups = {}
+    for row in rows:
+        groups.setdefault(row["group_id"], []).append(row)
+    shared = [g for g in groups.values() if {row["replica"] for row in g} == {"actor_infer-0", "actor_infer-1"}]
+    assert len(shared) > 8, "the samples of a group are dealt to both replicas"
+    num_unlikely = 0
+    for group in shared:
+        unlikely = [tuple(r["response_token_ids"]) for r in group if sum(r["behaviour_logprobs"]) < -14]
+        assert len(set(unlikely)) == len(unlikely), "copies that chance does not explain"
+        num_unlikely += len(unlikely)
+    assert num_unlikely > len(shared), "answers that a shared seed would have copied"
+    assert all(m["rollout/duplicate_share"] < 0.05 for m in launcher.metrics())
+    assert "sample in step" not in output
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K rows are not beside this checkout")
