@@ -9,6 +9,7 @@ from roll_async.inference.settings import EngineSettings
 
 ENGINES = {
     "vllm": "roll_async.inference.vllm_engine.VllmEngine",
+    "sglang": "roll_async.inference.sglang_engine.SglangEngine",
     "hf_infer": "roll_async.inference.hf_engine.HfEngine",
 }
 

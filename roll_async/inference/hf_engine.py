@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, TypedDict
 from torch import Tensor
 
 from roll_async.inference.hf_weights import WeightTargets
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
+from roll_async.inference.seeds import manager_seed
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
+from roll_async.inference.staging import Incoming
+from roll_async.inference.storages import Storages
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
-from roll_async.weight_sync.digest import Digest
-from roll_async.weight_sync.sending import BucketReader
-from roll_async.weight_sync.transports import STAGED, open_receiver
+from roll_async.weight_sync.transports import STAGED
 
 if TYPE_CHECKING:
     from roll_async.inference.hf_experts import ExpertRecorder
@@ -65,8 +67,9 @@ class HfEngine:
         self._mixed = settings.random_weights
         """The model holds no whole version: nothing is generated until the next commit."""
         self._running: dict[str, _Running] = {}
-        self._truncating = settings.truncated_sampling
-        self._receiver: BucketReader | None = None
+        self._truncating, self._num_managers = settings.truncated_sampling, 0
+        self._sleep = SleepRules(levels_up_to(settings.sleep_level))
+        self._incoming: Incoming | None = None
         self._recorder: ExpertRecorder | None = None
         self._serving, self._settled, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._settled.set()
@@ -76,7 +79,8 @@ class HfEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(keep_in_place=False, prefix_caching=False)
+        levels = levels_up_to(self._settings.sleep_level)
+        return EngineCapabilities(keep_in_place=False, prefix_caching=False, sleep_levels=levels)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -98,6 +102,10 @@ class HfEngine:
         else:
             model = AutoModelForCausalLM.from_pretrained(settings.model_folder, **form)
         self._model = model.eval().to(settings.device)  # pyright: ignore[reportArgumentType]  # wraps Module.to, loses self
+        if settings.sleep_level:  # a mapped checkpoint has no memory to give back
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.clone()
+        self._weights = Storages(self._model.parameters())
         self._targets = WeightTargets(self._model, self._model.config.model_type)
         self._eos_ids = _stop_ids(self._model)
         if settings.record_experts:
@@ -110,6 +118,7 @@ class HfEngine:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         settings = self._settings
+        self._num_managers += 1  # each seeds torch, and two seeds alike would repeat the draws
         # Any value but the neutral one makes the processor exist; each request brings its own.
         vocab_size = self._model.config.vocab_size
         truncation = {"top_k": vocab_size, "top_p": 0.5} if self._truncating else {"top_k": 0, "top_p": 1.0}
@@ -121,9 +130,8 @@ class HfEngine:
             pad_token_id=self._model.generation_config.pad_token_id or 0,
             **truncation,
         )
-        pages = settings.max_running * -(-settings.max_model_len // _PAGE_TOKENS)
         batching = ContinuousBatchingConfig(
-            num_blocks=pages,
+            num_blocks=self._num_pages,
             page_size=_PAGE_TOKENS,
             max_batch_tokens=max(512, settings.max_running),
             max_requests_per_batch=settings.max_running,
@@ -132,7 +140,7 @@ class HfEngine:
             use_async_batching=False,
             use_cuda_graph=False,
             allow_block_sharing=False,
-            seed=settings.seed,
+            seed=manager_seed(settings.seed, self._num_managers),
         )
         manager = self._model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching
@@ -140,9 +148,15 @@ class HfEngine:
         manager.start()
         return manager
 
+    @property
+    def _num_pages(self) -> int:
+        """Of the KV cache: no request ever waits for one."""
+        return self._settings.max_running * -(-self._settings.max_model_len // _PAGE_TOKENS)
+
     # Requests
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        self._sleep.need_awake(f"request {request.request_id}")
         sampling = request.sampling
         room = self._settings.max_model_len - len(request.prompt_token_ids)
         if room < 1:
@@ -304,6 +318,7 @@ class HfEngine:
         await self._settled.wait()
 
     async def resume(self) -> None:
+        self._sleep.need_awake("resume")
         if self._mixed:
             raise RuntimeError("resume without whole weights: the last update did not come to its commit")
         self._serving.set()
@@ -311,32 +326,29 @@ class HfEngine:
     # Weights
 
     async def begin_update(self, plan: UpdatePlan) -> None:
+        self._sleep.need_weights("begin_update")
         in_place = plan.transport not in STAGED
         if in_place and self._serving.is_set():
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
-        if self._receiver is not None:
-            self._receiver.close()
+        self._give_up()
         self._mixed = self._mixed or in_place
-        self._in_place = in_place
-        self._receiver, self._digest = open_receiver(plan.transport), Digest(plan.verify)
-        self._staged: list[tuple[str, Tensor]] = []
-        self._missing = set(self._targets.names)
+        self._incoming = Incoming(plan, self._targets.names)
+
+    def _give_up(self) -> None:
+        """An update that was not committed."""
+        if self._incoming is not None:
+            self._incoming.close()
+            self._incoming = None
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        if self._receiver is None:
+        if self._incoming is None:
             raise RuntimeError("load_bucket without begin_update")
-        await asyncio.to_thread(self._take_in, self._receiver, bucket)
+        await asyncio.to_thread(self._take_in, self._incoming, bucket)
 
-    def _take_in(self, receiver: BucketReader, bucket: Bucket) -> None:
-        tensors = []
-        for slot, raw, tensor in receiver.read(bucket):
-            self._digest.update(slot, raw)
-            self._missing.discard(slot.name)
-            tensors.append((slot.name, tensor))
-        if self._in_place:
+    def _take_in(self, incoming: Incoming, bucket: Bucket) -> None:
+        tensors = incoming.take_in(bucket)
+        if incoming.in_place:
             self._copy(tensors)
-        else:
-            self._staged += tensors
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         import torch
@@ -350,22 +362,61 @@ class HfEngine:
             torch.cuda.synchronize()  # the manager computes on a stream of its own
 
     async def finish_update(self) -> str:
-        if self._receiver is None:
+        if self._incoming is None:
             raise RuntimeError("finish_update without begin_update")
-        if self._missing:
-            raise RuntimeError(f"weight update is incomplete: {sorted(self._missing)[:3]} did not come")
-        return self._digest.hexdigest()
+        return self._incoming.finish()
 
     async def commit(self, version: WeightVersion) -> None:
-        if self._receiver is None or self._missing:
+        self._sleep.need_weights("commit")
+        if self._incoming is None:
             raise RuntimeError("commit without a whole update")
+        self._incoming.need_whole()
         if self._serving.is_set():
             raise RuntimeError("commit on a running engine; pause it first")
         self._mixed = True
-        await asyncio.to_thread(self._copy, self._staged)
-        self._receiver.close()
-        self._receiver, self._staged = None, []
+        await asyncio.to_thread(self._copy, self._incoming.staged)
+        self._give_up()
         self._version, self._mixed = version, False
+
+    # Sleep
+
+    @property
+    def sleep_state(self) -> SleepState:
+        return self._sleep.state
+
+    async def sleep(self, level: int) -> None:
+        running = sum(run.submitted for run in self._running.values())
+        if not self._sleep.may_sleep(level, paused=not self._serving.is_set(), num_running=running):
+            return
+        self._give_up()  # an update under way would end in memory that is gone
+        if level == 2:
+            self._mixed = True
+        await asyncio.to_thread(self._manager.stop, True)
+        self._manager = None  # and the KV cache with it
+        await asyncio.to_thread(self._weights.release, keep_content=level == 1)
+        self._sleep.fell_asleep(level)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        wanted = self._sleep.to_wake(tags)
+        if WEIGHTS in wanted:
+            await asyncio.to_thread(self._weights.restore)
+        if KV_CACHE in wanted:
+            self._manager = await asyncio.to_thread(self._new_manager)
+        self._sleep.woke(wanted)
+
+    def memory(self) -> EngineMemory:
+        return EngineMemory(
+            weights_bytes=self._weights.num_bytes,
+            kv_cache_bytes=self._kv_bytes() if self._manager is not None else 0,
+            host_weights_bytes=self._weights.host_bytes,
+        )
+
+    def _kv_bytes(self) -> int:
+        """Of the manager's cache: keys and values of all pages."""
+        config = self._model.config.get_text_config()
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        entries = config.num_hidden_layers * 2 * config.num_key_value_heads * head
+        return entries * self._num_pages * _PAGE_TOKENS * self._model.dtype.itemsize
 
     def load(self) -> EngineLoad:
         active = sum(r.submitted for r in self._running.values())
@@ -379,7 +430,8 @@ class HfEngine:
     async def close(self) -> None:
         self._serving.clear()
         await self._stop(self._running.values())
-        await asyncio.to_thread(self._manager.stop, True)
+        if self._manager is not None:
+            await asyncio.to_thread(self._manager.stop, True)
 
 
 def _truncates(sampling: SamplingParams) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roll_async.config.schema import GeneratingArguments, RLVRConfig, SglangConfig, VllmConfig
+from roll_async.inference.seeds import replica_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +22,11 @@ class EngineSettings:
     max_model_len: int
     """Tokens of prompt and response together."""
     seed: int = 42
+    """Of this replica alone, see `inference/seeds.py`; below 2**32."""
     attention: str = "sdpa"
     """How the hf engine attends, in the words of transformers; the other engines choose for themselves."""
+    attention_backend: str | None = None
+    """SGLang's name of its attention kernel; None = its choice."""
     max_running: int = 128
     """Requests decoded together."""
     max_num_batched_tokens: int | None = None
@@ -30,6 +34,8 @@ class EngineSettings:
     pipeline_parallel_size: int = 1
     memory_fraction: float = 0.9
     """Share of a GPU for weights and KV cache."""
+    core_in_process: bool = True
+    """vLLM on CPU with one rank: its core shares the replica's process; False = a process of its own, as on GPUs."""
     cpu_kv_cache_bytes: int = 128 << 20
     """KV cache of a CPU replica."""
     block_size: int | None = None
@@ -50,8 +56,8 @@ class EngineSettings:
     """Handed to the library unchanged."""
 
     @classmethod
-    def of(cls, config: RLVRConfig) -> EngineSettings:
-        """One replica of actor_infer, as the config has it."""
+    def of(cls, config: RLVRConfig, *, replica: int, restart: int) -> EngineSettings:
+        """One replica of actor_infer, as the config has it. `restart`: how often it was started before."""
         role = config.actor_infer
         strategy = role.strategy_args.strategy_config
         common: dict[str, object] = {
@@ -59,7 +65,7 @@ class EngineSettings:
             "dtype": role.model_args.dtype,
             "device": "cpu" if role.device_mapping is None else "cuda",
             "max_model_len": config.sequence_length,
-            "seed": config.seed,
+            "seed": replica_seed(config.seed, replica, restart),
             "attention": "flash_attention_2" if role.model_args.attn_implementation == "fa2" else "sdpa",
             "max_running": config.async_training.max_concurrent_per_server,
             "stop_strings": any(a.stop_strings for a in _all_generating_args(config)),
@@ -89,6 +95,10 @@ class EngineSettings:
                     "memory_fraction": strategy.mem_fraction_static,
                     "random_weights": strategy.load_format == "dummy",
                     "max_model_len": strategy.context_length,
+                    "max_running": strategy.max_running_requests or config.async_training.max_concurrent_per_server,
+                    "max_num_batched_tokens": strategy.chunked_prefill_size,
+                    "enforce_eager": strategy.disable_cuda_graph,
+                    "attention_backend": strategy.attention_backend,
                     "enable_prefix_caching": not strategy.disable_radix_cache,
                     "quantization": strategy.quantization,
                 }

@@ -21,8 +21,14 @@ class SleepState(str, Enum):
     WEIGHTS_AWAKE = "weights awake"  # weights alone: updates are taken in, nothing is generated
 
 
+SLEEP_LEVELS = (1, 2)
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 WAKE_TAGS = (WEIGHTS, KV_CACHE)
+
+
+def levels_up_to(deepest: int) -> tuple[int, ...]:
+    """Of a replica that is prepared for `EngineSettings.sleep_level`."""
+    return tuple(level for level in SLEEP_LEVELS if level <= deepest)
 
 
 class SleepRules:

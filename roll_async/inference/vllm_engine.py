@@ -7,20 +7,20 @@ top-k, top-p). One weight version per token: vLLM labels every decoding step wit
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import os
 import pickle
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
-from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
+from roll_async.inference.settings import EngineSettings
+from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
+from roll_async.inference.vllm_arguments import engine_arguments, in_this_process, prepare_environment
+from roll_async.inference.vllm_failure import StartErrors
 from roll_async.inference.vllm_progress import ProgressReader
 from roll_async.schema import (
     Completion,
@@ -35,18 +35,10 @@ from roll_async.schema import (
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.transports import STAGED
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-
-
-def prepare_environment(device: str) -> None:
-    """Set what vLLM reads at import. Call it in the engine's process before anything imports vllm."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
-    if device == "cpu":
-        # Without it the first token waits 20 s for the inductor; `uni` keeps the worker in the engine's process.
-        os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_TARGET_DEVICE="cpu")
 
 
 @dataclass(eq=False, slots=True)
@@ -73,13 +65,15 @@ class VllmEngine:
     """One replica. See `inference/protocol.py: Engine` for the contract of each method."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
+        self._settings, self._in_process = settings, in_this_process(settings)
         self._version: WeightVersion | None = None if settings.random_weights else 0
         self._running: dict[str, _Ticket] = {}
         self._mixed = settings.random_weights
         """The model holds no whole version: nothing is generated until the next commit."""
         self._transport: str | None = None
         self._kv_tokens = 0
+        self._sleep = SleepRules(levels_up_to(settings.sleep_level))
+        self._held = EngineMemory(weights_bytes=0, kv_cache_bytes=0)
         self._labels_tokens = True
         """vLLM tells the weight version of every token; older releases can not."""
         self._serving = asyncio.Event()
@@ -89,7 +83,9 @@ class VllmEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
-            keep_in_place=self._labels_tokens, prefix_caching=self._settings.enable_prefix_caching
+            keep_in_place=self._labels_tokens,
+            prefix_caching=self._settings.enable_prefix_caching,
+            sleep_levels=levels_up_to(self._settings.sleep_level),
         )
 
     @property
@@ -98,49 +94,15 @@ class VllmEngine:
 
     async def start(self) -> None:
         settings = self._settings
-        prepare_environment(settings.device)
-        from vllm.engine.arg_utils import AsyncEngineArgs
+        prepare_environment(settings)
+        with StartErrors() as errors:
+            try:
+                self._llm = self._new_llm()
+            except (RuntimeError, OSError, AssertionError) as error:
+                cause = errors.cause() or f"{type(error).__name__}: {error}"
+                raise RuntimeError(f"vLLM did not start: {cause}") from error
         from vllm.outputs import CompletionOutput
-        from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments: dict[str, object] = {
-            "model": settings.model_folder,
-            "dtype": TORCH_DTYPES[settings.dtype],
-            "max_model_len": settings.max_model_len,
-            "max_num_seqs": settings.max_running,
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "seed": settings.seed,
-            "load_format": "dummy" if settings.random_weights else "auto",
-            "enforce_eager": settings.enforce_eager or settings.device == "cpu",
-            "enable_prefix_caching": settings.enable_prefix_caching,
-            "tensor_parallel_size": settings.tensor_parallel_size,
-            "pipeline_parallel_size": settings.pipeline_parallel_size,
-            "quantization": settings.quantization,
-            "logprobs_mode": "processed_logprobs",
-            "skip_tokenizer_init": not settings.stop_strings,
-            "disable_log_stats": True,
-            "worker_extension_cls": "roll_async.inference.vllm_worker_extension.WeightUpdateExtension",
-        }
-        if settings.record_experts:
-            arguments["enable_return_routed_experts"] = True
-        if settings.block_size is not None:
-            arguments["block_size"] = settings.block_size
-        if settings.device == "cpu":
-            arguments |= {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": settings.cpu_kv_cache_bytes}
-        else:
-            arguments["gpu_memory_utilization"] = settings.memory_fraction
-        twice = sorted(arguments.keys() & settings.extra.keys())
-        if twice:
-            raise ValueError(f"strategy_config.extra repeats what other keys decide: {', '.join(twice)}; remove it")
-        try:
-            engine_arguments = AsyncEngineArgs(**arguments, **settings.extra)  # type: ignore[arg-type]
-        except TypeError as error:
-            where = "strategy_config.extra" + (" or actor_train.router_replay" if settings.record_experts else "")
-            raise ValueError(f"{where}: {error}") from error
-        with _core_placement(settings.device):
-            self._llm = AsyncLLM.from_engine_args(engine_arguments)
-        if settings.device == "cpu":
-            _norms_of_the_cpu_build()
         if settings.device == "cpu" and self._llm.model_config.get_num_experts() > 0:
             self._llm.shutdown()
             raise ValueError(
@@ -152,12 +114,25 @@ class VllmEngine:
         self._labels_tokens = "weight_versions" in {f.name for f in fields(CompletionOutput)}
         self._progress = ProgressReader(self._llm, labelled=self._labels_tokens)
         await self._label(self._version)
+        await self._measure_memory()
+
+    def _new_llm(self) -> AsyncLLM:
+        """vLLM with its core in a process of its own, or in this one."""
+        arguments = engine_arguments(self._settings)
+        if self._in_process:
+            from roll_async.inference.vllm_in_process import InProcessLLM
+
+            return InProcessLLM(arguments)  # type: ignore[return-value]  # all that is called on it here
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(arguments)
 
     async def _label(self, version: WeightVersion | None) -> None:
         if self._labels_tokens and version is not None:
             await self._llm.update_weight_version(str(version))
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        self._sleep.need_awake(f"request {request.request_id}")
         prompt = list(request.prompt_token_ids)
         room = self._settings.max_model_len - len(prompt)
         if room < 1:
@@ -243,10 +218,7 @@ class VllmEngine:
             ticket.aborted.set()
         await self._handed_over(tickets.values())
         running = {i: ticket for i, ticket in tickets.items() if ticket.admitted and not ticket.done.is_set()}
-        if running and self._settings.device == "cpu":  # its core holds tokens back; see vllm_gather.py
-            known = [ticket.internal_id for ticket in running.values() if ticket.internal_id is not None]
-            await self._llm.engine_core.end_requests_async(known)  # pyright: ignore[reportAttributeAccessIssue]
-        elif running:
+        if running:
             await self._llm.abort(list(running))
         await asyncio.gather(*(ticket.done.wait() for ticket in tickets.values()))
 
@@ -269,12 +241,14 @@ class VllmEngine:
             await asyncio.gather(*(t.done.wait() for t in admitted))
 
     async def resume(self) -> None:
+        self._sleep.need_awake("resume")
         if self._mixed:
             raise RuntimeError("resume without whole weights: the last update did not come to its commit")
         await self._llm.resume_generation()
         self._serving.set()
 
     async def begin_update(self, plan: UpdatePlan) -> None:
+        self._sleep.need_weights("begin_update")
         in_place = plan.transport not in STAGED
         if in_place and self._serving.is_set():
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
@@ -296,6 +270,7 @@ class VllmEngine:
         return digests.pop()
 
     async def commit(self, version: WeightVersion) -> None:
+        self._sleep.need_weights("commit")
         if self._transport is None:
             raise RuntimeError("commit without an update")
         if self._serving.is_set():
@@ -306,23 +281,69 @@ class VllmEngine:
         await self._label(version)
         self._version, self._transport, self._mixed = version, None, False
 
-    async def _stage(self, method: str, *args: str | bytes) -> list[str]:
+    async def _stage(self, method: str, *args: object) -> list[str]:
         """Part of an update before its commit. With a staged transport it touches no weights: a core in this process
         does it beside the step under way.
         """
-        beside = self._settings.device == "cpu" and self._transport in STAGED
+        beside = self._in_process and self._transport in STAGED
         return await self._workers(method, *args, beside=beside)
 
-    async def _workers(self, method: str, *args: str | bytes, beside: bool = False) -> list[str]:
+    async def _workers(self, method: str, *args: object, beside: bool = False) -> list:
         """Call `vllm_worker_extension.py` on every worker. Raises RuntimeError with the first worker's error."""
         if beside:
-            answers = await self._llm.engine_core.rpc_beside_async("roll_call", (method, *args))  # pyright: ignore[reportAttributeAccessIssue]
+            answers = await self._llm.rpc_beside("roll_call", (method, *args))  # pyright: ignore[reportAttributeAccessIssue]
         else:
             answers = await self._llm.collective_rpc("roll_call", args=(method, *args))
         error = next((error for _, error in answers if error), None)
         if error is not None:
             raise RuntimeError(error)
         return [result for result, _ in answers]
+
+    @property
+    def sleep_state(self) -> SleepState:
+        return self._sleep.state
+
+    async def sleep(self, level: int) -> None:
+        running = sum(ticket.admitted for ticket in self._running.values())
+        if not self._sleep.may_sleep(level, paused=not self._serving.is_set(), num_running=running):
+            return
+        self._transport = None  # an update under way would end in memory that is gone
+        if level == 2:
+            self._mixed = True
+        if self._settings.device == "cpu":  # vLLM has no sleep there
+            await self._llm.reset_prefix_cache()
+            await self._workers("roll_sleep", level)
+        else:
+            await self._llm.sleep(level)
+        self._sleep.fell_asleep(level)
+        await self._measure_memory()
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        wanted = self._sleep.to_wake(tags)
+        if not wanted:
+            return
+        if self._settings.device == "cpu":
+            await self._workers("roll_wake", list(wanted))
+        else:
+            await self._llm.wake_up(list(wanted))
+        self._sleep.woke(wanted)
+        await self._measure_memory()
+
+    async def _measure_memory(self) -> None:
+        """What the workers hold. On GPUs the sleeping allocator keeps addresses without memory, so the state tells."""
+        weights, kv_cache = map(sum, zip(*await self._workers("roll_memory"), strict=True))
+        if self._settings.device == "cpu":
+            self._held = EngineMemory(weights_bytes=weights, kv_cache_bytes=kv_cache)
+            return
+        state = self._sleep.state
+        self._held = EngineMemory(
+            weights_bytes=0 if state is SleepState.ASLEEP else weights,
+            kv_cache_bytes=kv_cache if state is SleepState.AWAKE else 0,
+            host_weights_bytes=weights if state is SleepState.ASLEEP and self._sleep.level == 1 else 0,
+        )
+
+    def memory(self) -> EngineMemory:
+        return self._held
 
     def load(self) -> EngineLoad:
         running = min(len(self._running), self._settings.max_running)
@@ -365,32 +386,6 @@ def expert_record(routed: np.ndarray | None) -> ExpertRecord | None:
     ids = array(typecode)
     ids.frombytes(np.ascontiguousarray(routed, dtype=kind).tobytes())
     return ExpertRecord(ids=ids, num_layers=routed.shape[1], top_k=routed.shape[2])
-
-
-def _norms_of_the_cpu_build() -> None:
-    """Choose its compiled norms: vLLM knows them as kernels of GPUs only and puts five operations of torch in their
-    place, three times as slow. A release that has moved them goes on as it is.
-    """
-    try:
-        import torch
-        import vllm.kernels.vllm_c  # noqa: F401 (registers them)
-        from vllm import ir
-
-        for operation in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
-            if hasattr(torch.ops._C, operation.name):
-                operation.impls["vllm_c"].supported = True
-                operation.set_default(["vllm_c", "native"])
-    except (ImportError, AttributeError, KeyError) as error:
-        logger.info("vLLM computes its norms with torch: %s", error)
-
-
-def _core_placement(device: str) -> contextlib.AbstractContextManager[None]:
-    """On CPU the core shares the process: the sockets to a child cost a third of what a small model costs."""
-    if device != "cpu":
-        return contextlib.nullcontext()
-    from roll_async.inference.vllm_in_process import core_in_this_process
-
-    return core_in_this_process()
 
 
 def _nothing(request_id: str, seconds: float) -> Completion:

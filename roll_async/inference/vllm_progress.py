@@ -31,7 +31,7 @@ class Tokens:
 
 
 class ProgressReader:
-    """Of one AsyncLLM, on its event loop: between two calls of its output handler every state is whole."""
+    """Of one AsyncLLM, on the event loop of its caller."""
 
     def __init__(self, llm: AsyncLLM, *, labelled: bool) -> None:
         """`labelled`: vLLM knows the weight version of every token."""
@@ -50,21 +50,22 @@ class ProgressReader:
             state = self._llm.output_processor.request_states.get(internal_id)
             if state is None:
                 return None
-            labels = state.weight_version_starts if self._labelled else []
-            return _part(state, start, held_back, [(int(label), first) for label, first in labels] or [(version, 0)])
+            return _part(state, start, held_back, version, labelled=self._labelled)
         except (AttributeError, TypeError) as error:
             self._works = False
             logger.warning("this vLLM does not tell what running requests have generated: %s", error)
             return None
 
 
-def _part(state: RequestState, start: int, held_back: int, versions: list[tuple[WeightVersion, int]]) -> Tokens | None:
-    """`versions`: each with the first token that was sampled with it."""
+def _part(state: RequestState, start: int, held_back: int, version: WeightVersion, *, labelled: bool) -> Tokens | None:
+    """The number of tokens is read first: a thread may add one meanwhile, whose label comes before it."""
     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs  # type: ignore[union-attr]
     known = min(len(tokens), len(logprobs))
     end = known - held_back
     if end <= start:
         return None
+    labels = [(int(label), first) for label, first in state.weight_version_starts] if labelled else []
+    versions = [(label, first) for label, first in labels if first < known] or [(version, 0)]
     ends = [first for _, first in versions[1:]] + [known]
-    runs = tuple((version, last - first) for (version, first), last in zip(versions, ends, strict=True))
+    runs = tuple((v, last - first) for (v, first), last in zip(versions, ends, strict=True))
     return Tokens(array("i", tokens[start:end]), array("f", logprobs[start:end]), cut_runs(runs, start, end))

@@ -8,6 +8,7 @@ the engine is paused.
 from __future__ import annotations
 
 import pickle
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ if not torch.cuda.is_available():
     # vLLM's AMX attention kernels run without asking the kernel for permission to use AMX tiles and die with SIGILL.
     torch.cpu._init_amx()
 
+from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
+from roll_async.inference.storages import Storages
 from roll_async.weight_sync.bucket import Bucket
 from roll_async.weight_sync.digest import Digest
 from roll_async.weight_sync.sending import BucketReader
@@ -27,6 +30,8 @@ class WeightUpdateExtension:
 
     _roll_receiver: BucketReader | None = None
     _roll_open = False
+    _roll_kv_storages: Storages | None = None
+    _roll_weights: Storages | None = None
 
     def roll_call(self, method: str, *args: object) -> tuple[object, str]:
         """(result, error) of a method below: vLLM would turn its exception into one without a type."""
@@ -83,21 +88,26 @@ class WeightUpdateExtension:
             self._roll_receiver = None
         self._roll_staged = []
 
+    # Kernels that are rebuilt for new weights (fp8, mixtures of experts) read the engine's configuration.
+
     def _roll_load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        self.model_runner.get_model().load_weights(tensors)  # type: ignore[attr-defined]
+        with _current(self):
+            self._roll_model.load_weights(tensors)  # type: ignore[operator]
 
     def _roll_open_model(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self._roll_model)
+        with _current(self):
+            initialize_layerwise_reload(self._roll_model)
         self._roll_open = True
 
     def _roll_close_model(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
         self._roll_open = False
-        finalize_layerwise_reload(self._roll_model, self.model_runner.model_config)  # type: ignore[attr-defined]
-        self._roll_repack_tied_head()
+        with _current(self):
+            finalize_layerwise_reload(self._roll_model, self.model_runner.model_config)  # type: ignore[attr-defined]
+            self._roll_repack_tied_head()
 
     def _roll_incomplete_layers(self) -> list[str]:
         """Layers still waiting for tensors. Vocabulary layers are padded and never fill; a tied head gets none."""
@@ -123,6 +133,52 @@ class WeightUpdateExtension:
             if isinstance(module, ParallelLMHead) and not module.weight.is_cuda:
                 module.quant_method.process_weights_after_loading(module)
 
+    # Sleep on CPU, where vLLM has none: the same states with host memory.
+
+    def roll_memory(self) -> tuple[int, int]:
+        """(weights, KV cache) in bytes, of this worker."""
+        parameters = Storages(self._roll_model.parameters()).num_bytes
+        return parameters + sum(map(_packed_bytes, self._roll_model.modules())), self._roll_kv.num_bytes
+
+    def roll_sleep(self, level: int) -> None:
+        """Give memory back: the KV cache, and at level 2 the weights, packed ones too."""
+        self._roll_kv.release(keep_content=False)
+        if level == 2:
+            self._roll_weights = Storages(self._roll_model.parameters())
+            self._roll_weights.release(keep_content=False)
+            for module in self._roll_model.modules():
+                if _packed_bytes(module):
+                    del module.cpu_linear  # holds the only copy; the next update packs anew
+
+    def roll_wake(self, tags: list[str]) -> None:
+        """Take memory again. Weights of level 2 are arbitrary until the next update."""
+        if WEIGHTS in tags and self._roll_weights is not None:
+            self._roll_weights.restore()
+            self._roll_weights = None
+        if KV_CACHE in tags:
+            self._roll_kv.restore(zero=True)  # the kernel reads whole blocks, and arbitrary bytes may be no numbers
+
+    @property
+    def _roll_kv(self) -> Storages:
+        if self._roll_kv_storages is None:
+            self._roll_kv_storages = Storages(self.model_runner.kv_caches)  # type: ignore[attr-defined]
+        return self._roll_kv_storages
+
     @property
     def _roll_model(self) -> nn.Module:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+
+def _current(worker: WeightUpdateExtension) -> AbstractContextManager[None]:
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(worker.vllm_config)  # type: ignore[attr-defined]
+
+
+def _packed_bytes(module: nn.Module) -> int:
+    """Weights that vLLM's CPU build holds in a packed form, out of sight of torch."""
+    if "cpu_linear" not in vars(module) or not isinstance(weight := getattr(module, "weight", None), Tensor):
+        return 0
+    if weight.numel():
+        return 0
+    return module.input_size_per_partition * module.output_size_per_partition * weight.element_size()  # type: ignore[operator]

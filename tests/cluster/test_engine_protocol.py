@@ -1,6 +1,8 @@
 """One suite for every engine: what `inference/protocol.py` promises, checked against plain Transformers in float32."""
 
 import asyncio
+import os
+import sys
 import time
 from array import array
 from pathlib import Path
@@ -14,10 +16,19 @@ psutil = pytest.importorskip("psutil")
 from roll_async.inference.backends import create_engine
 from roll_async.inference.protocol import PauseMode
 from roll_async.inference.settings import EngineSettings
+from roll_async.inference.sleeping import SleepState
 from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
 from roll_async.weight_sync.bucket import UpdatePlan
 from roll_async.weight_sync.transports import open_sender
 
+VARIANTS = {
+    "vllm": ("vllm", {}),
+    "vllm_core_process": ("vllm", {"core_in_process": False}),
+    "vllm_tp2": ("vllm", {"tensor_parallel_size": 2}),
+    "hf_infer": ("hf_infer", {}),
+    "sglang": ("sglang", {}),
+}
+"""Strategy and settings of each engine that keeps the protocol."""
 LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
 EOS, CONTEXT, TOLERANCE = 2, 512, 1e-4
 PROMPT = [11, 22, 33, 44, 55]
@@ -84,10 +95,16 @@ def greedy(model, prompt, count):
     return tokens
 
 
+def resident_bytes():
+    """Of this process and its children, the trackers of Python apart."""
+    return sum(p.memory_info().rss for p in [psutil.Process(), *psutil.Process().children(recursive=True)])
+
+
 class Replica:
     """An engine, the loop it lives on, and the models whose weights it is given."""
 
     def __init__(self, strategy, folder, tied, **changes):
+        self.strategy = strategy
         self.models = {"old": tiny_model(1, tied), "new": tiny_model(2, tied)}
         self.models["old"].save_pretrained(folder)
         save_tokenizer(folder)
@@ -151,15 +168,36 @@ class Replica:
         self.version = version
 
 
-@pytest.fixture(scope="module", params=["vllm", "hf_infer", "sglang"])
-def strategy(request):
-    pytest.importorskip(LIBRARY[request.param])
-    return request.param
+@pytest.fixture(scope="module")
+def sglang_stubs():
+    """Modules that SGLang imports and a CPU does not have, for this process and its children, until the module ends."""
+    folder, before = str(Path(__file__).resolve().parent / "sglang_stubs"), os.environ.get("PYTHONPATH")
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([before] if before else [])])
+    yield
+    sys.path.remove(folder)
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request):
+    """(strategy, settings)."""
+    strategy, changes = VARIANTS[request.param]
+    if strategy == "sglang":
+        request.getfixturevalue("sglang_stubs")
+    pytest.importorskip(LIBRARY[strategy])
+    return strategy, changes
 
 
 @pytest.fixture(scope="module")
-def shared(strategy, tmp_path_factory):
-    replica = Replica(strategy, tmp_path_factory.mktemp("model"), tied=True, stop_strings=True)
+def shared(variant, tmp_path_factory):
+    strategy, changes = variant
+    replica = Replica(
+        strategy, tmp_path_factory.mktemp("model"), tied=True, stop_strings=True, sleep_level=2, **changes
+    )
     yield replica
     replica.close()
 
@@ -570,9 +608,84 @@ def test_sixty_four_requests_at_once_do_not_mix(replica):
     replica.runner.run(go())
 
 
-def test_random_weights_generate_nothing_before_the_first_update_and_closing_leaves_no_child(strategy, tmp_path):
+def gives_memory_back(replica):
+    """SGLang's allocator that does is for CUDA; on CPU it goes through the same states."""
+    return replica.strategy != "sglang"
+
+
+async def refuses_to_work(replica):
+    with pytest.raises(RuntimeError, match="wake"):
+        await replica.engine.generate(replica.request())
+    with pytest.raises(RuntimeError, match="wake"):
+        await replica.engine.resume()
+
+
+def test_a_replica_sleeps_gives_its_memory_back_and_goes_on_with_the_same_weights(replica):
+    async def go():
+        engine, awake = replica.engine, replica.engine.memory()
+        assert awake.weights_bytes > 0 and awake.kv_cache_bytes > 0
+        with pytest.raises(RuntimeError, match="pause"):
+            await engine.sleep(1)
+        await engine.pause(PauseMode.ABORT)
+        with pytest.raises(ValueError, match="levels are"):
+            await engine.sleep(3)
+        await engine.sleep(1)
+        asleep = engine.memory()
+        assert engine.sleep_state is SleepState.ASLEEP
+        assert asleep.kv_cache_bytes == 0 or not gives_memory_back(replica)
+        await refuses_to_work(replica)
+        with pytest.raises(RuntimeError, match="asleep"):
+            await engine.begin_update(UpdatePlan(version=1, transport="shm", verify="full"))
+        await engine.wake(["weights"])
+        assert engine.sleep_state is SleepState.WEIGHTS_AWAKE and engine.memory().weights_bytes == awake.weights_bytes
+        await refuses_to_work(replica)
+        await engine.wake(["kv_cache"])
+        assert engine.memory() == awake
+        await engine.resume()
+        request = replica.request()
+        replica.assert_sampled_from("old", request, await engine.generate(request))
+
+    replica.runner.run(go())
+
+
+def test_a_replica_that_dropped_its_weights_serves_only_those_of_the_next_update(replica):
+    async def go():
+        engine, awake, rss = replica.engine, replica.engine.memory(), resident_bytes()
+        await engine.pause(PauseMode.ABORT)
+        await engine.sleep(2)
+        replica.version = None
+        asleep = engine.memory()
+        if gives_memory_back(replica):
+            assert asleep.weights_bytes == asleep.kv_cache_bytes == asleep.host_weights_bytes == 0
+            assert rss - resident_bytes() > 0.5 * awake.kv_cache_bytes, "the operating system has the memory again"
+        await engine.wake(["weights"])
+        sender = await replica.take_in(tensors_of(replica.models["new"]), 13)
+        assert await engine.finish_update() == sender.digest
+        await engine.commit(13)
+        await engine.wake(["kv_cache"])
+        assert engine.memory() == awake
+        await engine.resume()
+        replica.version = 13
+        requests = [replica.request([7, 8, 9 + i]) for i in range(8)]
+        for request, task in zip(requests, replica.start(*requests), strict=True):
+            completion = await task
+            replica.assert_sampled_from("new", request, completion)
+            assert completion.version_runs == ((13, len(completion.token_ids)),)
+        await engine.pause(PauseMode.ABORT)
+        await engine.sleep(2)
+        await engine.wake(["kv_cache", "weights"])
+        with pytest.raises(RuntimeError, match="whole weights"):
+            await engine.resume()
+        replica.version = None
+        await replica.push("old", 14)
+
+    replica.runner.run(go())
+
+
+def test_random_weights_generate_nothing_before_the_first_update_and_closing_leaves_no_child(variant, tmp_path):
+    strategy, changes = variant
     children = set(psutil.Process().children(recursive=True))
-    replica = Replica(strategy, tmp_path, tied=False, random_weights=True)
+    replica = Replica(strategy, tmp_path, tied=False, random_weights=True, **changes)
 
     async def go():
         assert replica.engine.version is None

@@ -1,0 +1,68 @@
+"""How SGLang is started: its environment and its arguments, from the settings of a replica."""
+
+from __future__ import annotations
+
+import os
+
+from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+
+CPU_STREAM_INTERVAL, GPU_STREAM_INTERVAL = 16, 32
+"""Tokens of a request between two messages of the scheduler: what is told of a running one lies no further back."""
+
+
+def prepare_environment(settings: EngineSettings) -> None:
+    """Set what SGLang reads at import. Call it in the engine's process before anything imports sglang."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # It counts the position after the last token too; no request of ours exceeds `max_model_len`.
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    if settings.device == "cpu":
+        os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+        return
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # what Megatron needs serialises an engine's streams
+
+
+def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_token: int) -> dict[str, object]:
+    """Of `sglang.Engine`. Raises ValueError for an `extra` that repeats another key."""
+    arguments: dict[str, object] = {
+        "model_path": settings.model_folder,
+        "dtype": TORCH_DTYPES[settings.dtype],
+        "device": settings.device,
+        "context_length": settings.max_model_len + 1,
+        "max_running_requests": settings.max_running,
+        "random_seed": settings.seed,
+        "load_format": "dummy" if settings.random_weights else "auto",
+        "tp_size": settings.tensor_parallel_size,
+        "pp_size": settings.pipeline_parallel_size,
+        "quantization": settings.quantization,
+        "disable_radix_cache": not settings.enable_prefix_caching,
+        "disable_cuda_graph": settings.enforce_eager or settings.device == "cpu",
+        "chunked_prefill_size": settings.max_num_batched_tokens,
+        "attention_backend": settings.attention_backend,
+        "skip_tokenizer_init": not settings.stop_strings,
+        "skip_server_warmup": True,
+        "grammar_backend": "none",
+        "sampling_mask_max_tokens": vocab_size,
+        "stream_interval": CPU_STREAM_INTERVAL if settings.device == "cpu" else GPU_STREAM_INTERVAL,
+        "weight_version": "0",
+        "log_level": "error",
+    }
+    if settings.record_experts:
+        arguments["enable_return_routed_experts"] = True
+    if settings.block_size is not None:
+        arguments["page_size"] = settings.block_size
+    if settings.device == "cpu":
+        arguments |= {
+            "attention_backend": settings.attention_backend or "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "max_total_tokens": max(settings.max_model_len + 1, settings.cpu_kv_cache_bytes // kv_bytes_per_token),
+        }
+    else:
+        arguments["mem_fraction_static"] = settings.memory_fraction
+        if settings.sleep_level:
+            arguments["enable_memory_saver"] = True
+            arguments["enable_weights_cpu_backup"] = settings.sleep_level == 1
+    twice = sorted(arguments.keys() & settings.extra.keys())
+    if twice:
+        raise ValueError(f"strategy_config.extra repeats what other keys decide: {', '.join(twice)}; remove it")
+    return {**{k: v for k, v in arguments.items() if v is not None}, **settings.extra}

@@ -1,0 +1,447 @@
+"""SGLang behind the Engine protocol, on CUDA (and on CPU where its kernels have been replaced, as in the tests).
+
+Its schedulers are processes of their own, one per device; this one holds its tokenizer manager. One behaviour log-prob
+per token, of the distribution really sampled from: after temperature, and with top-k or top-p over what these leave
+(SGLang's `sampling_mask`). One weight version per token, by SGLang's own spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_async.inference.hf_weights import WeightTargets
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
+from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+from roll_async.inference.sglang_arguments import engine_arguments, prepare_environment
+from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
+from roll_async.inference.staging import Incoming
+from roll_async.schema import (
+    Completion,
+    ExpertRecord,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    VersionRuns,
+    WeightVersion,
+    cut_runs,
+    merge_runs,
+)
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.transports import STAGED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ABORT_AGAIN_S = 0.1
+"""SGLang loses the abort of a request that has not reached its scheduler yet."""
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """One request and what has come of it."""
+
+    request: GenerateRequest
+    budget: int
+    started_s: float
+    wire_id: str
+    held_back: int
+    """Last tokens that may be the beginning of a stop string: not told of before the end."""
+    admitted: bool = False
+    version: WeightVersion = 0
+    """Served when it was admitted."""
+    output: dict[str, Any] = field(default_factory=dict)
+    """SGLang's newest answer: all tokens so far."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SglangEngine:
+    """One replica. See `inference/protocol.py: Engine` for the contract of each method."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._version: WeightVersion | None = None if settings.random_weights else 0
+        self._mixed = settings.random_weights
+        """The model holds no whole version: nothing is generated until the next commit."""
+        self._running: dict[str, _Running] = {}
+        self._incoming: Incoming | None = None
+        on_cuda = settings.device != "cpu"
+        # On CUDA SGLang decides at the start whether it keeps a copy of the weights on the host.
+        levels = levels_up_to(settings.sleep_level)
+        self._sleep = SleepRules(levels[-1:] if on_cuda else levels)
+        self._levels = levels[-1:] if on_cuda else levels
+        self._serving = asyncio.Event()
+        if not settings.random_weights:
+            self._serving.set()
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(
+            keep_in_place=True, prefix_caching=self._settings.enable_prefix_caching, sleep_levels=self._levels
+        )
+
+    @property
+    def version(self) -> WeightVersion | None:
+        return self._version
+
+    async def start(self) -> None:
+        settings = self._settings
+        prepare_environment(settings)
+        self._read_config()
+        arguments = engine_arguments(
+            settings, vocab_size=self._text_config.vocab_size, kv_bytes_per_token=self._kv_bytes_per_token
+        )
+        import sglang
+
+        try:
+            self._engine = sglang.Engine(**arguments)
+        except TypeError as error:
+            raise ValueError(f"strategy_config.extra: {error}") from error
+        self._manager = self._engine.tokenizer_manager
+        self._kv_tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+
+    def _read_config(self) -> None:
+        """Names and sizes from the model's config alone."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(self._settings.model_folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        self._names = WeightTargets(model, config.model_type).names
+        text = self._text_config = config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        size = getattr(torch, TORCH_DTYPES[self._settings.dtype]).itemsize
+        self._kv_bytes_per_token = text.num_hidden_layers * 2 * text.num_key_value_heads * head * size
+        self._weight_bytes = sum(p.numel() for p in model.parameters()) * size
+
+    # Requests
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._sleep.need_awake(f"request {request.request_id}")
+        settings, sampling = self._settings, request.sampling
+        room = settings.max_model_len - len(request.prompt_token_ids)
+        if room < 1:
+            raise ValueError(
+                f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens leave no room in "
+                f"context_length {settings.max_model_len}"
+            )
+        if sampling.stop_strings and not settings.stop_strings:
+            raise ValueError(f"request {request.request_id} has stop_strings, and the engine was started without them")
+        run = self._running[request.request_id] = _Running(
+            request=request,
+            budget=min(sampling.max_new_tokens, room),
+            started_s=asyncio.get_running_loop().time(),
+            wire_id=f"{request.request_id};",  # SGLang aborts every request whose id begins with the one it is told
+            held_back=max((len(stop.encode()) for stop in sampling.stop_strings), default=1) - 1,
+        )
+        try:
+            if await self._admitted(run):
+                await self._stream(run)
+            return self._completion(run)
+        finally:
+            del self._running[request.request_id]
+            run.done.set()
+
+    async def _admitted(self, run: _Running) -> bool:
+        """Wait while the engine is paused; False when the request is aborted meanwhile."""
+        while not self._serving.is_set() and not run.aborted.is_set():
+            waits = [asyncio.ensure_future(e.wait()) for e in (self._serving, run.aborted)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+        run.admitted, run.version = not run.aborted.is_set(), self._version or 0
+        return run.admitted
+
+    async def _stream(self, run: _Running) -> None:
+        """Until the request has ended. Raises ConnectionError when a scheduler is dead."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = run.request.sampling
+        options: dict[str, Any] = {}
+        if _truncates(sampling):
+            options = {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        if self._settings.record_experts:
+            options |= {"return_routed_experts": True, "routed_experts_start_len": run.request.recorded_positions}
+        wanted = GenerateReqInput(
+            rid=run.wire_id,
+            input_ids=list(run.request.prompt_token_ids),
+            sampling_params=_sampling(sampling, run.budget, self._text_config.vocab_size),
+            return_logprob=True,
+            stream=True,
+            **options,
+        )
+        try:
+            async for run.output in self._manager.generate_request(wanted, None):
+                pass
+        except ValueError as error:
+            if not run.aborted.is_set():  # SGLang raises for a request that was aborted while it waited
+                raise ValueError(f"request {run.request.request_id}: {error}") from error
+
+    def _completion(self, run: _Running) -> Completion:
+        tokens, logprobs, runs = self._tokens(run, len(run.output.get("output_ids", ())))
+        finish = run.output.get("meta_info", {}).get("finish_reason") or {"type": "abort"}
+        if finish["type"] == "abort" and not run.aborted.is_set() and self._serving.is_set():
+            raise RuntimeError(f"SGLang gave up request {run.request.request_id}: {finish.get('message')}")
+        return Completion(
+            request_id=run.request.request_id,
+            token_ids=tokens,
+            logprobs=logprobs,
+            version_runs=runs,
+            finish_reason=_REASONS[finish["type"]],
+            generation_s=asyncio.get_running_loop().time() - run.started_s,
+            experts=self._experts(run) if self._settings.record_experts else None,
+        )
+
+    def _tokens(self, run: _Running, end: int, start: int = 0) -> tuple[array, array, VersionRuns]:
+        """Tokens, log-probs and versions of [start, end)."""
+        if end <= start:
+            return array("i"), array("f"), ()
+        meta = run.output["meta_info"]
+        ids = run.output["output_ids"]
+        if _truncates(run.request.sampling):
+            logprobs = meta["output_token_sampling_logprobs"]
+        else:
+            logprobs = [row[0] for row in meta["output_token_logprobs"]]
+        assert len(logprobs) >= end, "one log-prob per sampled token"
+        spans = meta.get("weight_versions") or [{"version": run.version, "start": 0, "end": len(ids)}]
+        runs = merge_runs([(int(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]])
+        return array("i", ids[start:end]), array("f", logprobs[start:end]), cut_runs(runs, start, end)
+
+    def _experts(self, run: _Running) -> ExpertRecord | None:
+        """From SGLang's int32 [positions, layers, experts per token]."""
+        encoded = run.output.get("meta_info", {}).get("routed_experts")
+        if encoded is None:
+            return None
+        layers, top_k = self._text_config.num_hidden_layers, self._text_config.num_experts_per_tok
+        routed = np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(-1, layers, top_k)
+        kind, typecode = (np.uint8, "B") if self._text_config.num_experts <= 256 else (np.int16, "h")
+        ids = array(typecode)
+        ids.frombytes(np.ascontiguousarray(routed, dtype=kind).tobytes())
+        return ExpertRecord(ids=ids, num_layers=layers, top_k=top_k)
+
+    def progress(self, request_id: str, start: int) -> Completion | None:
+        run = self._running.get(request_id)
+        if run is None or not run.output or run.output["meta_info"]["finish_reason"] is not None:
+            return None
+        ids = run.output["output_ids"]
+        end = min(len(ids), run.budget - 1) - run.held_back
+        if end <= start:
+            return None
+        tokens, logprobs, runs = self._tokens(run, end, start)
+        return Completion(
+            request_id=request_id,
+            token_ids=tokens,
+            logprobs=logprobs,
+            version_runs=runs,
+            finish_reason=FinishReason.ABORT,
+            generation_s=asyncio.get_running_loop().time() - run.started_s,
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._end(self._running[i] for i in request_ids if i in self._running)
+
+    async def _end(self, runs: Iterable[_Running]) -> None:
+        """Abort until all of them have ended."""
+        left = list(runs)
+        for run in left:
+            run.aborted.set()
+        while left := [run for run in left if not run.done.is_set()]:
+            for run in left:
+                state = self._manager.rid_to_state.get(run.wire_id)
+                if state is not None:
+                    state.abort_sent = False
+                    self._manager.abort_request(run.wire_id)
+            waits = [asyncio.ensure_future(run.done.wait()) for run in left]
+            await asyncio.wait(waits, timeout=_ABORT_AGAIN_S)
+            for wait in waits:
+                wait.cancel()
+
+    async def pause(self, mode: PauseMode) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._serving.clear()
+        if mode is PauseMode.ABORT:
+            await self._end([run for run in self._running.values() if run.admitted])
+        # Where prompts share a cache, kept requests compute theirs again under the new weights; else they keep it.
+        kept = "retract" if mode is PauseMode.ABORT or self._settings.enable_prefix_caching else "in_place"
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=kept))
+        await self._manager.get_internal_state()  # when it has answered, the schedulers have paused
+
+    async def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._sleep.need_awake("resume")
+        if self._mixed:
+            raise RuntimeError("resume without whole weights: the last update did not come to its commit")
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+        self._serving.set()
+
+    # Weights
+
+    async def begin_update(self, plan: UpdatePlan) -> None:
+        self._sleep.need_weights("begin_update")
+        in_place = plan.transport not in STAGED
+        if in_place and self._serving.is_set():
+            raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
+        await self._give_up()
+        self._incoming = Incoming(plan, self._names)
+        if in_place:
+            self._mixed = True
+            await self._open()
+
+    async def _give_up(self) -> None:
+        """An update that was not committed."""
+        if self._incoming is None:
+            return
+        if self._incoming.in_place:
+            await self._close()
+        self._incoming.close()
+        self._incoming = None
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        if self._incoming is None:
+            raise RuntimeError("load_bucket without begin_update")
+        tensors = await asyncio.to_thread(self._incoming.take_in, bucket)
+        if self._incoming.in_place:
+            await self._load(tensors)
+
+    async def finish_update(self) -> str:
+        if self._incoming is None:
+            raise RuntimeError("finish_update without begin_update")
+        return self._incoming.finish()
+
+    async def commit(self, version: WeightVersion) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        self._sleep.need_weights("commit")
+        if self._incoming is None:
+            raise RuntimeError("commit without an update")
+        self._incoming.need_whole()
+        if self._serving.is_set():
+            raise RuntimeError("commit on a running engine; pause it first")
+        self._mixed = True
+        if not self._incoming.in_place:
+            await self._open()
+            await self._load(self._incoming.staged)
+        await self._close()
+        if self._settings.enable_prefix_caching or not self._running:
+            flushed = await self._manager.flush_cache()
+            if not flushed.success:
+                raise RuntimeError(f"SGLang kept its prefix cache: {flushed.message}")
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        )
+        self._incoming.close()
+        self._incoming, self._version, self._mixed = None, version, False
+
+    async def _open(self) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _checked("begin_weight_update", await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def _close(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        _checked("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    async def _load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Every rank gets all tensors and keeps its part."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        ranks = self._settings.tensor_parallel_size
+        payloads = [await asyncio.to_thread(MultiprocessingSerializer.serialize, list(tensors)) for _ in range(ranks)]
+        wanted = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
+        _checked("update_weights_from_tensor", await self._manager.update_weights_from_tensor(wanted, None))
+
+    # Sleep
+
+    @property
+    def sleep_state(self) -> SleepState:
+        return self._sleep.state
+
+    async def sleep(self, level: int) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        running = sum(run.admitted for run in self._running.values())
+        if not self._sleep.may_sleep(level, paused=not self._serving.is_set(), num_running=running):
+            return
+        await self._give_up()
+        if level == 2:
+            self._mixed = True
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[KV_CACHE, WEIGHTS]), None)
+        self._sleep.fell_asleep(level)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        wanted = self._sleep.to_wake(tags)
+        for tag in wanted:
+            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]), None)
+        self._sleep.woke(wanted)
+
+    def memory(self) -> EngineMemory:
+        state, gives_back = self._sleep.state, self._settings.device != "cpu"  # its saver of memory is CUDA's
+        asleep = gives_back and state is SleepState.ASLEEP
+        return EngineMemory(
+            weights_bytes=0 if asleep else self._weight_bytes,
+            kv_cache_bytes=0 if gives_back and state is not SleepState.AWAKE else self._kv_bytes,
+            host_weights_bytes=self._weight_bytes if asleep and self._sleep.level == 1 else 0,
+        )
+
+    @property
+    def _kv_bytes(self) -> int:
+        return self._kv_tokens * self._kv_bytes_per_token
+
+    def load(self) -> EngineLoad:
+        running = min(len(self._running), self._settings.max_running)
+        claimed = sum(len(run.request.prompt_token_ids) + run.budget for run in self._running.values())
+        return EngineLoad(
+            running=running,
+            waiting=len(self._running) - running,
+            free_kv_fraction=max(0.0, 1 - claimed / max(1, self._kv_tokens)),
+        )
+
+    async def close(self) -> None:
+        await self._end(list(self._running.values()))
+        await self._give_up()
+        for task in self._manager.asyncio_tasks:
+            task.cancel()
+        await asyncio.to_thread(self._engine.shutdown)
+
+
+def _checked(what: str, answer: tuple[bool, str]) -> None:
+    """SGLang returns its failures. Raises RuntimeError."""
+    success, message = answer[0], answer[1]
+    if not success:
+        raise RuntimeError(f"SGLang's {what} failed: {message}")
+
+
+def _truncates(sampling: SamplingParams) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+def _sampling(params: SamplingParams, budget: int, vocab_size: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "max_new_tokens": budget,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "repetition_penalty": params.repetition_penalty,
+        "stop_token_ids": list(params.stop_token_ids) or None,
+        "stop": list(params.stop_strings) or None,
+        "no_stop_trim": True,  # the tokens are the answer, the one that ends it included
+        "skip_special_tokens": False,
+    }
+    if _truncates(params) and params.top_k <= 0:
+        options["top_k"] = vocab_size  # what keeps the mask wants a bound
+    return options

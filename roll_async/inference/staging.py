@@ -1,0 +1,49 @@
+"""A weight version on its way into an engine that loads whole tensors by name: digest, completeness, what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.digest import Digest
+from roll_async.weight_sync.transports import STAGED, open_receiver
+
+
+class Incoming:
+    """One update, from its first bucket to its commit."""
+
+    def __init__(self, plan: UpdatePlan, names: Iterable[str]) -> None:
+        """`names`: of all tensors that have to come."""
+        self.in_place = plan.transport not in STAGED
+        """The transport leaves no room for a second model: tensors go into the served one as they come."""
+        self.staged: list[tuple[str, Tensor]] = []
+        self._receiver, self._digest = open_receiver(plan.transport), Digest(plan.verify)
+        self._missing = set(names)
+
+    def take_in(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        """The tensors of a bucket; with a staged transport they are remembered until the commit. Blocks."""
+        tensors = []
+        for slot, raw, tensor in self._receiver.read(bucket):
+            self._digest.update(slot, raw)
+            self._missing.discard(slot.name)
+            tensors.append((slot.name, tensor))
+        if not self.in_place:
+            self.staged += tensors
+        return tensors
+
+    def finish(self) -> str:
+        """The digest. Raises RuntimeError when tensors are missing."""
+        self.need_whole()
+        return self._digest.hexdigest()
+
+    def need_whole(self) -> None:
+        """Raises RuntimeError when tensors are missing."""
+        if self._missing:
+            raise RuntimeError(f"weight update is incomplete: {sorted(self._missing)[:3]} did not come")
+
+    def close(self) -> None:
+        """Give the buckets' memory back."""
+        self._receiver.close()
+        self.staged = []
