@@ -17,7 +17,7 @@ from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_asi
 from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
 from roll_async.cluster.placement import NodePool, ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.pipelines.wire import (
     Classes,
@@ -33,6 +33,7 @@ from roll_async.prompts.load import DataOptions, load_prompts
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.prompts.tool_turns import ChatToolCodec
+from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
@@ -149,17 +150,21 @@ def prompts_of(config: RLVRConfig) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
     assert config.actor_train.data_args is not None
     probabilities = config.actor_train.data_args.domain_interleave_probs
     train = ShuffledPrompts(
-        load_prompts(DataOptions.of(config, config.actor_train.data_args)),
+        load_prompts(_data_options(config, config.actor_train.data_args)),
         seed=config.seed,
         probabilities=probabilities,
     )
     if config.validation is None or not config.eval_steps:
         return train, ()
     # AIME alone may validate a run over mathematics and code.
-    held_out = load_prompts(DataOptions.of(config, config.validation.data_args), every_domain=False)
+    held_out = load_prompts(_data_options(config, config.validation.data_args), every_domain=False)
     stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
     return train, [p for p in prompts if p is not None]
+
+
+def _data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:
+    return DataOptions.of(config, data, checks=row_checks(config.rewards), references=REFERENCE_COLUMNS)
 
 
 def _tools(order: RolloutOrder) -> ToolCompletionCallback | None:

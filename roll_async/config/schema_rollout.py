@@ -50,6 +50,8 @@ class SandboxConfig:
     """Seconds of one test case; all cases of a sample share `timeout`."""
     scoring: Literal["all", "fraction"] = "all"
     """Score 1 only if every case passes, or the share of cases that pass."""
+    prelude: bool = True
+    """Run the imports of the field's evaluators (docs_roll/rewards.md) before each program."""
     isolation: Literal["required", "best_effort"] = "required"
     """Where programs cannot be contained (macOS, Linux before 5.13): refuse, or run them with resource limits only."""
 
@@ -77,6 +79,9 @@ class RewardConfig:
     default: the domain's name."""
     tag_included: tuple[str, ...] = section(tuple)
     """Data set tags routed here; a single domain takes all."""
+    style_included: tuple[str, ...] = section(tuple)
+    """Values of verl's `reward_model.style` (rule, model, ...) routed here, of the tags above if there are any; empty =
+    all. With it two domains may share a tag."""
     num_workers: int = bounded(1, ">= 1")
     """CPU processes."""
     timeout: float = bounded(30.0, "> 0")

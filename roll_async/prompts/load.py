@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
@@ -34,21 +34,39 @@ class DataOptions:
     domains: Mapping[str, tuple[str, ...]]
     """Tags of each domain; a single domain takes all."""
     tokenizer_folder: str
+    styles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Values of `reward_model.style` a domain takes; a domain that is not here takes all."""
+    checks: Mapping[str, Callable[[str, Mapping[str, str]], object]] = field(default_factory=dict)
+    """(ground truth, other columns) of a domain's row; raises ValueError for a row its reward cannot judge."""
     num_workers: int = 1
     """Processes that render and tokenise; 1 = this one. The result does not depend on it."""
 
     @classmethod
-    def of(cls, config: RLVRConfig, data: DataArguments) -> DataOptions:
-        """Which prompts, as the config has it."""
+    def of(
+        cls,
+        config: RLVRConfig,
+        data: DataArguments,
+        *,
+        checks: Mapping[str, Callable[[str, Mapping[str, str]], object]],
+        references: tuple[str, ...],
+    ) -> DataOptions:
+        """Which prompts, as the config has it; what the rewards say of rows comes from `rewards/row_checks.py`."""
         return cls(
             files=tuple(data.file_name),
             columns=Columns(
-                messages=data.messages, prompt=data.prompt, id=data.id, tag=data.tag, ground_truth=data.ground_truth
+                messages=data.messages,
+                prompt=data.prompt,
+                id=data.id,
+                tag=data.tag,
+                ground_truth=data.ground_truth,
+                references=references,
             ),
             template=data.template,
             prompt_length=config.prompt_length,
             domains={name: tuple(r.tag_included) for name, r in config.rewards.items()},
             tokenizer_folder=config.pretrain,
+            styles={name: r.style_included for name, r in config.rewards.items() if r.style_included},
+            checks=checks,
             num_workers=data.preprocessing_num_workers,
         )
 
@@ -62,9 +80,13 @@ def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str
 
     def routed() -> Iterator[tuple[Row, str]]:
         for row in read_rows(options.files, options.columns, bad):
-            domain = domain_of(row, options.domains)
+            domain = domain_of(row, options.domains, options.styles)
             if domain is None:
                 homeless[row.tag] += 1
+                continue
+            problem = _problem(row, options.checks.get(domain))
+            if problem:
+                bad.add(f"{row.where}: {problem}")
             else:
                 yield row, domain
 
@@ -92,11 +114,30 @@ def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str
     return {name: prompts for name, prompts in by_domain.items() if prompts}
 
 
-def domain_of(row: Row, domains: Mapping[str, tuple[str, ...]]) -> str | None:
-    """The domain whose tags hold the row's tag; a single domain takes all rows."""
+def domain_of(
+    row: Row, domains: Mapping[str, tuple[str, ...]], styles: Mapping[str, tuple[str, ...]] | None = None
+) -> str | None:
+    """The domain whose tags hold the row's tag and whose styles, if it names any, hold its style; a single domain takes
+    all rows. A domain without tags is chosen by style alone.
+    """
     if len(domains) == 1:
         return next(iter(domains))
-    return next((name for name, tags in domains.items() if row.tag in tags), None)
+    styles = styles or {}
+    for name, tags in domains.items():
+        wanted = styles.get(name, ())
+        if (row.tag in tags or (not tags and wanted)) and (not wanted or row.style in wanted):
+            return name
+    return None
+
+
+def _problem(row: Row, check: Callable[[str, Mapping[str, str]], object] | None) -> str:
+    """Why the row's reward could never judge it; nothing when it can."""
+    try:
+        if check is not None:
+            check(row.ground_truth, row.extra)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _prompt(row: Row, domain: str, ids: Sequence[int]) -> Prompt:

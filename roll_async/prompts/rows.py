@@ -33,6 +33,8 @@ class Columns:
     id: str = "id"
     tag: str = "tag"
     ground_truth: str = "ground_truth"
+    references: tuple[str, ...] = ()
+    """Further columns that rewards compare with; a row that has one needs no ground truth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,8 @@ class Row:
     tag: str
     messages: tuple[Mapping[str, str], ...]
     ground_truth: str
+    style: str = ""
+    """`reward_model.style` of verl's schema: rule, model, ..."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """The columns nothing else uses: text as it is, everything else as JSON. Reward functions read them."""
 
@@ -144,18 +148,29 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
 def _row(record: object, columns: Columns, where: str) -> Row:
     if not isinstance(record, dict):
         raise TypeError(f"a row must be an object, got {type(record).__name__}")
-    row_id, source = record.get(columns.id), record.get("data_source")
-    if row_id is None:
-        row_id = _nested(record, "extra_info", "index")
-    tag = record.get(columns.tag)
+    source, tag = record.get("data_source"), record.get(columns.tag)
+    style = _nested(record, "reward_model", "style")
     return Row(
         where=where,
-        row_id=where if row_id is None else str(row_id),
+        row_id=_row_id(record, columns, where),
         tag=str(source or "") if tag is None else str(tag),
+        style="" if style is None else str(style),
         messages=_messages(record, columns),
         ground_truth=_ground_truth(record, columns),
         extra=_extra(record, columns),
     )
+
+
+def _row_id(record: dict, columns: Columns, where: str) -> str:
+    """The column `id`, else `uid`, else verl's index with its data set (each counts from 0), else the place."""
+    for name in (columns.id, "uid"):
+        if record.get(name) is not None:
+            return str(record[name])
+    index = _nested(record, "extra_info", "index")
+    if index is None:
+        return where
+    parts = (record.get("data_source"), _nested(record, "extra_info", "split"), index)
+    return "/".join(str(part) for part in parts if part not in (None, ""))
 
 
 def _messages(record: dict, columns: Columns) -> tuple[Mapping[str, str], ...]:
@@ -186,6 +201,8 @@ def _ground_truth(record: dict, columns: Columns) -> str:
     if value is None:
         value = _nested(record, "reward_model", "ground_truth")
     if value is None:
+        if any(record.get(name) for name in columns.references):
+            return ""
         raise KeyError(columns.ground_truth)
     text = _text(value)
     gold = _GSM8K_ANSWER.search(text)

@@ -13,6 +13,7 @@ from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.local import LocalSandbox
 from roll_async.rewards.sandbox.protocol import Outcome, Run, Runner
 from roll_async.rewards.sandbox.remote import RemoteSandbox
+from roll_async.rewards.sandbox.values import decode
 from roll_async.rewards.verdict import Verdict
 
 _FENCE = re.compile(r"^[ \t]{0,8}```([^\n`]*)\n(.*?)^[ \t]{0,8}```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -40,11 +41,12 @@ class CodeSandbox:
         scoring: str = "all",
         isolation: str = "required",
         api_url: str | None = None,
+        prelude: bool = True,
     ) -> None:
         if scoring not in ("all", "fraction"):
             raise ValueError(f"scoring {scoring!r} is not one of all | fraction")
         self._memory_mb, self._case_timeout_s, self._stop_early = memory_mb, case_timeout_s, scoring == "all"
-        self._timeout_s = _RESERVE * timeout_s
+        self._timeout_s, self._prelude = _RESERVE * timeout_s, prelude
         self._runner = _runner(api_url, isolation)
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
@@ -80,6 +82,9 @@ class CodeSandbox:
                 function=case.function,
                 arguments=case.arguments,
                 test=case.test,
+                setup=case.setup,
+                expressions=case.expressions,
+                prelude=self._prelude,
                 timeout_s=min(self._case_timeout_s, left_s),
                 memory_mb=self._memory_mb,
             )
@@ -109,11 +114,29 @@ def judge(case: Case, outcome: Outcome) -> tuple[float, str]:
         return 0.0, "it ended before the test did"
     if case.kind == "assert":
         return 1.0, ""
+    if case.kind == "values":
+        return _compare_values(case, outcome.result.get("values"))
     value = outcome.result.get("value")
     # APPS wraps the expected value of a call in a list of one.
     wrapped = isinstance(case.expected, list) and len(case.expected) == 1 and same_value(value, case.expected[0])
     same = same_value(value, case.expected) or wrapped
     return float(same), "" if same else f"returned {_short(value)}, expected {_short(case.expected)}"
+
+
+def _compare_values(case: Case, values: object) -> tuple[float, str]:
+    """As `==` of the assertion would, on values that hold no code of the program."""
+    assert isinstance(case.expected, list)
+    if not isinstance(values, list) or len(values) != len(case.expected):
+        return 0.0, "it ended before the test did"
+    for expression, encoded, expected in zip(case.expressions, values, case.expected, strict=True):
+        try:
+            value = decode(encoded)
+            same = value == expected
+        except (ValueError, TypeError, RecursionError) as error:
+            return 0.0, f"{_short(expression)}: {error}"
+        if not same:
+            return 0.0, f"AssertionError: {expression[:60]} is {_short(value)}, expected {_short(expected)}"
+    return 1.0, ""
 
 
 def same_output(written: str, expected: str) -> bool:

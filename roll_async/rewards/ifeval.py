@@ -32,7 +32,7 @@ class InstructionFollowing:
     """
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
-        constraints = _parsed(ground_truth, extra)
+        constraints = parse_constraints(ground_truth, extra)
         answer = after_thinking(text).strip()
         kept = [bool(answer) and CONSTRAINTS[c.kind](answer, **c.arguments) for c in constraints]
         broken = [c.kind for c, ok in zip(constraints, kept, strict=True) if not ok]
@@ -45,7 +45,8 @@ class InstructionFollowing:
         )
 
 
-def _parsed(ground_truth: str, extra: Mapping[str, str]) -> list[_Constraint]:
+def parse_constraints(ground_truth: str, extra: Mapping[str, str]) -> list[_Constraint]:
+    """The constraints of a row. Raises ValueError naming what is not known."""
     found = _json(ground_truth) if ground_truth.strip()[:1] in ("[", "{") else None
     if found is None and "instruction_id_list" in extra:
         found = {"instruction_id_list": _json(extra["instruction_id_list"]), "kwargs": _json(extra.get("kwargs", "[]"))}
@@ -89,4 +90,8 @@ def _json(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
+        pass
+    try:
         return ast.literal_eval(text)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{text[:80]!r} is neither JSON nor a Python literal") from error

@@ -32,10 +32,7 @@ class MultipleChoice:
         self._format = check_answer_format(answer_format)
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
-        choices = _choices(extra.get("choices", ""))
-        right = _letters(ground_truth, choices)
-        if not right:
-            raise ValueError(f"the reference {ground_truth[:80]!r} names no letter and none of the choices")
+        right, choices = reference_letters(ground_truth, extra)
         form = format_of(extra, self._format)
         stated = _stated(text, choices, form)
         if not stated:
@@ -43,6 +40,15 @@ class MultipleChoice:
         same = float(stated == right)
         reason = "" if same else f"{','.join(sorted(stated))} is not {','.join(sorted(right))}"
         return Verdict(score=same, acc=same, reason=reason)
+
+
+def reference_letters(ground_truth: str, extra: Mapping[str, str]) -> tuple[frozenset[str], dict[str, str]]:
+    """(right letters, choices by letter) of a row. Raises ValueError for a reference that names none."""
+    choices = _choices(extra.get("choices", ""))
+    right = _letters(ground_truth, choices)
+    if not right:
+        raise ValueError(f"the reference {ground_truth[:80]!r} names no letter and none of the choices")
+    return right, choices
 
 
 def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:

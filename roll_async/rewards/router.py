@@ -112,6 +112,7 @@ def create_scorer(config: RewardConfig) -> DomainScorer:
                 "scoring": sandbox.scoring,
                 "isolation": sandbox.isolation,
                 "api_url": sandbox.api_url,
+                "prelude": sandbox.prelude,
             }
     return RewardPool(
         PoolOptions(

@@ -243,10 +243,13 @@ def test_a_sandbox_service_judges_all_forms_alike(fusion):
     reward = CodeSandbox(api_url=url, case_timeout_s=5.0)
     test_file = "from solution import add\ndef test_a():\n    assert add(1, 2) == 3"
     call = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
-    for truth in (call, ["assert add(1, 2) == 3"], {"pytest": test_file}):
+    loop = {"test": "def check(f):\n  for i in [1]:\n    assert f(i, 2) == 3", "entry_point": "add"}
+    for truth in (call, ["assert add(1, 2) == 3"], loop, {"pytest": test_file}):
         assert reward(fenced(ADD), json.dumps(truth), {}).score == 1
         assert reward(fenced("def add(a, b): return 0"), json.dumps(truth), {}).score == 0
         assert reward(fenced("import os\nos._exit(0)"), json.dumps(truth), {}).score == 0 or "pytest" in truth
+    assert reward(fenced("x = 1"), '["assert gcd(4, 6) == 2"]', {}).score == 0
+    assert reward(fenced("from __future__ import annotations\n" + ADD), '["assert add(1, 2) == 3"]', {}).score == 1
     assert reward(fenced(SUM), json.dumps({"inputs": ["1 2"], "outputs": ["3"]}), {}).score == 1
     assert {path for path, _ in requests} == {"/run_code"} and requests[0][1]["memory_limit_MB"] == 1024
 

@@ -245,13 +245,16 @@ def domains(config: PipelineConfig) -> Findings:
         return
     yield from _shares("actor_train.data_args", config.actor_train.data_args, config)
     yield from _shares("validation.data_args", config.validation and config.validation.data_args, config)
-    owner: dict[str, str] = {}
+    owners: dict[str, list[str]] = {}
     for domain, reward in config.rewards.items():
-        if not reward.tag_included and len(config.rewards) > 1:
+        if not reward.tag_included and not reward.style_included and len(config.rewards) > 1:
             yield "C130", "rewards", f"domain {domain} has no tag_included"
         for tag in reward.tag_included:
-            if owner.setdefault(tag, domain) != domain:
-                yield "C130", "rewards", f"tag '{tag}' is in domains {owner[tag]} and {domain}"
+            for other in owners.setdefault(tag, []):
+                styles = (set(config.rewards[other].style_included), set(reward.style_included))
+                if not all(styles) or styles[0] & styles[1]:
+                    yield "C130", "rewards", f"tag '{tag}' is in domains {other} and {domain}"
+            owners[tag].append(domain)
 
 
 def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Findings:

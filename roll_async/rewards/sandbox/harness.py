@@ -2,7 +2,8 @@
 
 What the harness reports goes through a pipe of its own and carries a word that is drawn anew for each run: a program
 that ends early, or writes what success looks like, has not passed. A program that searches its own interpreter for the
-word can still forge the result of `assert` and `pytest`; `stdio` and `call` are compared outside and cannot be forged.
+word can still forge the result of `assert` and `pytest`; `stdio`, `call` and `values` are compared outside, with what
+the program never sees.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import traceback
 import types
 from pathlib import Path
 
+from roll_async.rewards.sandbox.prelude import PRELUDE, own_names, with_prelude
 from roll_async.rewards.sandbox.protocol import Run
+from roll_async.rewards.sandbox.values import encode
 
 _FILE = "solution.py"
 
@@ -30,13 +33,15 @@ def run_program(run: Run, *, result_fd: int, word: str) -> int:
     try:
         match run.kind:
             case "stdio":
-                _execute(run.code, "__main__")
+                _execute(run, "__main__")
             case "call":
                 result = {"value": _call(run)}
             case "assert":
-                module = _execute(run.code, "solution")
-                exec(compile(run.test, "test.py", "exec"), module.__dict__)
+                names = _execute(run, "solution")
+                _run_code(f"{run.setup}\n{run.test}" if run.setup else run.test, "test.py", names)
                 result = {"passed": 1, "total": 1}
+            case "values":
+                result = {"values": _values(run)}
             case "pytest":
                 result = _pytest(run)
     except SystemExit as ending:
@@ -60,29 +65,47 @@ def _clean_interpreter() -> None:
         del sys.modules[name]
 
 
-def _execute(code: str, name: str) -> types.ModuleType:
+def _execute(run: Run, name: str) -> dict[str, object]:
+    """Run the program; the names its test may use."""
     module = types.ModuleType(name)
     module.__dict__.update(__builtins__=builtins, __file__=_FILE)
     sys.modules[name] = module
-    exec(compile(code, _FILE, "exec"), module.__dict__)
-    return module
+    before: dict[str, object] = {}
+    if run.prelude:
+        _run_code(PRELUDE, "prelude", module.__dict__)
+        before = dict(module.__dict__)
+    _run_code(run.code, _FILE, module.__dict__)
+    return own_names(module.__dict__, before)
+
+
+def _run_code(code: str, file: str, names: dict[str, object]) -> None:
+    """As a file of its own: what `from __future__` says in this one is not said there."""
+    exec(compile(code, file, "exec", dont_inherit=True), names)
+
+
+def _values(run: Run) -> list[object]:
+    names = _execute(run, "solution")
+    if run.setup:
+        _run_code(run.setup, "test.py", names)
+    codes = [compile(expression, "test.py", "eval", dont_inherit=True) for expression in run.expressions]
+    return [encode(eval(code, names)) for code in codes]
 
 
 def _call(run: Run) -> object:
-    module = _execute(run.code, "solution")
-    function = module.__dict__.get(run.function)
-    if function is None and "Solution" in module.__dict__:
-        function = getattr(module.__dict__["Solution"](), run.function)
+    names = _execute(run, "solution")
+    function = names.get(run.function)
+    if function is None and "Solution" in names:
+        function = getattr(names["Solution"](), run.function)  # type: ignore[operator]
     if function is None:
         raise NameError(f"the program defines no {run.function!r}")
-    return function(*run.arguments)
+    return function(*run.arguments)  # type: ignore[operator]
 
 
 def _pytest(run: Run) -> dict[str, object]:
     import pytest
 
     Path("pytest.ini").write_text("[pytest]\n")  # the root of the collection is here and not in a folder above
-    Path(_FILE).write_text(run.code)
+    Path(_FILE).write_text(with_prelude(run.code) if run.prelude else run.code)
     Path("test_solution.py").write_text(run.test)
     counts = {"passed": 0, "total": 0}
 

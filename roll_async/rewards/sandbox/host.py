@@ -25,6 +25,7 @@ from pathlib import Path
 
 from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, missing
 from roll_async.rewards.sandbox.harness import run_program
+from roll_async.rewards.sandbox.prelude import import_modules
 from roll_async.rewards.sandbox.protocol import Ending, Outcome, Run
 
 _OUTPUT_BYTES = 4 << 20
@@ -46,6 +47,7 @@ def main() -> None:
     os.dup2(2, 1)
     _sweep()
     base = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_"))
+    import_modules()
     gc.freeze()
     print("{}", file=answers)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-Kind = Literal["stdio", "call", "assert", "pytest"]
+Kind = Literal["stdio", "call", "values", "assert", "pytest"]
 Ending = Literal["exit", "signal", "timeout", "output", "disk", "threads"]
 """exit and signal: the program by itself; the others: the sandbox, because it used too much of that."""
 
@@ -25,6 +25,12 @@ class Run:
     """call only: JSON values."""
     test: str = ""
     """assert: statements run behind the program; pytest: a test file that may import `solution`."""
+    setup: str = ""
+    """values and assert: statements between the program and its test."""
+    expressions: list[str] = field(default_factory=list)
+    """values only: evaluated behind the program; their values go out, and are compared outside."""
+    prelude: bool = True
+    """Whether the evaluators' imports (`prelude.py`) come first."""
     timeout_s: float = 6.0
     memory_mb: int = 1024
 
@@ -40,8 +46,8 @@ class Outcome:
     stderr: str = ""
     """Its last part."""
     result: dict[str, object] | None = None
-    """What the harness reported after the last statement: call {"value"}, assert and pytest {"passed", "total"}. None
-    when the program did not get there."""
+    """What the harness reported after the last statement: call {"value"}, values {"values"} (`values.py`), assert and
+    pytest {"passed", "total"}. None when the program did not get there."""
     seconds: float = 0.0
 
     @property

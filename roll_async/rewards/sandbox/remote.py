@@ -5,13 +5,16 @@ the same call).
 from __future__ import annotations
 
 import http.client
+import inspect
 import json
 import secrets
 import time
 import urllib.error
 import urllib.request
 
+from roll_async.rewards.sandbox.prelude import BEFORE, own_names, with_prelude
 from roll_async.rewards.sandbox.protocol import Outcome, Run
+from roll_async.rewards.sandbox.values import encode
 
 _TRIES = 4
 _FIRST_PAUSE_S = 0.25
@@ -22,7 +25,8 @@ _CALL = """
 def _roll_async_call():
     import json
     name, arguments = json.loads({request!r})
-    function = globals().get(name) or getattr(globals()["Solution"](), name)
+    names = own_names(globals(), globals().get("_roll_async_before", {{}}))
+    function = names.get(name) or getattr(names["Solution"](), name)
     def plain(value):
         return sorted(value) if isinstance(value, (set, frozenset)) else repr(value)
     print({word!r} + json.dumps(function(*arguments), default=plain))
@@ -78,16 +82,22 @@ class RemoteSandbox:
 
 def _program(run: Run, word: str) -> str:
     """One file: the service runs no harness of ours, so what it would do stands behind the program."""
+    code = with_prelude(run.code) if run.prelude else run.code
     match run.kind:
         case "call":
-            return run.code + _CALL.format(request=json.dumps([run.function, run.arguments]), word=word)
-        case "assert":
-            return f"{run.code}\n\n{run.test}\n\nprint({word!r} + '1')\n"
+            call = _CALL.format(request=json.dumps([run.function, run.arguments]), word=word)
+            return f"{code}\n\n{inspect.getsource(own_names)}{call}"
+        case "assert" | "values":
+            own = f"{inspect.getsource(own_names)}\nnames = own_names(globals(), globals().get({BEFORE!r}, {{}}))\n"
+            test = f"{run.setup}\n{run.test}"
+            values = f"[encode(eval(e, names)) for e in {run.expressions!r}]" if run.kind == "values" else "1"
+            tail = f"exec({test!r}, names)\nimport json\nprint({word!r} + json.dumps({values}))"
+            return f"{code}\n\n{inspect.getsource(encode)}\n\n{own}{tail}\n"
         case "pytest":
             imports = ("from solution import", "import solution")
             lines = [line for line in run.test.splitlines() if not line.strip().startswith(imports)]
-            return run.code + "\n\n" + "\n".join(lines)
-    return run.code
+            return code + "\n\n" + "\n".join(lines)
+    return code
 
 
 def _outcome(run: Run, ran: dict, word: str) -> Outcome:
@@ -96,10 +106,10 @@ def _outcome(run: Run, ran: dict, word: str) -> Outcome:
     if run.kind == "pytest":
         result = {"passed": int(status == 0), "total": 1}
         status = 0 if status == 1 else status  # 1 = tests failed, which is a result
-    elif run.kind in ("call", "assert"):
+    elif run.kind in ("call", "values", "assert"):
         stdout, found, reported = stdout.rpartition(word)
-        if found and run.kind == "call":
-            result = {"value": json.loads(reported.splitlines()[0])}
+        if found and run.kind in ("call", "values"):
+            result = {"value" if run.kind == "call" else "values": json.loads(reported.splitlines()[0])}
         elif found:
             result = {"passed": 1, "total": 1}
     late = ran.get("status") == "TimeLimitExceeded"

@@ -51,6 +51,7 @@ RLVR_CASES = [
     ("C128", {"actor_train.data_args.domain_interleave_probs": {"other": 1}}, "actor_train.data_args.domain_interleave_probs: domain 'other' is not in rewards"),
     ("C129", {"filter_groups": {"gen_batch_size": 3}}, "algorithm.filter_groups.gen_batch_size: 3 is below the 4 groups of a batch"),
     ("C130", {"rewards": {"math_rule": {"tag_included": ["a"]}, "qa": {"tag_included": ["a"]}}}, "rewards: tag 'a' is in domains math_rule and qa"),
+    ("C130", {"rewards": {"math_rule": {"tag_included": ["a"], "style_included": ["rule"]}, "qa": {"tag_included": ["a"], "style_included": ["rule", "model"]}}}, "rewards: tag 'a' is in domains math_rule and qa"),
     ("C130", {"rewards": {"math_rule": {"tag_included": ["a"]}, "qa": {}}}, "rewards: domain qa has no tag_included"),
     ("C131", {"async_training.trigger_parameter_sync_step": 4, "async_training.staleness": {"max_versions": 2}}, "async_training.staleness.max_versions: 2 is below 3, which trigger_parameter_sync_step=4 alone produces"),
     ("C132", {"async_generation_ratio": 2.5, "async_training.staleness": {"max_versions": 2}}, "async_training.staleness.max_versions: 2 is below the 3 versions that async_generation_ratio=2.5 admits; with policy wait lower async_generation_ratio or raise it"),

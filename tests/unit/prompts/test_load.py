@@ -78,6 +78,54 @@ def test_a_single_domain_takes_every_tag():
     assert domain_of(anything, {"math": ("algebra",), "code": ("leetcode",)}) is None
 
 
+def test_rows_go_to_the_domain_of_their_style(folder, tmp_path):
+    def styled(number, style, tag="math"):
+        return {**row(number, tag=tag), "ground_truth": None, "reward_model": {"ground_truth": "1", "style": style}}
+
+    file = data(tmp_path, styled(0, "rule"), styled(1, "model"), styled(2, "model", "essay"), styled(3, "other"))
+    domains, styles = {"rule": ("math",), "judge": ()}, {"rule": ("rule",), "judge": ("model",)}
+    loaded = load_prompts(options(folder, file, domains=domains, styles=styles))
+    assert {name: [p.row_id for p in part] for name, part in loaded.items()} == {"rule": ["0"], "judge": ["1", "2"]}
+
+
+PROGRAM = "```python\ndef add(a, b):\n    return a + b\n```"
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+CODE_ROWS = [
+    {"prompt": "HumanEval", "test": CHECK, "entry_point": "add", "task_id": "x/0"},
+    {"prompt": "LiveCodeBench", "public_test_cases": '[{"input": "1\\n2", "output": "3", "testtype": "functional"}]',
+     "metadata": '{"func_name": "add"}'},
+    {"prompt": "PRIME", "data_source": "taco",
+     "reward_model": {"style": "rule", "ground_truth": '{"inputs": ["1\\n2"], "outputs": ["3"], "fn_name": "add"}'}},
+]  # fmt: skip
+BAD_CODE_ROWS = [
+    {"prompt": "HumanEval", "test": CHECK},
+    {"prompt": "LiveCodeBench", "public_test_cases": '[{"input": "1", "output": "3", "testtype": "functional"}]'},
+    {"prompt": "PRIME", "reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": []}'}},
+    {"prompt": "none", "solution": "def add(a, b): ..."},
+]
+
+
+def test_rows_of_code_data_sets_go_from_their_file_to_a_score_and_malformed_ones_are_named(folder, tmp_path, caplog):
+    from roll_async.rewards.code_sandbox import CodeSandbox
+    from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_check
+
+    caplog.set_level(logging.WARNING, "roll_async")
+    logging.getLogger("roll_async").propagate = True
+    file = data(tmp_path, *CODE_ROWS, *BAD_CODE_ROWS)
+    checks = {"code": row_check("code_sandbox")}
+    columns = Columns(references=REFERENCE_COLUMNS)
+    prompts = load_prompts(options(folder, file, columns=columns, domains={"code": ()}, checks=checks))["code"]
+    assert [p.text for p in prompts] == ["HumanEval", "LiveCodeBench", "PRIME"]
+    for number, problem in ((4, "needs entry_point"), (5, "metadata.func_name"), (6, "1 inputs and 0 outputs")):
+        assert any(f"{file}:{number}: " in m and problem in m for m in caplog.messages), (number, caplog.messages)
+    assert f"{file}:7: column 'ground_truth' is missing" in caplog.text
+    reward = CodeSandbox(isolation="best_effort")
+    for prompt in prompts:
+        assert reward(PROGRAM, prompt.ground_truth, prompt.extra).score == 1, prompt.text
+        assert reward(PROGRAM.replace("+", "-"), prompt.ground_truth, prompt.extra).score == 0, prompt.text
+    reward._runner.close()
+
+
 def test_empty_prompts_and_rows_a_template_refuses_are_malformed_not_fatal(folder, tmp_path, caplog):
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = (

@@ -39,7 +39,7 @@ def test_rolls_row_is_read_with_messages_as_a_list_or_as_json_text(tmp_path):
 def test_verls_row_takes_chat_answer_source_and_index_from_their_places_and_keeps_the_rest_for_the_reward(tmp_path):
     (row,), _ = read(write(tmp_path / "a.jsonl", VERL_ROW))
     assert row.messages[0] == {"role": "system", "content": "Be short."}
-    assert (row.row_id, row.tag, row.ground_truth) == ("0", "openai/gsm8k", "35")
+    assert (row.row_id, row.tag, row.ground_truth) == ("openai/gsm8k/train/0", "openai/gsm8k", "35")
     assert json.loads(row.extra["extra_info"]) == {"index": 0, "split": "train"} and row.extra["ability"] == "math"
 
 

@@ -1,9 +1,14 @@
 """Generated programs in the real sandbox: forms of test cases and verdicts. Escapes: tests/cluster."""
 
+# ruff: noqa: E501 - one row form per line
+
 import asyncio
+import base64
 import json
+import pickle
 import sys
 import time
+import zlib
 
 import pytest
 
@@ -50,6 +55,70 @@ def test_a_right_program_passes_in_every_form_of_case(sandbox, code, truth, extr
     verdict = sandbox(fenced(code), truth if isinstance(truth, str) else json.dumps(truth), extra)
     assert (verdict.score, verdict.acc, verdict.format, verdict.reason) == (1, 1, 1, "")
     assert verdict.metrics["passed"] == 1 and verdict.metrics["cases"] >= 1
+
+
+CHECK = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1, 2) == 3, 'x'\n    assert True\n"
+LOOP = CHECK + "    for i in range(3):\n        assert candidate(i, i) == 2 * i\n"
+PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([{"input": "1\n2", "output": "3"}])))).decode()
+TYPED = "def add(a: List[int], b: int) -> int:\n    return deque([sum(a) + b])[0]"
+FORMS = {
+    "LiveCodeBench, metadata of the row": (ADD, "", {"public_test_cases": '[{"input": "1\\n2", "output": "3", "testtype": "functional"}]', "private_test_cases": '[{"input": "5\\n2", "output": "7", "testtype": "functional"}]', "metadata": '{"func_name": "add"}'}, 2),
+    "LiveCodeBench, packed": (ADD, "", {"private_test_cases": PACKED, "metadata": '{"func_name": "add"}'}, 1),
+    "DeepCoder, metadata of the case": (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}], {}, 1),
+    "PRIME, JSON lines": (ADD, {"inputs": ["1\n2", "2\n2"], "outputs": ["3", "4"], "fn_name": "add"}, {}, 2),
+    "SYNTHETIC-1": (ADD, {"language": "python", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}]}, {}, 1),
+    "SYNTHETIC-1 stdio": (SUM, [{"type": "stdin_stdout", "input": "1 2", "output": "3"}], {}, 1),
+    "LeetCode": (ADD, {"functional": CHECK + "\n\ncheck(add)"}, {}, 1),
+    "LeetCode, method": ("class Solution:\n" + ADD.replace("def add(", "  def add(self, ").replace("    ret", "   ret"), "", {"test": CHECK, "entry_point": "Solution().add"}, 1),
+    "HumanEval columns": (ADD, "", {"test": CHECK, "entry_point": "add", "canonical_solution": "x"}, 1),
+    "HumanEval columns beside a solution": (ADD, "    return a + b", {"test": LOOP, "entry_point": "add"}, 1),
+    "MBPP columns": (ADD, "def add(a, b): ...", {"test_list": '["assert add(1, 2) == limit"]', "test_setup_code": "limit = 3"}, 1),
+    "MBPP imports": (ADD, "", {"test_list": '["assert math.isclose(add(1, 2), 3)"]', "test_imports": '["import math"]'}, 1),
+    "TACO column": (SUM, "", {"input_output": '{"inputs": ["1 2"], "outputs": ["3"]}'}, 1),
+    "CodeContests": (SUM, "", {"public_tests": '{"input": ["1 2"], "output": ["3"]}', "private_tests": '{"input": ["2 2"], "output": ["4"]}'}, 2),
+    "packed twice": (SUM, json.dumps('{"inputs": ["1 2"], "outputs": ["3"]}'), {}, 1),
+    "types without import": (TYPED, ["assert add([1], 2) == 3"], {}, 1),
+    "a future import": ("from __future__ import annotations\n" + TYPED, ["assert add([1], 2) == 3"], {}, 1),
+    "tuples and sets": ("def f(): return (1, {2}, {3: 'x'}, 1.5, None, b'a')", ["assert f() == (1, {2}, {3: 'x'}, 1.5, None, b'a')"], {}, 1),
+    "counters are dictionaries": ("def f(): return Counter('aab')", ["assert f() == {'a': 2, 'b': 1}"], {}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_public_data_sets_are_read_as_they_are(sandbox, form):
+    code, truth, extra, num_cases = FORMS[form]
+    truth = truth if isinstance(truth, str) else json.dumps(truth)
+    verdict = sandbox(fenced(code), truth, extra)
+    assert (verdict.score, verdict.reason, verdict.metrics["cases"]) == (1, "", num_cases)
+    wrong = "print(0)\ndef add(*args): return 0\ndef f(): return [1]\nclass Solution:\n  def add(self, *a): return 0"
+    assert sandbox(fenced(wrong), truth, extra).score == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "truth", "extra"),
+    [
+        ("class E:\n def __eq__(s, o): return True\ndef add(*a): return E()", ["assert add(1, 2) == 3"], {}),
+        ("class E:\n def __eq__(s, o): return True\ndef add(*a): return E()", "", {"test": CHECK, "entry_point": "add"}),
+        ("class E(int):\n def __eq__(s, o): return True\ndef add(*a): return E(4)", ["assert 3 == add(1, 2)"], {}),
+        ("class E(list):\n def __eq__(s, o): return True\ndef add(*a): return E([4])", ["assert add(1) == [3]"], {}),
+        ("x = 1", ["assert gcd(4, 6) == 2"], {}),
+        ("x = 1", {"inputs": [[4, 6]], "outputs": [2], "fn_name": "gcd"}, {}),
+        ("def add(a, b): return (3,)", ["assert add(1, 2) == [3]"], {}),
+    ],
+)  # fmt: skip
+def test_what_equals_everything_or_is_only_imported_earns_nothing(sandbox, code, truth, extra):
+    verdict = sandbox(fenced(code), truth if isinstance(truth, str) else json.dumps(truth), extra)
+    assert verdict.score == 0 and verdict.reason
+
+
+def test_no_flag_of_the_harness_reaches_the_program_and_the_prelude_can_be_left_out():
+    annotated = "def f(x: int): pass\nprint(f.__annotations__['x'])"
+    cases = json.dumps({"inputs": [""], "outputs": ["<class 'int'>"]})
+    for prelude in (True, False):
+        reward = CodeSandbox(isolation="best_effort", prelude=prelude)
+        assert reward(fenced(annotated), cases, {}).score == 1
+        assert reward(fenced(TYPED), '["assert add([1], 2) == 3"]', {}).score == prelude
+        reward._runner.close()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +229,13 @@ def test_values_are_compared_as_values():
         ('[{"input": "1"}]', "input and output"),
         ('[{"input": "1", "output": "1", "testtype": "functional"}]', "fn_name"),
         ("[]", "no test cases"),
+        (
+            '[{"input": "1", "output": "1", "testtype": "interactive"}]',
+            "test case type 'interactive' is not one of stdin",
+        ),
+        ('{"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}', "must be one JSON value per line"),
+        ('{"functional": "def check(c): assert c(1) == 2"}', "needs entry_point"),
+        ("eJwrAA==", "packed and cannot be read"),
     ],
 )
 def test_a_row_without_usable_cases_is_an_error_of_the_row(truth, message):

@@ -1,0 +1,50 @@
+"""What the field's evaluators import in front of a program (LiveCodeBench, APPS and their descendants do): models write
+`List[int]` and `deque` without importing them, and were trained against evaluators that accept it.
+"""
+
+from __future__ import annotations
+
+_STAR = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "typing",
+)  # fmt: skip
+_NAMED = (*_STAR, "time", "os", "array", "queue")
+RECURSION_LIMIT = 50_000
+BEFORE = "_roll_async_before"
+"""Names of the prelude, as the program found them."""
+
+PRELUDE = "\n".join(
+    [
+        *(f"from {module} import *" for module in _STAR),
+        *(f"import {module}" for module in _NAMED if module not in ("datetime", "copy", "array")),
+        "import datetime as _datetime_module, array, copy",
+        "from datetime import datetime",
+        "from copy import deepcopy",
+        "from builtins import *",  # operator, math and io hide pow, abs, open
+        f"sys.setrecursionlimit({RECURSION_LIMIT})",
+        "",
+    ]
+)
+"""Runs before the program, in its namespace. docs_roll/rewards.md shows it."""
+
+
+def own_names(names: dict[str, object], before: dict[str, object]) -> dict[str, object]:
+    """What a test may call: without the prelude's functions that the program left as they were. A program that does
+    not define `gcd` must not pass by `math.gcd`. Self-contained: a remote sandbox gets its source.
+    """
+    kinds = (type, type(before.get("math")))
+    kept = {k for k, v in before.items() if isinstance(v, kinds) or k[:2] == "__"}
+    return {k: v for k, v in names.items() if k in kept or k not in before or before[k] is not v}
+
+
+def import_modules() -> None:
+    """In the host, once: its children find them imported."""
+    exec(compile(PRELUDE.replace("sys.setrecursionlimit", "len and str"), "prelude", "exec", dont_inherit=True), {})
+
+
+def with_prelude(code: str) -> str:
+    """Program text for an evaluator that runs one file."""
+    if "__future__" not in code:
+        return f"{PRELUDE}{BEFORE} = dict(globals())\n{code}"
+    program = f"exec(compile({code!r}, 'solution.py', 'exec', dont_inherit=True))"  # such imports stand first in a file
+    return f"{PRELUDE}{BEFORE} = dict(globals())\n{program}\n"
