@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.fully_async import FullyAsyncMain, FullyAsyncTrainer, Rollouter
+from roll_async.commands.fully_async import FullyAsyncMain, FullyAsyncTrainer, Rollouter
 
 logger = logging.getLogger("roll_async.custom")
 

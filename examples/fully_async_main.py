@@ -11,6 +11,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from roll_async.fully_async import FullyAsyncMain
+    from roll_async.commands.fully_async import FullyAsyncMain
 
     sys.exit(FullyAsyncMain().run(sys.argv[1:]))

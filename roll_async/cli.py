@@ -18,37 +18,37 @@ Exit codes: 0 finished, 2 bad usage or config, 3 a role failed, 4 stalled, 130 i
 
 
 def _run(args: Sequence[str]) -> int:
-    from roll_async.launch import run_command
+    from roll_async.commands.run import run_command
 
     return run_command(list(args), pipeline=None)
 
 
 def _validate(args: Sequence[str]) -> int:
-    from roll_async.config.commands import run_validate
+    from roll_async.commands.validate import run_validate
 
     return run_validate(list(args))
 
 
 def _show(args: Sequence[str]) -> int:
-    from roll_async.config.commands import run_show
+    from roll_async.commands.validate import run_show
 
     return run_show(list(args))
 
 
 def _simulate(args: Sequence[str]) -> int:
-    from roll_async.simulator.command import run_simulate
+    from roll_async.commands.simulate import run_simulate
 
     return run_simulate(list(args))
 
 
 def _convert(args: Sequence[str]) -> int:
-    from roll_async.convert import run_convert
+    from roll_async.commands.convert import run_convert
 
     return run_convert(list(args))
 
 
 def _bench(args: Sequence[str]) -> int:
-    from roll_async.bench import run_bench
+    from roll_async.commands.bench import run_bench
 
     return run_bench(list(args))
 

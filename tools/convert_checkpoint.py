@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.convert import run_convert
+from roll_async.commands.convert import run_convert
 
 if __name__ == "__main__":
     sys.exit(run_convert(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """The fully asynchronous mode: the loops of `rlvr.py` with `async_generation_ratio` > 0, and the statistics of it.
 
-    FullyAsyncMain (roll_async/fully_async.py)
+    FullyAsyncMain (roll_async/commands/fully_async.py)
         Rollouter --groups--> MessageQueue --batches--> FullyAsyncTrainer --weights--> ParameterSynchronizer --+
             ^                                                                                                  |
             +--------------------------------------------------------------------------------------------------+

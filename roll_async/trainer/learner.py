@@ -145,6 +145,14 @@ class Learner:
         self._options = options
         self.state = LearnerState(token_kl_coef=options.token_kl_coef)
 
+    def export_state(self) -> dict[str, object]:
+        """What a checkpoint must hold, as plain JSON values."""
+        return self.state.to_json()
+
+    def restore_state(self, state: Mapping[str, object]) -> None:
+        """Go on with what `export_state` gave."""
+        self.state = LearnerState.from_json(state)
+
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
         """Train on whole groups. `step` counts from 1; staleness as in `buffer/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts

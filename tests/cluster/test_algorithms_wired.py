@@ -15,7 +15,7 @@ from roll_async.algorithms.advantages import ADVANTAGES
 from roll_async.algorithms.policy_losses import POLICY_LOSSES
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.api import load
-from roll_async.sweep import Sweep
+from tools.sweep import Sweep
 
 STEPS = 3
 AGENTIC = {"agentic_reinforce", "step_reinforce", "gigpo"}

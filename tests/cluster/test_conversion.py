@@ -14,7 +14,7 @@ import tiny_families
 from tiny_families import FAMILIES, MOE
 
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
-from roll_async.convert import run_convert
+from roll_async.commands.convert import run_convert
 from roll_async.trainer.megatron.logits_probe import largest_difference
 
 SAME_ROWS = ("qwen2.5 yarn", "llama 2")  # as qwen2 and llama 3, which differ in what is no weight

@@ -23,7 +23,7 @@ from roll_async.cluster.errors import RoleGone
 from roll_async.cluster.reaper import MARKER_VARIABLE, marked_processes
 from roll_async.cluster.runtime import ray_runtime, session_folder
 from roll_async.cluster.trainer_group import RayTrainerGroup
-from roll_async.launch import exit_code
+from roll_async.commands.run import exit_code
 from roll_async.weight_sync.shm import FileWriter
 
 @ray.remote(num_cpus=0)

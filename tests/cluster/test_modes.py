@@ -15,13 +15,13 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 psutil = pytest.importorskip("psutil")
 
-from roll_async.assemble import RunClasses
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.api import load
+from roll_async.launch.run import RunClasses
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.rollout.tools import ToolCall, ToolCompletionCallback
 from roll_async.schema import FinishReason
-from roll_async.sweep import Sweep
+from tools.sweep import Sweep
 
 STEPS = 5
 SMALL = (

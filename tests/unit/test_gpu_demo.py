@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from roll_async.config.api import load
-from roll_async.support import refuse_unsupported
+from roll_async.launch.gate import refuse_unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from roll_async import launch
 from roll_async.buffer.errors import LedgerError, StallError
+from roll_async.commands import run as launch
 
 
 def test_every_error_has_its_exit_code_also_in_a_group():

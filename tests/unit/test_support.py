@@ -6,7 +6,7 @@ import pytest
 
 from roll_async.config.api import load
 from roll_async.inference.settings import EngineSettings
-from roll_async.support import refuse_unsupported
+from roll_async.launch.gate import refuse_unsupported
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MOE, CPU = CONFIGS / "qwen3_30b_a3b_moe.yaml", CONFIGS / "rlvr_config_async_cpu.yaml"

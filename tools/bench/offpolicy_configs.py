@@ -29,7 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import load
-    from roll_async.sweep import Sweep
+    from tools.sweep import Sweep
 
     def config(variant: str, seed: int):
         overrides = (

@@ -2,7 +2,7 @@
 
     python tools/bench/staleness_experiment.py [--steps 30] [--seeds 3] [--output output/staleness_experiment]
 
-Roles start once (`roll_async/sweep.py`); every run begins with the warm-started model. Staleness s is
+Roles start once (`tools/sweep.py`); every run begins with the warm-started model. Staleness s is
 `async_generation_ratio: s` with one weight push per step, and the trainer waits until the queue is full before it
 takes a batch: from step s + 1 on every sample is exactly s versions old, however fast generation is on this machine.
 Finished runs are kept in runs.jsonl and not repeated, so the script may be stopped and started again.
@@ -41,11 +41,11 @@ LAST = 5
 
 def run_all(args: argparse.Namespace, runs: Path) -> None:
     """Every run that is not in `runs` yet; seeds outermost, so that an unfinished experiment covers all losses."""
-    from roll_async.assemble import RunClasses
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import load
+    from roll_async.launch.run import RunClasses
     from roll_async.pipelines.train_loop import TrainLoop
-    from roll_async.sweep import Sweep
+    from tools.sweep import Sweep
 
     class OldestAllowed(TrainLoop):
         """Takes a batch only when admission is exhausted and everything admitted is finished."""

@@ -22,7 +22,7 @@ from roll_async.checkpoint.hf_names.value_head import as_critic
 from roll_async.checkpoint.manifest import write_manifest
 from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.stored_keys import key_to_write, keys_to_read
-from roll_async.convert import run_convert
+from roll_async.commands.convert import run_convert
 
 PLAIN = ConversionOptions()
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from roll_async.assemble_rollout import StartedRollout, start_rollout
 from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
 from roll_async.config.schema import RLVRConfig, WorkerConfig
+from roll_async.launch.rollout import StartedRollout, start_rollout
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 

@@ -16,11 +16,11 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from roll_async.assemble import RunClasses, couple
-from roll_async.assemble_roles import RoleStarter, place_roles
-from roll_async.assemble_rollout import StartedRollout, prompts_of
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import RLVRConfig
+from roll_async.launch.roles import RoleStarter, place_roles
+from roll_async.launch.rollout import StartedRollout, prompts_of
+from roll_async.launch.run import RunClasses, couple
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder

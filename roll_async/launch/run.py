@@ -7,16 +7,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll_async.assemble_checkpoint import LoopCheckpoint, restore_loop
-from roll_async.assemble_roles import RolePlacements, Roles, RoleStarter, reference_is_actor
-from roll_async.assemble_rollout import RolloutOrder
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
 from roll_async.config.schema import RLVRConfig
+from roll_async.launch.roles import RolePlacements, Roles, RoleStarter, reference_is_actor
+from roll_async.launch.rollout import RolloutOrder
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import SampleDump
+from roll_async.pipelines.checkpoint import LoopCheckpoint, restore_loop
 from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.rlvr import RLVRPipeline

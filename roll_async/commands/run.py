@@ -18,9 +18,9 @@ from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import RLVRConfig
 
 if TYPE_CHECKING:
-    from roll_async.assemble import Assembled, RunClasses
-    from roll_async.assemble_roles import RolePlacements
     from roll_async.cluster.runtime import RuntimeInfo
+    from roll_async.launch.roles import RolePlacements
+    from roll_async.launch.run import Assembled, RunClasses
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.run_folder import RunFolder
     from roll_async.pipelines.protocol import RunEnd
@@ -40,7 +40,7 @@ class EndedAtOnce(KeyboardInterrupt):
 
 def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasses | None = None) -> int:
     """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray
-    starts. `classes`: the user's own code, see `assemble.py`.
+    starts. `classes`: the user's own code, see `launch/run.py`.
     """
     try:
         path, overrides = resolve_config(list(args), pipeline)
@@ -54,7 +54,7 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
         print(f"{path}: this launcher runs rlvr configs; use examples/start_agentic_pipeline.py", file=sys.stderr)
         return EXIT_USAGE
     try:
-        from roll_async.support import refuse_unsupported
+        from roll_async.launch.gate import refuse_unsupported
 
         refuse_unsupported(loaded.config)
         _check_inputs(loaded.config)
@@ -82,8 +82,8 @@ def _check_inputs(config: RLVRConfig) -> None:
 
 def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
-    from roll_async.assemble import RunClasses
     from roll_async.cluster.folders import absolute_paths
+    from roll_async.launch.run import RunClasses
     from roll_async.observe.run_folder import RunFolder
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -126,8 +126,8 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:
-    from roll_async.assemble_roles import place_roles
     from roll_async.cluster.runtime import ray_runtime
+    from roll_async.launch.roles import place_roles
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.prometheus import PrometheusTracker
     from roll_async.observe.recorder import Recorder
@@ -168,8 +168,8 @@ async def _train(
     classes: RunClasses,
 ) -> RunEnd:
     """Start the roles, train, export."""
-    from roll_async.assemble import build_run
     from roll_async.cluster.garbage import start_without_collections
+    from roll_async.launch.run import build_run
 
     loop = asyncio.get_running_loop()
     recorder, folder = observers

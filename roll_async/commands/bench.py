@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_SCRIPTS = Path(__file__).resolve().parents[1] / "tools" / "bench"
+_SCRIPTS = Path(__file__).resolve().parents[2] / "tools" / "bench"
 
 
 def run_bench(args: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """The fully asynchronous mode as a program: `FullyAsyncMain` and the classes a start script may replace.
 
-from roll_async.fully_async import FullyAsyncMain, FullyAsyncTrainer
+from roll_async.commands.fully_async import FullyAsyncMain, FullyAsyncTrainer
 
 class MyTrainer(FullyAsyncTrainer):
     def _compute_custom_metrics(self, batch):
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from roll_async.assemble import RunClasses
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.launch import run_command
+from roll_async.commands.run import run_command
+from roll_async.launch.run import RunClasses
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.health import CustomMonitor
 from roll_async.rollout.rollouter import Rollouter

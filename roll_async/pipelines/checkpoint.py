@@ -20,7 +20,6 @@ from roll_async.buffer.errors import LedgerError
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.config.schema import RLVRConfig
 from roll_async.observe.sample_dump import SampleDump
-from roll_async.trainer.learner import Learner, LearnerState
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +38,16 @@ class SavedRole(Protocol):
     async def export_hf(self, folder: str) -> None: ...
 
 
+class SavedLearner(Protocol):
+    """What a checkpoint needs of `trainer/learner.py`."""
+
+    def export_state(self) -> dict[str, object]:
+        """Plain JSON values."""
+        ...
+
+    def restore_state(self, state: Mapping[str, object]) -> None: ...
+
+
 class SavedQueue(Protocol):
     """What a checkpoint needs of `buffer/message_queue.py`."""
 
@@ -54,7 +63,7 @@ class LoopCheckpoint:
         self,
         config: RLVRConfig,
         roles: Mapping[str, SavedRole],
-        learner: Learner,
+        learner: SavedLearner,
         queue: SavedQueue,
         checkpoints: RunCheckpoints,
         samples: SampleDump | None = None,
@@ -69,7 +78,7 @@ class LoopCheckpoint:
         """
         await self.finish()
         position = await self._queue.checkpoint_state()
-        state = {"step": step, "learner": self._learner.state.to_json(), "queue": position}
+        state = {"step": step, "learner": self._learner.export_state(), "queue": position}
         if self._samples is not None:  # a restored run does not dump these steps again
             await asyncio.to_thread(self._samples.flush)
         staging, background = self._checkpoints.begin(step), self._config.checkpoint.async_save
@@ -109,7 +118,7 @@ class LoopCheckpoint:
 
 
 async def restore_loop(
-    config: RLVRConfig, roles: Mapping[str, SavedRole], learner: Learner, checkpoints: RunCheckpoints
+    config: RLVRConfig, roles: Mapping[str, SavedRole], learner: SavedLearner, checkpoints: RunCheckpoints
 ) -> tuple[int, Mapping[str, object] | None]:
     """Load what `checkpoint.resume_from` names: the step the run continues after (0 for a fresh run) and its position
     in the prompt stream.
@@ -124,6 +133,6 @@ async def restore_loop(
     names = list(roles)
     answers = await asyncio.gather(*(roles[name].load(str(folder / name)) for name in names))
     state = json.loads(answers[names.index(_ACTOR)])
-    learner.state = LearnerState.from_json(state["learner"])
+    learner.restore_state(state["learner"])
     logger.info("resumed after step %d from %s", state["step"], folder)
     return int(state["step"]), state.get("queue")
