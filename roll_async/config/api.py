@@ -13,12 +13,13 @@ from pathlib import Path
 
 from roll_async.config.loading.build import build
 from roll_async.config.loading.check import KIND_CLASSES, Checker
-from roll_async.config.loading.compose import compose
+from roll_async.config.loading.compose import read_sources
 from roll_async.config.loading.diagnostics import ConfigError, Diagnostic
 from roll_async.config.loading.emit import dump
-from roll_async.config.loading.names import Renamer
-from roll_async.config.loading.node import Node, find
-from roll_async.config.loading.references import resolve_references
+from roll_async.config.loading.node import Node
+from roll_async.config.loading.references import find_resolved, resolve_references
+from roll_async.config.loading.rename import compose, rename
+from roll_async.config.loading.resources import ResourceBlocks
 from roll_async.config.rules.contradictions import without_contradictions
 from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
@@ -58,20 +59,28 @@ def load_with_warnings(path: str | Path, overrides: Sequence[str] = (), pipeline
 
 
 def _load(path: Path, overrides: Sequence[str], pipeline: str | None) -> Loaded:
-    root = resolve_references(compose(path, overrides))
-    kind, reason = _kind(root, pipeline)
-    renamer = Renamer(root, kind)
-    renamer.run()
-    _stop_if(renamer.errors, renamer.warnings)
+    sources = read_sources(path, overrides)
+    kind, reason = _kind(sources.as_written(), pipeline)
+    composed = compose(sources, kind)
+    warnings = composed.warnings
+    _stop_if(composed.errors, warnings)
+    root, conflicts = resolve_references(composed.root, composed.moved, composed.doubts)
+    # Sections that came in by reference still hold the names they were written under.
+    late = rename(root, kind, is_sglang=False)
+    blocks = ResourceBlocks(late.root)
+    blocks.run()
+    warnings = [*warnings, *late.warnings, *blocks.warnings]
+    _stop_if([*conflicts, *late.errors, *blocks.errors], warnings)
+    root = blocks.root
     checker = Checker(kind, reason)
-    values = checker.check(renamer.root)
-    _stop_if(checker.errors, renamer.warnings)
+    values = checker.check(root)
+    _stop_if(checker.errors, warnings)
     values["pipeline"] = kind
     values, found = without_contradictions(values)
     config = build(KIND_CLASSES[kind], values, path.stem)
     assert isinstance(config, RLVRConfig | AgenticConfig)
-    _stop_if(check_rules(config, renamer.root, found), renamer.warnings)
-    return Loaded(config=config, warnings=tuple([*renamer.warnings, *find_warnings(config, renamer.root)]))
+    _stop_if(check_rules(config, root, found), warnings)
+    return Loaded(config=config, warnings=tuple([*warnings, *find_warnings(config, root)]))
 
 
 def _stop_if(errors: list[Diagnostic], warnings: list[Diagnostic]) -> None:
@@ -83,10 +92,10 @@ def _kind(root: Node, pipeline: str | None) -> tuple[str, str]:
     """Kind of run and why. An unreadable `pipeline` is reported by the check."""
     if pipeline is not None:
         return pipeline, f"the command fixes pipeline {pipeline}"
-    written = find(root, ("pipeline",))
+    written = find_resolved(root, ("pipeline",))
     if written is not None and written.value in ("rlvr", "agentic"):
         return str(written.value), f"pipeline is {written.value}"
-    data = find(root, ("actor_train", "data_args"))
+    data = find_resolved(root, ("actor_train", "data_args"))
     if data is not None and data.value is not None:
         return "rlvr", "actor_train.data_args is set"
     return "agentic", "actor_train.data_args is not set"

@@ -34,7 +34,7 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
     assert [m["fully_async/global_steps"] for m in metrics] == [1, 2, 3, 4]
     assert all({"custom/unsolved_groups", "custom/solved_groups"} <= m.keys() for m in metrics)
     assert all(m["trainer/optimizer_steps"] == 4 for m in metrics), "four mini-batches, taken one by one"
-    assert metrics[-1]["fully_async/total_consumed"] == 4 * 32 and max(m["staleness/max"] for m in metrics) <= 2
+    assert metrics[-1]["fully_async/total_consumed"] == 4 * 32 and max(m["staleness/max"] for m in metrics) <= 5
     log = (launcher.output / "run" / "fully_async_training.log").read_text()
     for component in ("Trainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
         assert f"Component Statistics: {component} " in log

@@ -4,14 +4,13 @@ Only what is written comes out; defaults are left to the dataclasses. All errors
 """
 
 from roll_async.config.fields import RANGES
-from roll_async.config.loading.compose import type_name
 from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
 from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
-from roll_async.config.loading.node import Node, Plain, leaves, plain
+from roll_async.config.loading.node import Node, Plain, leaves, plain, type_name
 from roll_async.config.loading.paths import NAME, PathIndex
 from roll_async.config.loading.scalars import check_scalar, has_type, remedy
-from roll_async.config.loading.spec import CHOSEN_CLASSES, FieldSpec, spec_of
+from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, FieldSpec, spec_of
 from roll_async.config.loading.suggest import closest, foreign_character
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES, reads_answers
@@ -111,7 +110,7 @@ class Checker:
         classes = CHOSEN_CLASSES[spec.traits.chosen_by]
         assert isinstance(parent.value, dict)
         chooser = parent.value.get(spec.traits.chosen_by)
-        default = {"pg_variant": "ppo", "adv_estimator": "grpo"}.get(spec.traits.chosen_by)
+        default = CHOSEN_DEFAULTS.get(spec.traits.chosen_by)
         name = default if chooser is None or (chooser.value is None and chooser.from_override) else chooser.value
         if not self._is(node, dict, "map", path) or not isinstance(name, str) or name not in classes:
             return _ABSENT

@@ -1,4 +1,4 @@
-"""Files and overrides to one tree: includes, merge, KEY=VALUE."""
+"""The files and overrides of a run, in the order in which later wins: includes, KEY=VALUE."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_async.config.loading.diagnostics import ConfigError, Diagnostic, shown
-from roll_async.config.loading.node import MAX_FILE_BYTES, Node, plain, put, refuse
+from roll_async.config.loading.node import MAX_FILE_BYTES, Node, plain, put, refuse, type_name
 from roll_async.config.loading.yaml_text import decode, parse
 
 OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*=")
@@ -17,9 +17,29 @@ _MAX_INCLUDES = 1000
 """Files read for one config; includes that include each other twice would grow without end."""
 
 
-def compose(path: Path, overrides: Sequence[str]) -> Node:
-    """The merged tree with overrides applied; `vars` is still in it, `defaults` is not."""
-    return apply_overrides(_Reader().read(path, ()), overrides)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """Everything that is written about one run, in the order in which later wins."""
+
+    files: tuple[Node, ...]
+    """Includes before what includes them, as `_self_` says; `vars` is still in them, `defaults` is not."""
+    overrides: tuple[tuple[tuple[str, ...], Node], ...]
+    """(path, value) of each KEY=VALUE."""
+
+    def as_written(self) -> Node:
+        """All of it merged under the names that were written."""
+        root = self.files[0]
+        for file in self.files[1:]:
+            root = merge(root, file)
+        for path, value in self.overrides:
+            root = put(root, path, value)
+        return root
+
+
+def read_sources(path: Path, overrides: Sequence[str]) -> Sources:
+    """The file with its includes, and the overrides. Raises ConfigError."""
+    files = tuple(_Reader().read(path, ()))
+    return Sources(files=files, overrides=_parsed(overrides))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,29 +47,31 @@ class _Reader:
     """Reads a file with its includes."""
 
     parsed: dict[str, Node] = field(default_factory=dict)
+    own: dict[str, Node] = field(default_factory=dict)
+    """Files without their `defaults`; a file that is included twice is the same object."""
     num_includes: int = 0
 
-    def read(self, path: Path, chain: tuple[str, ...]) -> Node:
-        """The file with its includes merged. `chain`: the files that led here."""
+    def read(self, path: Path, chain: tuple[str, ...]) -> list[Node]:
+        """The file and its includes in the order of merging. `chain`: the files that led here."""
         key = os.path.abspath(path)
         if key not in self.parsed:
             self.parsed[key] = _parse_file(path)
         root = self.parsed[key]
         assert isinstance(root.value, dict)
-        own = Node({k: v for k, v in root.value.items() if k != "defaults"}, root.file, root.line)
+        if key not in self.own:
+            self.own[key] = Node({k: v for k, v in root.value.items() if k != "defaults"}, root.file, root.line)
+        own = self.own[key]
         if "defaults" not in root.value:
-            return own
-        result: Node | None = None
+            return [own]
+        result: list[Node] = []
         for index, name in enumerate(_include_names(root.value["defaults"])):
             place = root.value["defaults"]
             assert isinstance(place.value, list)
             item = place.value[index] if index < len(place.value) else place
-            part = own if name == "_self_" else self._include(path, name, index, item, (*chain, key))
-            result = part if result is None else merge(result, part)
-        assert result is not None, "_self_ is always among the names"
+            result += [own] if name == "_self_" else self._include(path, name, index, item, (*chain, key))
         return result
 
-    def _include(self, path: Path, name: str, index: int, item: Node, chain: tuple[str, ...]) -> Node:
+    def _include(self, path: Path, name: str, index: int, item: Node, chain: tuple[str, ...]) -> list[Node]:
         def refused(why: str) -> ConfigError:
             return refuse("C014", f"defaults.{index}", item.file, item.line, f"cannot include '{name}': {why}")
 
@@ -126,18 +148,6 @@ def _not_a_map(root: Node) -> str:
     return "it is empty" if root.value is None else f"the top is a {type_name(root)}, not a map"
 
 
-def type_name(node: Node) -> str:
-    """Name of a value's type in messages."""
-    value = node.value
-    match value:
-        case None:
-            return "null"
-        case dict():
-            return "map"
-        case _:
-            return type(value).__name__
-
-
 def merge(base: Node, over: Node) -> Node:
     """Maps merge by key; everything else is replaced by the later value."""
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
@@ -148,9 +158,10 @@ def merge(base: Node, over: Node) -> Node:
     return Node(children, over.file, over.line)
 
 
-def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
-    """`a.b.c=VALUE`, left to right. Raises ConfigError with every override that can not be read."""
+def _parsed(overrides: Sequence[str]) -> tuple[tuple[tuple[str, ...], Node], ...]:
+    """`a.b.c=VALUE` to path and value. Raises ConfigError with every override that can not be read."""
     errors: list[Diagnostic] = []
+    parsed = []
     for text in overrides:
         place = f"<override {text}>"
         key, separator, value = text.partition("=")
@@ -163,9 +174,9 @@ def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
             errors.append(Diagnostic(id="C015", key=key or "(file)", file=place, line=0, message=message))
             continue
         try:
-            root = put(root, key.split("."), parse(value, place, in_override=True))
+            parsed.append((tuple(key.split(".")), parse(value, place, in_override=True)))
         except ConfigError as error:
             errors += error.diagnostics
     if errors:
         raise ConfigError(tuple(errors))
-    return root
+    return tuple(parsed)

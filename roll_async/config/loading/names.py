@@ -2,21 +2,19 @@
 
 from dataclasses import fields
 
-from roll_async.config.loading.compose import type_name
-from roll_async.config.loading.devices import MAX_DEVICES, parse_devices
-from roll_async.config.loading.diagnostics import Diagnostic, shown
-from roll_async.config.loading.node import Node, Plain, drop, find, plain, put
-from roll_async.config.schema import ROLES, AlgorithmConfig, PipelineConfig
+from roll_async.config.schema import ROLES, AlgorithmConfig
 
-_GPUS_PER_NODE: int = next(f.default for f in fields(PipelineConfig) if f.name == "num_gpus_per_node")  # type: ignore[assignment]
 _ASYNC = "async_training"
-_PG = "algorithm.pg_options"
+PG_OPTIONS = _PG = "algorithm.pg_options"
 _ACTOR = "actor_rollout_ref.actor"
 
 _ALIASES: dict[str, tuple[str, ...]] = {
     f"{_ASYNC}.staleness_threshold": (f"{_ASYNC}.staleness.soft_versions",),
     f"{_ASYNC}.max_staleness_allowed": (f"{_ASYNC}.staleness.max_versions",),
     f"{_ASYNC}.min_batch_count": (f"{_ASYNC}.require_batches",),
+    "staleness_threshold": (f"{_ASYNC}.staleness.soft_versions",),
+    "max_staleness_allowed": (f"{_ASYNC}.staleness.max_versions",),
+    "min_batch_count": (f"{_ASYNC}.require_batches",),
     f"{_ASYNC}.batch_generation_interval": (f"{_ASYNC}.batch_creation_interval",),
     "batch_generation_interval": (f"{_ASYNC}.batch_creation_interval",),
     "batch_creation_interval": (f"{_ASYNC}.batch_creation_interval",),
@@ -52,12 +50,12 @@ for _role in ROLES:
     _ALIASES[f"{_role}.model_args.flash_attn"] = (f"{_role}.model_args.attn_implementation",)
 
 _SGLANG = "actor_infer.strategy_args"
-_SGLANG_ALIASES = {
+SGLANG_ALIASES = {
     f"{_SGLANG}.strategy_config.tp_size": (f"{_SGLANG}.strategy_config.tensor_parallel_size",),
     f"{_SGLANG}.strategy_config.pp_size": (f"{_SGLANG}.strategy_config.pipeline_parallel_size",),
 }
-_LOSS_PREFIXES = ("tis_", "topr_", "cispo_", "kimi15_")
-_ALGORITHM_FIELDS = frozenset(f.name for f in fields(AlgorithmConfig))
+LOSS_PREFIXES = ("tis_", "topr_", "cispo_", "kimi15_")
+ALGORITHM_FIELDS = frozenset(f.name for f in fields(AlgorithmConfig))
 
 _DERIVED = "derived; use algorithm.proximal_logprobs: recompute or behaviour"
 _KL = "set kl_loss_coef > 0 or token_kl_coef > 0; kl_estimator (kl = k1, mse = k2)"
@@ -129,154 +127,3 @@ def alias_table(kind: str) -> dict[str, tuple[str, ...]]:
     """Accepted names by dotted path, to the canonical ones."""
     group = "num_return_sequences_in_group" if kind == "rlvr" else "train_env_manager.group_size"
     return {**_ALIASES, "n_resp_per_prompt": (group,), "actor_rollout_ref.rollout.n": (group,)}
-
-
-class Renamer:
-    """Moves other names to the canonical ones. `root` is the new tree; errors and warnings are collected."""
-
-    def __init__(self, root: Node, kind: str) -> None:
-        self.root = root
-        self.errors: list[Diagnostic] = []
-        self.warnings: list[Diagnostic] = []
-        self._kind = kind
-
-    def run(self) -> None:
-        """All renames of the file."""
-        for source, targets in self._table().items():
-            if (node := find(self.root, source.split("."))) is not None:
-                self._move(source, targets, node, warn=True)
-        assert isinstance(self.root.value, dict)
-        for name in list(self.root.value):
-            if name in _ALGORITHM_FIELDS:
-                self._move(name, (f"algorithm.{name}",), self.root.value[name], warn=False)
-        per_node = self._gpus_per_node()
-        nodes = self._devices("trainer", "actor_train", 0, per_node)
-        self._devices("rollout", "actor_infer", nodes, per_node)
-
-    def _table(self) -> dict[str, tuple[str, ...]]:
-        table = alias_table(self._kind)
-        strategy = find(self.root, (*_SGLANG.split("."), "strategy_name"))
-        if strategy is not None and strategy.value == "sglang":
-            table |= _SGLANG_ALIASES
-        for place in ("", "actor_train"):
-            section = find(self.root, (place,)) if place else self.root
-            for name in section.value if section is not None and isinstance(section.value, dict) else ():
-                if name.startswith(_LOSS_PREFIXES):
-                    table[f"{place}.{name}" if place else name] = (f"{_PG}.{name}",)
-        return table
-
-    def _move(self, source: str, targets: tuple[str, ...], node: Node, *, warn: bool) -> None:
-        self.root = drop(self.root, source.split("."))
-        for target in targets:
-            if warn:
-                message = f"'{source}' is another name of '{target}'"
-                self.warnings.append(_diagnostic("W01", target, node, message))
-            self._place(source, target.split("."), node)
-
-    def _place(self, source: str, target: list[str], node: Node) -> None:
-        """Put `node` at its canonical place; maps that are already there are joined key by key."""
-        for depth in range(1, len(target)):
-            above = find(self.root, target[:depth])
-            is_cleared = above is not None and above.value is None and above.from_override
-            if above is not None and not isinstance(above.value, dict) and not is_cleared:
-                return  # the section itself has the wrong type, which the check reports
-        present = find(self.root, target)
-        if present is None:
-            self.root = put(self.root, target, node)
-        elif isinstance(present.value, dict) and isinstance(node.value, dict):
-            for key, child in node.value.items():
-                self._place(f"{source}.{key}", [*target, key], child)
-        elif not _equal(plain(present), plain(node)):
-            canonical = ".".join(target)
-            message = f"also given as '{source}' ({node.where}) with another value; keep '{canonical}'"
-            self.errors.append(_diagnostic("C016", canonical, present, message))
-
-    def _gpus_per_node(self) -> int:
-        """num_gpus_per_node; where it is not written, nodes are as large as the largest that a block asks for."""
-        written = find(self.root, ("num_gpus_per_node",))
-        if written is not None:
-            value = written.value
-            return value if isinstance(value, int) and value > 0 else _GPUS_PER_NODE  # reported as C003 or C005 later
-        wanted = [find(self.root, (block, "n_gpus_per_node")) for block in ("trainer", "rollout")]
-        sizes = [(node.value, node) for node in wanted if node is not None and isinstance(node.value, int)]
-        size, largest = max(sizes, key=lambda pair: pair[0], default=(0, self.root))
-        if not _GPUS_PER_NODE < size <= MAX_DEVICES:
-            return _GPUS_PER_NODE
-        self.root = put(self.root, ("num_gpus_per_node",), largest)
-        return size
-
-    def _devices(self, block: str, role: str, first: int, per_node: int) -> int:
-        """`trainer` or `rollout`: n_gpus_per_node devices of each of nnodes nodes, from node `first` on. Returns the
-        next free node. Example: 2 nodes with 4 of 8 GPUs from node 0: devices 0..3 and 8..11, and 2.
-        """
-        node = find(self.root, (block,))
-        mapping = find(self.root, (role, "device_mapping"))
-        named = {"nnodes", "n_gpus_per_node", "device"}
-        if node is None or not isinstance(node.value, dict) or not named & set(node.value):
-            return _next_free(mapping, per_node)
-        given = {key: child for key, child in node.value.items() if key in named}
-        for key, child in given.items():
-            self.root = drop(self.root, (block, key))
-            message = f"'{block}.{key}' is another name of '{role}.device_mapping'"
-            self.warnings.append(_diagnostic("W01", f"{role}.device_mapping", child, message))
-        if mapping is not None:
-            message = f"also given as '{block}' ({node.where}) with another value; keep '{role}.device_mapping'"
-            self.errors.append(_diagnostic("C016", f"{role}.device_mapping", mapping, message))
-            return first
-        sizes = self._device_counts(block, given, node)
-        device = given.get("device")
-        if device is not None and device.value not in ("cpu", "cuda"):
-            message = f"{shown(plain(device))} is not one of cpu | cuda; did you mean 'cuda'?"
-            self.errors.append(_diagnostic("C004", f"{block}.device", device, message))
-        if sizes is None:
-            return first
-        num_nodes, used = sizes
-        if device is not None and device.value == "cpu":
-            self._place(block, [role, "world_size"], Node(num_nodes * used, node.file, node.line))
-            return first
-        if used > per_node:
-            message = f"{used} must be <= num_gpus_per_node {per_node}"
-            self.errors.append(_diagnostic("C005", f"{block}.n_gpus_per_node", given["n_gpus_per_node"], message))
-            return first
-        ids = [n * per_node + gpu for n in range(first, first + num_nodes) for gpu in range(used)]
-        listed = Node([Node(i, node.file, node.line) for i in ids], node.file, node.line)
-        self.root = put(self.root, (role, "device_mapping"), listed)
-        return first + num_nodes
-
-    def _device_counts(self, block: str, given: dict[str, Node], node: Node) -> tuple[int, int] | None:
-        """(nnodes, n_gpus_per_node); None after an error."""
-        if "n_gpus_per_node" not in given:
-            message = "required and not set; give the devices of a node"
-            self.errors.append(_diagnostic("C006", f"{block}.n_gpus_per_node", node, message))
-            return None
-        sizes = []
-        for key in ("nnodes", "n_gpus_per_node"):
-            child = given.get(key, Node(1, node.file, node.line))
-            if not isinstance(child.value, int) or isinstance(child.value, bool):
-                message = f"expected int, got {type_name(child)} {shown(plain(child))}"
-                self.errors.append(_diagnostic("C003", f"{block}.{key}", child, message))
-                return None
-            if child.value < 1:
-                self.errors.append(_diagnostic("C005", f"{block}.{key}", child, f"{child.value} must be >= 1"))
-                return None
-            sizes.append(child.value)
-        count = sizes[0] * sizes[1]
-        if count > MAX_DEVICES:
-            self.errors.append(_diagnostic("C018", block, node, f"{shown(count)}: more than {MAX_DEVICES} devices"))
-            return None
-        return sizes[0], sizes[1]
-
-
-def _next_free(mapping: Node | None, per_node: int) -> int:
-    """The node after the last of a mapping that was written out; 0 if there is none or it can not be read."""
-    ids = parse_devices(plain(mapping))[0] if mapping is not None and mapping.value is not None else None
-    return max(ids) // per_node + 1 if ids else 0
-
-
-def _equal(a: Plain, b: Plain) -> bool:
-    """Equal and of the same type: 1 is not true."""
-    return type(a) is type(b) and a == b
-
-
-def _diagnostic(id: str, key: str, node: Node, message: str) -> Diagnostic:
-    return Diagnostic(id=id, key=key, file=node.file, line=node.line, message=message)

@@ -111,3 +111,15 @@ def leaves(node: Node, path: str) -> Iterator[tuple[str, Node]]:
 def refuse(id: str, key: str, file: str, line: int, message: str) -> ConfigError:
     """An error that ends its phase at once."""
     return ConfigError((Diagnostic(id=id, key=key, file=file, line=line, message=message),))
+
+
+def type_name(node: Node) -> str:
+    """Name of a value's type in messages."""
+    value = node.value
+    match value:
+        case None:
+            return "null"
+        case dict():
+            return "map"
+        case _:
+            return type(value).__name__

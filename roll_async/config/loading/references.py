@@ -1,16 +1,48 @@
 """`${a.b}`: the value at that path of the merged file."""
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from roll_async.config.loading.compose import type_name
 from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, ConfigError, Diagnostic, shown
-from roll_async.config.loading.node import MAX_DEPTH, MAX_STRING_BYTES, MAX_VALUES, Node, Scalar, leaves, plain
+from roll_async.config.loading.node import (
+    MAX_DEPTH,
+    MAX_STRING_BYTES,
+    MAX_VALUES,
+    Node,
+    Scalar,
+    find,
+    leaves,
+    plain,
+    type_name,
+)
 from roll_async.config.loading.suggest import closest
 
 _TOKEN = re.compile(r"\$\$\{|\$\{[^}]*\}|\$\{")
 _NAME = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)\}")
 _MAX_CHAIN = 64
 _MAX_TEXT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Two values of one key in one source: they must be equal, and references among them tell only when resolved."""
+
+    canonical: str
+    present: Node
+    written: str
+    other: Node
+
+    def is_settled(self) -> bool:
+        """Both are the same value of the same type: 1 is not true."""
+        a, b = plain(self.present), plain(self.other)
+        return type(a) is type(b) and a == b
+
+    def conflict(self) -> Diagnostic:
+        """C016."""
+        message = f"also given as '{self.written}' ({self.other.where}) with another value; keep '{self.canonical}'"
+        here = self.present
+        return Diagnostic(id="C016", key=self.canonical, file=here.file, line=here.line, message=message)
 
 
 class _Stop(Exception):
@@ -20,8 +52,8 @@ class _Stop(Exception):
 class _Resolver:
     """Resolves one tree. A resolved value is (node, number of values, height)."""
 
-    def __init__(self, root: Node) -> None:
-        self._root = root
+    def __init__(self, root: Node, moved: Mapping[str, tuple[str, ...]] = {}) -> None:
+        self._root, self._moved = root, moved
         self._known: dict[str, tuple[Node, int, int]] = {}
         self._chain: list[str] = []
         self._failed: set[str] = set()
@@ -93,6 +125,7 @@ class _Resolver:
 
     def _target(self, name: str, node: Node, path: str, depth: int) -> tuple[Node, int, int]:
         """The resolved value at `name`, as seen from the key `path`."""
+        name = self._canonical(name)
         if name not in self._known:
             if name in self._failed and name not in self._chain:
                 raise _Stop
@@ -105,6 +138,15 @@ class _Resolver:
             finally:
                 self._chain.pop()
         return self._known[name]
+
+    def _canonical(self, name: str) -> str:
+        """The name under which the key stands; a reference may use the name under which it was written."""
+        parts = name.split(".")
+        for end in range(len(parts), 0, -1) if self._moved else ():
+            written = ".".join(parts[:end])
+            if written in self._moved and find(self._root, parts[:end]) is None:
+                return ".".join([self._moved[written][0], *parts[end:]])
+        return name
 
     def _enter(self, name: str, node: Node, path: str) -> None:
         if name in self._chain:
@@ -142,18 +184,45 @@ class _Resolver:
         return _Stop()
 
 
-def resolve_references(root: Node) -> Node:
-    """The tree without references and without `vars`. Raises ConfigError with all of C003, C010 to C013 it finds."""
-    resolver = _Resolver(root)
+def resolve_references(
+    root: Node, moved: Mapping[str, tuple[str, ...]] = {}, doubts: Iterable[Doubt] = ()
+) -> tuple[Node, list[Diagnostic]]:
+    """The tree without references and without `vars`, and the doubts that turned out to be conflicts (C016).
+
+    `moved`: keys that stand under another name than the one they were written under. Raises ConfigError with all of
+    C003, C010 to C013 it finds.
+    """
+    resolver = _Resolver(root, moved)
     try:
         resolved = resolver.resolve(root, "", 1)[0]
     except _Stop:
         resolved = root
     assert resolved is not root or resolver.errors, "a value that can not be resolved has its error"
+    conflicts = []
+    for doubt in doubts if not resolver.errors else ():
+        sides = (resolver.resolve(node, doubt.canonical, 1)[0] for node in (doubt.present, doubt.other))
+        present, other = sides
+        if not Doubt(doubt.canonical, present, doubt.written, other).is_settled():
+            conflicts.append(doubt.conflict())
     if resolver.errors:
         raise ConfigError(tuple(resolver.errors))
     assert isinstance(resolved.value, dict)
-    return Node({k: v for k, v in resolved.value.items() if k != "vars"}, resolved.file, resolved.line)
+    return Node({k: v for k, v in resolved.value.items() if k != "vars"}, resolved.file, resolved.line), conflicts
+
+
+def find_resolved(root: Node, path: Sequence[str]) -> Node | None:
+    """The value at a path of a tree with references; None if there is none, or its reference can not be resolved."""
+    resolver, here = _Resolver(root), root
+    for key in path:
+        if not isinstance(here.value, dict) or key not in here.value:
+            return None
+        here = here.value[key]
+        if isinstance(here.value, str) and "${" in here.value:
+            try:
+                here = resolver.resolve(here, key, 1)[0]
+            except _Stop:
+                return None
+    return here
 
 
 def written(root: Node) -> list[tuple[str, Node]]:

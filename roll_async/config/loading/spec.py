@@ -18,6 +18,8 @@ CHOSEN_CLASSES: dict[str, dict[str, type]] = {
     "adv_estimator": ADVANTAGE_OPTIONS,
 }
 """Field that picks a class, to its classes by value."""
+CHOSEN_DEFAULTS = {"pg_variant": "ppo", "adv_estimator": "grpo"}
+"""Its value where none is written."""
 
 _PLAIN_TRAITS = Traits()
 

@@ -81,6 +81,10 @@ class Files:
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         return str(path)
 
+    def tree_text(self, edits: dict) -> str:
+        """The small RLVR config with edits, as text."""
+        return json.dumps(edited(RLVR, edits))
+
     def rlvr(self, edits: dict | None = None) -> str:
         return self.tree(edited(RLVR, edits or {}))
 
