@@ -8,7 +8,8 @@ from roll_async.config.fields import bounded, derived, required, section
 from roll_async.config.schema_worker import DataArguments, GeneratingArguments
 
 REWARD_TYPES = (
-    "math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "multiple_choice", "qa", "exact_match",
+    "math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "ifeval_strict", "multiple_choice", "qa",
+    "exact_match",
 )  # fmt: skip
 ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa", "exact_match")
 
@@ -75,8 +76,8 @@ class RewardConfig:
     """Scorer of one domain."""
 
     type: str = derived()
-    """math_rule, math_service, code_sandbox, llm_judge, ifeval, multiple_choice, qa, exact_match, or a dotted path;
-    default: the domain's name."""
+    """math_rule, math_service, code_sandbox, llm_judge, ifeval, ifeval_strict, multiple_choice, qa, exact_match, or a
+    dotted path; default: the domain's name."""
     tag_included: tuple[str, ...] = section(tuple)
     """Data set tags routed here; a single domain takes all."""
     style_included: tuple[str, ...] = section(tuple)

@@ -1,7 +1,7 @@
-"""Constraints a program can check: the kinds of IFEval (Zhou et al. 2023, arXiv 2311.07911), one function each.
+"""Constraints a program can check: the kinds of IFEval (Zhou et al. 2023, arXiv 2311.07911), one function each, read as
+strictly as they are written (`ifeval_strict`). `ifeval_readings.py` has IFEval's own readings.
 
-Arguments have IFEval's names. Differences: sentences end at `.`, `!` or `?` before a space (no trained splitter), words
-are runs of letters and digits. Every pattern is linear in the length of the text.
+Arguments have IFEval's names. Every pattern is linear in the length of the text.
 """
 
 from __future__ import annotations

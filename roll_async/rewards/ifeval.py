@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from roll_async.rewards.answers import after_thinking
 from roll_async.rewards.constraints import CONSTRAINTS
+from roll_async.rewards.ifeval_readings import READINGS
 from roll_async.rewards.verdict import Verdict
 
 
@@ -20,7 +21,8 @@ class _Constraint:
 
 
 class InstructionFollowing:
-    """Score = share of the constraints that hold for what follows the thinking; `acc` = 1 iff all hold.
+    """Score = share of the constraints that hold for what follows the thinking; `acc` = 1 iff all hold, as IFEval reads
+    them.
 
     The reference is JSON in one of three forms; IFEval's own columns in `extra` are read when it has none:
 
@@ -31,10 +33,12 @@ class InstructionFollowing:
     Raises ValueError for a kind or an argument that is not known.
     """
 
+    readings = READINGS
+
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         constraints = parse_constraints(ground_truth, extra)
         answer = after_thinking(text).strip()
-        kept = [bool(answer) and CONSTRAINTS[c.kind](answer, **c.arguments) for c in constraints]
+        kept = [bool(answer) and self.readings[c.kind](answer, **c.arguments) for c in constraints]
         broken = [c.kind for c, ok in zip(constraints, kept, strict=True) if not ok]
         return Verdict(
             score=sum(kept) / len(kept),
@@ -43,6 +47,12 @@ class InstructionFollowing:
             reason="" if not broken else f"not kept: {', '.join(broken)}",
             metrics={"constraints": float(len(kept))},
         )
+
+
+class StrictInstructionFollowing(InstructionFollowing):
+    """The same with each constraint read as it is written: whole words, bullets with a space, real sections."""
+
+    readings = CONSTRAINTS
 
 
 def parse_constraints(ground_truth: str, extra: Mapping[str, str]) -> list[_Constraint]:

@@ -1,9 +1,10 @@
-"""Short answers compared as words: exact match and F1 after SQuAD's normalisation (Rajpurkar et al. 2016)."""
+"""Short answers compared as words: exact match and F1 after SQuAD's normalisation (Rajpurkar et al. 2016), or ours."""
 
 from __future__ import annotations
 
 import json
 import re
+import string
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from roll_async.rewards.answers import after_thinking, check_answer_format, final_answer, format_of
 from roll_async.rewards.verdict import Verdict
 
+_SQUAD_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_SQUAD_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset({"a", "an", "the"})
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 """A word of letters and digits; Chinese and Japanese characters stand alone: nothing separates their words."""
@@ -28,10 +31,10 @@ class QuestionAnswer:
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         stated = final_answer(text, format_of(extra, self._format))
-        answer = words(after_thinking(text) if stated is None else stated)
+        answer = self._words(after_thinking(text) if stated is None else stated)
         references = _references(ground_truth)
-        f1 = max(overlap_f1(answer, words(r)) for r in references)
-        exact = float(any(answer == words(r) for r in references))
+        f1 = max(overlap_f1(answer, self._words(r)) for r in references)
+        exact = float(any(answer == self._words(r) for r in references))
         return Verdict(
             score=self._score(f1, exact),
             acc=exact,
@@ -40,8 +43,18 @@ class QuestionAnswer:
             metrics={"f1": f1, "em": exact},
         )
 
+    def _words(self, text: str) -> list[str]:
+        return squad_words(text)
+
     def _score(self, f1: float, exact: float) -> float:
         return f1
+
+
+class WordAnswer(QuestionAnswer):
+    """The same with `words` for SQuAD's normalisation: hyphens separate, Chinese and Japanese count by character."""
+
+    def _words(self, text: str) -> list[str]:
+        return words(text)
 
 
 class ExactAnswer(QuestionAnswer):
@@ -49,6 +62,13 @@ class ExactAnswer(QuestionAnswer):
 
     def _score(self, f1: float, exact: float) -> float:
         return exact
+
+
+def squad_words(text: str) -> list[str]:
+    """SQuAD's `normalize_answer`, cut at white space: lower case, ASCII punctuation deleted, articles deleted.
+    "The Eiffel-Tower!" gives eiffeltower.
+    """
+    return _SQUAD_ARTICLE.sub(" ", text.lower().translate(_SQUAD_PUNCTUATION)).split()
 
 
 def words(text: str) -> list[str]:

@@ -15,6 +15,7 @@ REWARDS = {
     "multiple_choice": "roll_async.rewards.multiple_choice.MultipleChoice",
     "qa": "roll_async.rewards.qa.QuestionAnswer",
     "ifeval": "roll_async.rewards.ifeval.InstructionFollowing",
+    "ifeval_strict": "roll_async.rewards.ifeval.StrictInstructionFollowing",
     "code_sandbox": "roll_async.rewards.code_sandbox.CodeSandbox",
 }
 """Judged in worker processes. `llm_judge` is a client of a server and lives in the router."""

@@ -20,6 +20,7 @@ REFERENCE_COLUMNS = (*COLUMNS, "instruction_id_list")
 _CHECKS: dict[str, RowCheck] = {
     "code_sandbox": parse_cases,
     "ifeval": parse_constraints,
+    "ifeval_strict": parse_constraints,
     "multiple_choice": reference_letters,
 }
 

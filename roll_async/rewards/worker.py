@@ -28,7 +28,9 @@ _WARM_UP = {
         (r"\begin{pmatrix}1\\2\end{pmatrix}", "7"), ("x=3", "3"), (r"12\%", "0.12"), ("2/3", r"\dfrac{4}{6}"),
         (r"x \le 3", r"(-\infty,3]"), (r"\log_2 8", "3"), ("-7", r"\frac{-14}{2}"),
     ),
-    "ifeval": (("a word", '{"kind": "language:response_language", "language": "en"}'),),
+    **dict.fromkeys(
+        ("ifeval", "ifeval_strict"), (("a word", '{"kind": "language:response_language", "language": "en"}'),)
+    ),
 }  # fmt: skip
 """First calls, (stated, reference): they load what is loaded late and fill the caches of the LaTeX parser, seconds that
 must not count against a sample.

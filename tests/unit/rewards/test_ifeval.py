@@ -6,7 +6,8 @@ import time
 import pytest
 
 from roll_async.rewards.constraints import CONSTRAINTS
-from roll_async.rewards.ifeval import InstructionFollowing
+from roll_async.rewards.ifeval import InstructionFollowing, StrictInstructionFollowing
+from roll_async.rewards.ifeval_readings import READINGS, count_sentences
 
 CASES = {
     "keywords:existence": ({"keywords": ["sea", "Ship"]}, "The SEA carries a ship.", "The seas carry a ship."),
@@ -67,7 +68,7 @@ def test_a_constraint_is_kept_by_one_text_and_broken_by_its_neighbour(kind):
         pytest.importorskip("py3langid")
     arguments, good, bad = CASES[kind]
     truth = json.dumps({"kind": kind, **arguments})
-    kept, broken = InstructionFollowing()(good, truth, {}), InstructionFollowing()(bad, truth, {})
+    kept, broken = (StrictInstructionFollowing()(text, truth, {}) for text in (good, bad))
     assert (kept.score, kept.acc, kept.reason) == (1, 1, "")
     assert (broken.score, broken.acc) == (0, 0) and kind in broken.reason
 
@@ -128,8 +129,66 @@ def test_checking_is_linear_in_whatever_the_model_wrote(text):
     pytest.importorskip("py3langid")
     truth = json.dumps([{"kind": kind, **arguments} for kind, (arguments, _, _) in CASES.items()])
     started = time.process_time()
+    StrictInstructionFollowing()(text, truth, {})
     InstructionFollowing()(text, truth, {})
-    assert time.process_time() - started < 2.0
+    assert time.process_time() - started < 4.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text", "theirs", "strict"),
+    [
+        ("keywords:existence", {"keywords": ["sea"]}, "the seas", 1, 0),
+        ("keywords:frequency", {"keyword": "sea", "frequency": 2}, "sea seas", 1, 0),
+        ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "a Cat!", 0, 0),
+        ("length_constraints:number_words", {"num_words": 4, "relation": "less than"}, "don't stop now", 0, 1),
+        ("length_constraints:number_sentences", {"num_sentences": 1, "relation": "exactly"}, "Dr. Who came.", 1, 0),
+        ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", 1, 1),
+        ("length_constraints:nth_paragraph_first_word",
+         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"}, "a\n\n**Then** b", 0, 1),
+        ("detectable_content:number_placeholders", {"num_placeholders": 1}, "an empty []", 1, 0),
+        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "text P.S. more", 1, 0),
+        ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n-b", 1, 0),
+        ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "* a\n---", 0, 1),
+        ("detectable_format:constrained_response", {}, "my answer is yes.", 0, 1),
+        ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b**", 1, 1),
+        ("detectable_format:multiple_sections", {"section_spliter": "Part", "num_sections": 1}, "Part1", 1, 1),
+        ("detectable_format:json_format", {}, "```json\n{}\n```", 1, 1),
+        ("detectable_format:title", {}, "<<a <b> c>>", 1, 0),
+        ("change_case:capital_word_frequency", {"capital_frequency": 2}, "A-B c", 0, 1),
+        ("change_case:english_capital", {}, "O TEMPO ESTAVA BOM HOJE E FOMOS AO PARQUE", 0, 1),
+        ("change_case:english_lowercase", {}, "o tempo estava bom hoje e fomos ao parque", 0, 1),
+        ("punctuation:no_comma", {}, "one\uff0c two", 1, 0),
+    ],
+)  # fmt: skip
+def test_ifeval_reads_a_constraint_as_ifeval_does_and_ifeval_strict_as_it_is_written(
+    kind, arguments, text, theirs, strict
+):
+    if kind.startswith("change_case:english"):
+        pytest.importorskip("py3langid")
+    truth = json.dumps({"kind": kind, **arguments})
+    verdicts = (InstructionFollowing()(text, truth, {}), StrictInstructionFollowing()(text, truth, {}))
+    assert [v.acc for v in verdicts] == [theirs, strict]
+
+
+def test_both_readings_know_every_kind():
+    assert READINGS.keys() == CONSTRAINTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("One. Two! Three?", 3),
+        ("Mr. Smith met Dr. J. Brown at 3 p.m. today.", 1),
+        ("It costs 3.50 dollars. Really?!", 2),
+        ("Wait... what? No.", 2),
+        ('He said "go." Then he left', 2),
+        ("a line\nanother line", 1),
+        ("1. First\n2. Second", 3),
+        ("", 0),
+    ],
+)
+def test_sentences_are_counted_with_abbreviations_in_mind(text, count):
+    assert count_sentences(text) == count
 
 
 SENTENCES = {

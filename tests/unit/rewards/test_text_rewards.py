@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roll_async.rewards.multiple_choice import MultipleChoice
-from roll_async.rewards.qa import ExactAnswer, QuestionAnswer, overlap_f1, words
+from roll_async.rewards.qa import ExactAnswer, QuestionAnswer, WordAnswer, overlap_f1, squad_words, words
 
 CHOICES = json.dumps(["Paris", "London", "Rome", "Berlin"])
 
@@ -99,6 +99,29 @@ def test_a_short_answer_is_scored_by_its_words(text, f1, em, form):
     assert verdict.score == verdict.metrics["f1"] == pytest.approx(f1)
     assert (verdict.acc, verdict.metrics["em"], verdict.format) == (em, em, form)
     assert ExactAnswer()(text, "Eiffel Tower", {}).score == em
+
+
+@pytest.mark.parametrize(
+    ("text", "squad", "ours"),
+    [
+        ("The Eiffel-Tower!", ["eiffeltower"], ["eiffel", "tower"]),
+        ("state of the art", ["state", "of", "art"], ["state", "of", "art"]),
+        ("don't", ["dont"], ["dont"]),
+        ("A.B. \u2014 an 'x'", ["ab", "\u2014", "x"], ["b", "x"]),
+        ("\uff21 caf\u00e9_1", ["\uff41", "caf\u00e91"], ["caf\u00e9", "1"]),
+        ("the", [], []),
+        ("\u4e2d\u56fd", ["\u4e2d\u56fd"], ["\u4e2d", "\u56fd"]),
+        ("anthem", ["anthem"], ["anthem"]),
+    ],
+)
+def test_squads_normalisation_is_squads_and_ours_is_ours(text, squad, ours):
+    assert squad_words(text) == squad and words(text) == ours
+
+
+def test_the_reward_named_after_squad_uses_its_normalisation():
+    assert QuestionAnswer()("Answer: Eiffel Tower", "Eiffel-Tower", {}).score == 0
+    assert WordAnswer()("Answer: Eiffel Tower", "Eiffel-Tower", {}).score == 1
+    assert QuestionAnswer()("Answer: EiffelTower", "Eiffel-Tower", {}).score == 1
 
 
 def test_the_best_of_several_references_counts():
