@@ -19,7 +19,8 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import call
 from roll_async.cluster.folders import demand_model
 from roll_async.cluster.garbage import start_without_collections
-from roll_async.cluster.placement import NodePool, ProcessPlacement
+from roll_async.cluster.node_pool import NodePool
+from roll_async.cluster.placement import ProcessPlacement
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, WeightVersion

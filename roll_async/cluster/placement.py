@@ -1,23 +1,19 @@
-"""Device mappings to processes: which node, which GPUs, how many threads.
+"""Device mappings to processes: which node, which GPUs, how many threads. Nothing here touches Ray or a device.
 
 `device_mapping` null: `world_size` CPU processes. Else device id d is GPU d % num_gpus_per_node of node d //
-num_gpus_per_node.
+num_gpus_per_node. These are names: which machine is node 0, and which of its GPUs are meant, is what the cluster gives
+(`node_pool.py`).
 A process of a training role owns one device; a replica of an engine owns tensor * pipeline devices.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-_GPU_SHARE = 0.01
-"""Ray accounts GPUs per process; roles may share a device, so each takes a sliver and CUDA_VISIBLE_DEVICES says which.
-"""
+_MOST_THREADS = 8
+"""Of a process with a GPU: what it computes on the host gains nothing from more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +32,27 @@ class ProcessPlacement:
         """torch device type."""
         return "cuda" if self.gpu_ids else "cpu"
 
-    @property
-    def env(self) -> dict[str, str]:
-        """Environment that pins the process to its devices and threads, set before any library is imported."""
-        threads = {"OMP_NUM_THREADS": str(self.num_threads), "MKL_NUM_THREADS": str(self.num_threads)}
-        if not self.gpu_ids:
-            return {**threads, "CUDA_VISIBLE_DEVICES": ""}
-        visible = ",".join(str(i) for i in self.gpu_ids)
-        return {**threads, "CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrantedNode:
+    """What the cluster gave for one node of the device mappings."""
+
+    address: str
+    devices: Mapping[int, str]
+    """GPU id of the device mappings on this node -> value for CUDA_VISIBLE_DEVICES: an index or a UUID."""
+    num_threads: int
+    """Of each process there."""
+
+
+def process_env(placement: ProcessPlacement, granted: GrantedNode | None) -> dict[str, str]:
+    """Environment that confines a process to its devices and threads, set before any library is imported."""
+    if granted is None:
+        threads, devices = placement.num_threads, {"CUDA_VISIBLE_DEVICES": ""}
+    else:
+        visible = ",".join(granted.devices[gpu] for gpu in placement.gpu_ids)
+        threads = granted.num_threads
+        devices = {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **devices}
 
 
 def place(
@@ -75,38 +84,57 @@ def place(
 
 
 def threads_per_process(num_cpu_processes: int) -> int:
-    """Thread budget of a CPU process: the cores shared evenly, at least one."""
-    return max(1, (os.cpu_count() or 1) // max(1, num_cpu_processes))
+    """Thread budget of a CPU process: the cores this process may use shared evenly, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu_processes))
 
 
-class NodePool:
-    """Placement group with one bundle per GPU node the run uses; CPU roles go anywhere."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeNeed:
+    """One node of the device mappings."""
 
-    def __init__(self, placements: Sequence[ProcessPlacement], *, num_gpus_per_node: int, timeout_s: float) -> None:
-        gpu_nodes = sorted({p.node for p in placements if p.gpu_ids})
-        self._bundle_of = {node: i for i, node in enumerate(gpu_nodes)}
-        self._group: PlacementGroup | None = None
-        if not gpu_nodes:
-            return
-        bundles = []
-        for node in gpu_nodes:
-            used = {g for p in placements if p.node == node for g in p.gpu_ids}
-            bundles.append({"GPU": len(used), "CPU": sum(1 for p in placements if p.node == node)})
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
-        if not self._group.wait(timeout_s):
-            raise ValueError(
-                f"device_mapping needs {len(bundles)} node(s) with {[b['GPU'] for b in bundles]} GPUs, and Ray has "
-                f"{ray.cluster_resources().get('GPU', 0):.0f} GPUs on {len(ray.nodes())} node(s); "
-                "shrink device_mapping or add nodes"
-            )
+    node: int
+    """Its number there."""
+    gpu_ids: tuple[int, ...]
+    """The ids that any role uses, ascending."""
+    num_processes: int
 
-    def options(self, placement: ProcessPlacement, env: dict[str, str]) -> dict[str, object]:
-        """Ray actor options of one process."""
-        options: dict[str, object] = {"num_cpus": 1, "runtime_env": {"env_vars": {**placement.env, **env}}}
-        if placement.gpu_ids:
-            assert self._group is not None
-            options["num_gpus"] = _GPU_SHARE * len(placement.gpu_ids)
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=self._bundle_of[placement.node]
-            )
-        return options
+    def granted(self, address: str, visible: Sequence[str], num_cores: int) -> GrantedNode:
+        """The k-th GPU in use is the k-th that the cluster gave. `visible`: indices or UUIDs; `num_cores`: cores that
+        our processes share there.
+        """
+        in_order = sorted(visible, key=lambda name: (0, int(name)) if name.isdigit() else (1, 0))
+        return GrantedNode(
+            address=address,
+            devices=dict(zip(self.gpu_ids, in_order, strict=True)),
+            num_threads=max(1, min(_MOST_THREADS, num_cores // self.num_processes)),
+        )
+
+
+def gpu_nodes(placements: Sequence[ProcessPlacement]) -> tuple[NodeNeed, ...]:
+    """What the processes need, by node. Processes of several roles may share a GPU."""
+    needs = []
+    for node in sorted({p.node for p in placements if p.gpu_ids}):
+        there = [p for p in placements if p.node == node and p.gpu_ids]
+        gpus = tuple(sorted({gpu for p in there for gpu in p.gpu_ids}))
+        needs.append(NodeNeed(node=node, gpu_ids=gpus, num_processes=len(there)))
+    return tuple(needs)
+
+
+def shortage(needs: Sequence[NodeNeed], num_gpus_there: Sequence[int]) -> str | None:
+    """Why nodes with so many GPUs can not hold the device mappings, whatever else runs there; None when they can.
+
+    Every node of the mappings is a machine of its own: the largest goes to the largest.
+    """
+    wanted = sorted((len(need.gpu_ids) for need in needs), reverse=True)
+    there = sorted((count for count in num_gpus_there if count), reverse=True)
+    if len(wanted) <= len(there) and all(w <= t for w, t in zip(wanted, there, strict=False)):
+        return None
+    return f"device_mapping needs {_nodes(wanted)}, and Ray has {_nodes(there)}"
+
+
+def _nodes(gpus: Sequence[int]) -> str:
+    """Example: 3 nodes with 4 + 4 + 2 GPUs."""
+    if not gpus:
+        return "no GPU"
+    plural = "s" if len(gpus) > 1 else ""
+    return f"{len(gpus)} node{plural} with {' + '.join(map(str, gpus))} GPU{'s' if gpus != [1] else ''}"

@@ -24,7 +24,8 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleGone, call
 from roll_async.cluster.folders import SharedFolders, demand_model
 from roll_async.cluster.garbage import start_without_collections
-from roll_async.cluster.placement import NodePool, ProcessPlacement
+from roll_async.cluster.node_pool import NodePool
+from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import log_lines
 from roll_async.cluster.runtime import LOOPBACK
 from roll_async.trainer.megatron.settings import MegatronSettings

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from roll_async.cluster.folders import SharedFolders, shared_folders
-from roll_async.cluster.placement import NodePool, ProcessPlacement, place, threads_per_process
+from roll_async.cluster.node_pool import NodePool
+from roll_async.cluster.placement import ProcessPlacement, place, threads_per_process
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
@@ -62,7 +63,7 @@ def place_roles(config: RLVRConfig) -> RolePlacements:
             worker.device_mapping,
             num_processes=count,
             num_gpus_per_node=config.num_gpus_per_node,
-            num_threads=threads if worker.device_mapping is None else 4,
+            num_threads=threads,
         )
 
     return RolePlacements(
@@ -93,15 +94,15 @@ class RoleStarter:
         self, config: RLVRConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack
     ) -> None:
         self._config, self._runtime, self._placements, self._stack = config, runtime, placements, stack
-        self._pool = NodePool(
-            placements.all, num_gpus_per_node=config.num_gpus_per_node, timeout_s=config.fault.stall_timeout
-        )
+        self._pool = NodePool(placements.all)
 
     async def start(self, *, rollout_log_files: Sequence[str] | None = None) -> Roles:
         """Start everything. `rollout_log_files`: the rollout has a process of its own, which logs there.
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
+        await self._pool.reserve(self._config.fault.stall_timeout)
+        self._stack.callback(self._pool.release)
         with shared_folders(_written(self._config)) as folders:
             workers = training_roles(self._config).items()
             training = asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
 from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
-from roll_async.cluster.placement import NodePool, ProcessPlacement
+from roll_async.cluster.node_pool import NodePool
+from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.inference.settings import EngineSettings

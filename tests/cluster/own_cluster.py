@@ -1,0 +1,94 @@
+"""Ray clusters of our own on one machine: `ray start` as a user types it, from another folder than the driver's.
+
+    with OwnCluster(folder) as cluster:
+        cluster.head(cpus=4)
+        cluster.node(gpus=4, env={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+        subprocess.run(command, env=cluster.env())
+
+Every raylet stays in the foreground of a `ray start --block`; all of it is ended by process id.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+_UP_WITHIN_S = 120
+
+
+class OwnCluster:
+    """Raylets, GCS and agents of one cluster. `prefix(number)`: what to run the node's command under, for network
+    namespaces; `addresses`: by node.
+    """
+
+    def __init__(self, folder, *, addresses=("127.0.0.1",) * 8, prefix=lambda number: ()):
+        self.folder, self._addresses, self._prefix = Path(folder), addresses, prefix
+        self._started = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.address = f"{addresses[0]}:{self._port}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def env(self, **more):
+        """For a driver."""
+        return {**os.environ, "RAY_ADDRESS": self.address, "RAY_AUTH_MODE": "disabled", **more}
+
+    def head(self, **resources):
+        return self._start("--head", f"--port={self._port}", "--include-dashboard=false", **resources)
+
+    def node(self, **resources):
+        return self._start(f"--address={self.address}", **resources)
+
+    def _start(self, *arguments, cpus=0, gpus=0, env=None):
+        """Returns the process of `ray start`; the node is there when its line appears."""
+        number = len(self._started)
+        home = self.folder / f"node{number}"
+        home.mkdir(parents=True)
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command = [
+            *self._prefix(number), *ray, *arguments, f"--node-ip-address={self._addresses[number]}",
+            f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--object-store-memory={80 << 20}",
+        ]  # fmt: skip
+        if "--head" in arguments:
+            command.append(f"--temp-dir={self.folder / 'ray'}")
+        started = {**os.environ, "RAY_AUTH_MODE": "disabled", **(env or {})}
+        for name in ("RAY_ADDRESS", "PYTHONPATH"):
+            started.pop(name, None)
+        log = open(home / "out.txt", "w")
+        process = subprocess.Popen(command, cwd=home, env=started, stdout=log, stderr=subprocess.STDOUT)
+        self._started.append(process)
+        deadline = time.monotonic() + _UP_WITHIN_S
+        while "Ray runtime started" not in (home / "out.txt").read_text():
+            assert process.poll() is None and time.monotonic() < deadline, (home / "out.txt").read_text()
+            time.sleep(0.1)
+        return process
+
+    def close(self):
+        """End all of it, the last node first."""
+        for process in reversed(self._started):
+            end_tree(process.pid)
+        self._started = []
+
+
+def end_tree(pid):
+    """End a process and everything below it."""
+    try:
+        parent = psutil.Process(pid)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    parent.terminate()
+    _, left = psutil.wait_procs(family, timeout=10)
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=5)

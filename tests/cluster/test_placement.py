@@ -1,0 +1,208 @@
+"""Device mappings against clusters with pretended GPUs: what each process sees, what is refused, what is waited for."""
+
+import asyncio
+import contextlib
+import logging
+import os
+
+import pytest
+
+ray = pytest.importorskip("ray")
+from own_cluster import OwnCluster
+
+from roll_async.buffer.errors import StallError
+from roll_async.cluster.node_pool import NodePool
+from roll_async.cluster.placement import place
+from roll_async.cluster.runtime import ray_runtime
+
+ALLOCATIONS = ("4,5,6,7", "0,1,2,3", "6,7")
+"""What a scheduler left in the shell of each node."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A head without GPUs, and three nodes with 4, 4 and 2 of their GPUs."""
+    with OwnCluster(tmp_path_factory.mktemp("cluster")) as own:
+        own.head(cpus=2)
+        for visible in ALLOCATIONS:
+            own.node(cpus=6, gpus=len(visible.split(",")), env={"CUDA_VISIBLE_DEVICES": visible})
+        yield own
+
+
+@pytest.fixture(scope="module")
+def joined(cluster):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_ADDRESS", cluster.address)
+    with ray_runtime(num_processes=1, env={}):
+        yield cluster
+    patch.undo()
+
+
+def placed(devices, processes, per_node=8):
+    return place(devices, num_processes=processes, num_gpus_per_node=per_node, num_threads=1)
+
+
+@ray.remote
+class Role:
+    def seen(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_node_id()
+
+
+async def seen_by(pool, placements):
+    """What each process sees, as (visible devices, node)."""
+    roles = [Role.options(**pool.options(p, {})).remote() for p in placements]
+    try:
+        return await asyncio.gather(*(role.seen.remote() for role in roles))
+    finally:
+        for role in roles:
+            ray.kill(role)
+
+
+@contextlib.asynccontextmanager
+async def reserved(placements, timeout_s=60):
+    pool = NodePool(placements)
+    await pool.reserve(timeout_s)
+    try:
+        yield pool
+    finally:
+        pool.release()
+
+
+def test_trainer_two_by_four_and_rollout_one_by_two_get_three_nodes_and_the_devices_of_their_allocations(joined):
+    trainer, engines = placed((0, 1, 2, 3, 8, 9, 10, 11), 8), placed((16, 17), 1)
+
+    async def scenario():
+        async with reserved((*trainer, *engines)) as pool:
+            return await seen_by(pool, (*trainer, *engines))
+
+    seen = asyncio.run(scenario())
+    by_node = {}
+    for visible, node in seen:
+        by_node.setdefault(node, []).append(visible)
+    assert sorted(sorted(v) for v in by_node.values()) == [["0", "1", "2", "3"], ["4", "5", "6", "7"], ["6,7"]]
+    assert [v for v, _ in seen] in (
+        ["0", "1", "2", "3", "4", "5", "6", "7", "6,7"],
+        ["4", "5", "6", "7", "0", "1", "2", "3", "6,7"],
+    )
+
+
+def test_colocated_roles_see_the_same_device(joined):
+    trainer, engines = placed((0, 1, 2, 3), 4), placed((0, 1, 2, 3), 2)
+
+    async def scenario():
+        async with reserved((*trainer, *engines)) as pool:
+            return [v for v, _ in await seen_by(pool, (*trainer, *engines))]
+
+    seen = asyncio.run(scenario())
+    assert seen[4:] == [f"{seen[0]},{seen[1]}", f"{seen[2]},{seen[3]}"] and len(set(seen[:4])) == 4
+
+
+def test_devices_of_another_job_are_left_alone(joined):
+    """NeMo-RL and verl users share nodes: two of four GPUs are in use, and the run takes the other two."""
+
+    @ray.remote(num_gpus=2)
+    class Other:
+        def seen(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+
+    async def scenario():
+        others = [Other.remote() for _ in range(3)]
+        taken = [await other.seen.remote() for other in others]
+        placements = placed((0, 1), 2)
+        async with reserved((*placements, *placed((8, 9), 2))) as pool:
+            ours = await seen_by(pool, placements)
+        where = {n["NodeID"]: n for n in ray.nodes()}
+        for other in others:
+            ray.kill(other)
+        return taken, ours, where
+
+    taken, ours, _ = asyncio.run(scenario())
+    assert sum(len(t) for t in taken) == 6
+    node_of_ours = {node for _, node in ours}
+    assert len(node_of_ours) == 1 and len({v for v, _ in ours}) == 2
+
+
+def test_too_few_devices_are_refused_at_once_with_what_is_there(joined):
+    async def scenario(placements):
+        async with asyncio.timeout(10):
+            await NodePool(placements).reserve(1800)
+
+    with pytest.raises(ValueError) as error:
+        asyncio.run(scenario(placed(tuple(range(8)), 8)))
+    assert str(error.value).startswith(
+        "device_mapping needs 1 node with 8 GPUs, and Ray has 3 nodes with 4 + 4 + 2 GPUs"
+    )
+    assert "change device_mapping" in str(error.value)
+    with pytest.raises(ValueError, match="needs 4 nodes with 1 \\+ 1 \\+ 1 \\+ 1 GPUs, and Ray has 3 nodes"):
+        asyncio.run(scenario(placed((0, 8, 16, 24), 4)))
+    with pytest.raises(ValueError, match="the roles on CPU are 40 processes, and Ray has 20 CPUs"):
+        asyncio.run(scenario(placed(None, 40)))
+
+
+def test_devices_in_use_are_waited_for_with_a_line_and_a_deadline_and_the_loop_goes_on(joined, caplog, monkeypatch):
+    from roll_async.cluster import node_pool
+
+    monkeypatch.setattr(node_pool, "_SAY_EVERY_S", 0.5)
+    caplog.set_level(logging.WARNING)
+
+    async def scenario():
+        async with reserved(placed((0, 1, 8, 9), 4)):
+            late = NodePool(placed((0, 1, 2, 3, 8, 9, 10, 11), 8))
+            ticks = 0
+            waiting = asyncio.create_task(late.reserve(2))
+            while not waiting.done():
+                await asyncio.sleep(0.05)
+                ticks += 1
+            with pytest.raises(StallError, match="nodes with 4 \\+ 4 GPUs are not free yet: 6 GPUs are, after 2 s"):
+                await waiting
+            assert ticks > 15, "the loop was held up"
+            cancelled = asyncio.create_task(late.reserve(600))
+            await asyncio.sleep(0.5)
+            cancelled.cancel()  # Ctrl-C while starting
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+        async with reserved(placed((0, 1, 2, 3, 8, 9, 10, 11), 8), timeout_s=30):
+            pass  # what was given up holds nothing
+
+    asyncio.run(scenario())
+    assert "waiting for 1 s of 2 s (fault.stall_timeout)" in caplog.text
+
+
+def test_a_cluster_that_can_grow_is_waited_for(joined, caplog):
+    """A node of 8 is what its autoscaler may start, and starts when it sees the demand."""
+    from ray._private.state import state
+    from ray.core.generated import autoscaler_pb2
+
+    group = autoscaler_pb2.NodeGroupConfig(resources={"GPU": 8, "CPU": 8}, min_count=0, max_count=1, name="big")
+    config = autoscaler_pb2.ClusterConfig(node_group_configs=[group])
+    state._connect_and_get_accessor()
+    client = ray._private.worker.global_worker.gcs_client
+    caplog.set_level(logging.WARNING)
+
+    def say(text):
+        client.internal_kv_put(
+            ray._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode(),
+            text,
+            True,
+            ray._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(),
+        )
+
+    async def scenario():
+        pool = NodePool(placed(tuple(range(8)), 8))
+        waiting = asyncio.create_task(pool.reserve(120))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await asyncio.to_thread(joined.node, cpus=8, gpus=8, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"})
+        await waiting
+        pool.release()
+
+    say(config.SerializeToString())
+    try:
+        asyncio.run(scenario())
+    finally:
+        client.internal_kv_del(
+            ray._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode(),
+            False,
+            ray._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(),
+        )
+    assert "waiting for the autoscaler (at most 8 GPUs)" in caplog.text
