@@ -45,7 +45,7 @@ class NodePool:
         self._refuse_impossible()
         if not self._needs:
             return
-        bundles = [{"GPU": len(need.gpu_ids), "CPU": need.num_processes} for need in self._needs]
+        bundles = [{"GPU": float(len(n.gpu_ids)), "CPU": float(n.num_processes)} for n in self._needs]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
         try:
             await self._wait_created(self._group, timeout_s)
@@ -102,7 +102,7 @@ class NodePool:
                 logger.warning("%s; waiting for %.0f s of %.0f s (fault.stall_timeout)", line, waited_s, timeout_s)
             await asyncio.sleep(_POLL_S)
 
-    def _view(self, group: PlacementGroup, bundle: int, num_gpus: int) -> asyncio.Future[tuple[str, list[str], int]]:
+    def _view(self, group: PlacementGroup, bundle: int, num_gpus: float) -> asyncio.Future[tuple[str, list[str], int]]:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": strategy}
         return asyncio.wrap_future(_look.options(**options).remote().future())  # type: ignore[attr-defined]

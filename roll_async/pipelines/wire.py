@@ -22,6 +22,7 @@ from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.metrics import validation_metrics
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.engine_supervisor import EngineSupervisor, StartEngine
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
@@ -135,6 +136,8 @@ class RolloutRoles:
     """Step of the checkpoint the run goes on after; 0 = a fresh run."""
     position: Mapping[str, object] | None = None
     """Its position in the prompts (`MessageQueue.checkpoint_state`)."""
+    turns: DeviceTurns | None = None
+    """Of trainer and engines on shared devices; None = they share none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +148,8 @@ class RolloutSide:
     rollouter: Rollouter
     synchronizer: ParameterSynchronizer[Replica]
     validate: Validate | None
+    turns: TurnRollout | None = None
+    """See `RolloutRoles.turns`."""
 
 
 def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes = Classes()) -> RolloutSide:
@@ -161,9 +166,13 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         budget=None if options.budget is None else FilterBudget(options.budget),
         stop_timeout_s=options.stop_timeout_s,
     )
+    turns, source_of_weights = None, roles.weights
+    if roles.turns is not None:
+        turns = TurnRollout(rollouter, roles.turns, timeout_s=options.sync.interrupt_timeout_s)
+        source_of_weights = TurnSource(roles.weights, roles.turns)
     synchronizer = classes.synchronizer(
-        roles.weights,
-        rollouter,
+        source_of_weights,
+        rollouter if turns is None else turns,
         lambda: manager.clients,
         options.sync,
         weights_held=queue.weights_held,
@@ -173,7 +182,7 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     )
     supervisor.attach(synchronizer.rejoin)
     validate = _validation(source, roles.validation, options.validation) if roles.validation else None
-    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate)
+    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
 
 
 def _validation(source: GroupSource, prompts: Sequence[Prompt], sampling: SamplingParams | None) -> Validate:
@@ -196,8 +205,14 @@ class RunOptions:
     custom_monitor: CustomMonitor | None = None
 
 
-def wire(roles: PipelineParts, options: RunOptions, classes: Classes = Classes()) -> RLVRPipeline:
-    """The pipeline of one run. Of the generating side `roles` holds the objects of `wire_rollout`, or their clients."""
+def wire(
+    roles: PipelineParts, options: RunOptions, classes: Classes = Classes(), turns: TurnRollout | None = None
+) -> RLVRPipeline:
+    """The pipeline of one run. Of the generating side `roles` holds the objects of `wire_rollout`, or their clients.
+    `turns`: of `wire_rollout`, too.
+    """
+    if turns is not None:
+        roles = take_turns(roles, options.plan, turns)
     trainer = classes.trainer(roles, options.plan)
     watch = None
     if options.monitor_interval_s is not None:

@@ -49,8 +49,17 @@ class OwnCluster:
     def node(self, **resources):
         return self._start(f"--address={self.address}", **resources)
 
-    def _start(self, *arguments, cpus=0, gpus=0, env=None):
-        """Returns the process of `ray start`; the node is there when its line appears."""
+    def wait_up(self):
+        """Until every node that was started is there."""
+        deadline = time.monotonic() + _UP_WITHIN_S
+        for number, process in enumerate(self._started):
+            output = self.folder / f"node{number}" / "out.txt"
+            while "Ray runtime started" not in output.read_text():
+                assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+                time.sleep(0.1)
+
+    def _start(self, *arguments, cpus=0, gpus=0, env=None, wait=True):
+        """The process of `ray start`."""
         number = len(self._started)
         home = self.folder / f"node{number}"
         home.mkdir(parents=True)
@@ -67,10 +76,8 @@ class OwnCluster:
         log = open(home / "out.txt", "w")
         process = subprocess.Popen(command, cwd=home, env=started, stdout=log, stderr=subprocess.STDOUT)
         self._started.append(process)
-        deadline = time.monotonic() + _UP_WITHIN_S
-        while "Ray runtime started" not in (home / "out.txt").read_text():
-            assert process.poll() is None and time.monotonic() < deadline, (home / "out.txt").read_text()
-            time.sleep(0.1)
+        if wait:
+            self.wait_up()
         return process
 
     def close(self):

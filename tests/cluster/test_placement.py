@@ -24,8 +24,9 @@ def cluster(tmp_path_factory):
     """A head without GPUs, and three nodes with 4, 4 and 2 of their GPUs."""
     with OwnCluster(tmp_path_factory.mktemp("cluster")) as own:
         own.head(cpus=2)
-        for visible in ALLOCATIONS:
-            own.node(cpus=6, gpus=len(visible.split(",")), env={"CUDA_VISIBLE_DEVICES": visible})
+        for allocation in ALLOCATIONS:
+            own.node(cpus=10, gpus=len(allocation.split(",")), env={"CUDA_VISIBLE_DEVICES": allocation}, wait=False)
+        own.wait_up()
         yield own
 
 
@@ -68,22 +69,22 @@ async def reserved(placements, timeout_s=60):
         pool.release()
 
 
+def visible(pool, placements):
+    return [pool.options(p, {})["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for p in placements]
+
+
 def test_trainer_two_by_four_and_rollout_one_by_two_get_three_nodes_and_the_devices_of_their_allocations(joined):
     trainer, engines = placed((0, 1, 2, 3, 8, 9, 10, 11), 8), placed((16, 17), 1)
 
     async def scenario():
         async with reserved((*trainer, *engines)) as pool:
-            return await seen_by(pool, (*trainer, *engines))
+            some = (trainer[3], trainer[4], engines[0])
+            return visible(pool, trainer), visible(pool, some), await seen_by(pool, some)
 
-    seen = asyncio.run(scenario())
-    by_node = {}
-    for visible, node in seen:
-        by_node.setdefault(node, []).append(visible)
-    assert sorted(sorted(v) for v in by_node.values()) == [["0", "1", "2", "3"], ["4", "5", "6", "7"], ["6,7"]]
-    assert [v for v, _ in seen] in (
-        ["0", "1", "2", "3", "4", "5", "6", "7", "6,7"],
-        ["4", "5", "6", "7", "0", "1", "2", "3", "6,7"],
-    )
+    ranks, some, seen = asyncio.run(scenario())
+    assert ranks in (["0", "1", "2", "3", "4", "5", "6", "7"], ["4", "5", "6", "7", "0", "1", "2", "3"])
+    assert [devices for devices, _ in seen] == some and some[2] == "6,7"
+    assert len({node for _, node in seen}) == 3
 
 
 def test_colocated_roles_see_the_same_device(joined):
@@ -91,35 +92,38 @@ def test_colocated_roles_see_the_same_device(joined):
 
     async def scenario():
         async with reserved((*trainer, *engines)) as pool:
-            return [v for v, _ in await seen_by(pool, (*trainer, *engines))]
+            return visible(pool, trainer), visible(pool, engines)
 
-    seen = asyncio.run(scenario())
-    assert seen[4:] == [f"{seen[0]},{seen[1]}", f"{seen[2]},{seen[3]}"] and len(set(seen[:4])) == 4
+    one, two = asyncio.run(scenario())
+    assert two == [",".join(one[:2]), ",".join(one[2:])] and len(set(one)) == 4
 
 
 def test_devices_of_another_job_are_left_alone(joined):
-    """NeMo-RL and verl users share nodes: two of four GPUs are in use, and the run takes the other two."""
+    """The other jobs took whatever Ray gave them; what is left of a node is not its first devices."""
 
     @ray.remote(num_gpus=2)
     class Other:
         def seen(self):
-            return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+            return os.environ["CUDA_VISIBLE_DEVICES"].split(","), ray.get_runtime_context().get_node_id()
+
+    @ray.remote(num_cpus=0)
+    def node_of_bundle():
+        return ray.get_runtime_context().get_node_id()
 
     async def scenario():
         others = [Other.remote() for _ in range(3)]
         taken = [await other.seen.remote() for other in others]
         placements = placed((0, 1), 2)
-        async with reserved((*placements, *placed((8, 9), 2))) as pool:
-            ours = await seen_by(pool, placements)
-        where = {n["NodeID"]: n for n in ray.nodes()}
+        async with reserved(placements) as pool:
+            options = pool.options(placements[0], {})
+            where = await node_of_bundle.options(scheduling_strategy=options["scheduling_strategy"]).remote()
+            ours = visible(pool, placements)
         for other in others:
             ray.kill(other)
-        return taken, ours, where
+        return [device for devices, node in taken if node == where for device in devices], ours
 
-    taken, ours, _ = asyncio.run(scenario())
-    assert sum(len(t) for t in taken) == 6
-    node_of_ours = {node for _, node in ours}
-    assert len(node_of_ours) == 1 and len({v for v, _ in ours}) == 2
+    theirs, ours = asyncio.run(scenario())
+    assert len(set(ours)) == 2 and not set(ours) & set(theirs)
 
 
 def test_too_few_devices_are_refused_at_once_with_what_is_there(joined):
@@ -135,7 +139,7 @@ def test_too_few_devices_are_refused_at_once_with_what_is_there(joined):
     assert "change device_mapping" in str(error.value)
     with pytest.raises(ValueError, match="needs 4 nodes with 1 \\+ 1 \\+ 1 \\+ 1 GPUs, and Ray has 3 nodes"):
         asyncio.run(scenario(placed((0, 8, 16, 24), 4)))
-    with pytest.raises(ValueError, match="the roles on CPU are 40 processes, and Ray has 20 CPUs"):
+    with pytest.raises(ValueError, match="the roles on CPU are 40 processes, and Ray has 32 CPUs"):
         asyncio.run(scenario(placed(None, 40)))
 
 

@@ -42,6 +42,7 @@ class Run:
         oversample_groups=0,
         trainer=TrainLoop,
         custom_monitor=None,
+        turns_of=lambda replicas: None,
         **plan,
     ):
         self.build, self.replica_class = build, replica_class
@@ -54,7 +55,9 @@ class Run:
         scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
         )
+        self.turns = turns_of(self.replicas)
         roles = RolloutRoles(
+            turns=self.turns,
             engines=self.engines,
             groups=lambda manager: ChatCompletionScheduler(manager, scorer_class(), scheduling),
             prompts=self,
@@ -62,7 +65,12 @@ class Run:
             ledger=MemoryLedger(),
             validation=[build.prompt()] * 3,
         )
-        queue = QueueOptions(groups_per_batch=4, async_generation_ratio=ratio, oversample_groups=oversample_groups)
+        queue = QueueOptions(
+            groups_per_batch=4,
+            async_generation_ratio=ratio,
+            oversample_groups=oversample_groups,
+            trigger_parameter_sync_step=plan.get("sync_every", 1),
+        )
         options = RolloutOptions(
             queue=queue,
             sync=SyncOptions(transport="shm"),
@@ -80,7 +88,7 @@ class Run:
             **plan, max_steps=steps, groups_per_batch=4, samples_per_group=2, groups_per_part=4 // parts
         )
         watched = RunOptions(plan=self.plan, monitor_interval_s=5.0, custom_monitor=custom_monitor)
-        self.pipeline = wire(self.parts, watched, Classes(trainer=trainer))
+        self.pipeline = wire(self.parts, watched, Classes(trainer=trainer), self.side.turns)
         self.trainer = self.pipeline.trainer
 
     def _replica(self, name, token_s):

@@ -1,0 +1,327 @@
+"""Trainer and engines on the same devices: who holds which memory, and how it changes hands.
+
+             sleep(level), load all                    offload optimizer and gradients, wake weights
+    ENGINES ------------------------> TRAINER ------------------------------------------------------> BOTH
+       ^                                                                                                |
+       +--------------- offload weights, wake KV cache (commit of a push, or nothing, in between) ------+
+
+One step of a colocated run (async_generation_ratio 0):
+
+    take_batch | to_trainer -> learn | to_both -> push, commit | to_engines -> resume -> generate
+
+Whoever needs the devices asks for them: the parts below wrap queue, learner, checkpoint, validation, weight source and
+rollout, so that loop and synchronizer know nothing of it. The memory that each role reports after a change is booked by
+device (`DeviceMemory`): a role that kept what it should have given back is found there and then, by name, not by an
+out-of-memory error of its neighbour. Plain asyncio: the simulator and the tests run it on the virtual clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Protocol
+
+from roll_async.buffer.freshness import BatchFreshness
+from roll_async.buffer.states import QueueStats
+from roll_async.inference.protocol import EngineMemory
+from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
+from roll_async.pipelines.protocol import Batches, Learns, Saves
+from roll_async.pipelines.train_loop import PipelineParts, RunPlan
+from roll_async.schema import Group, WeightVersion
+from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory, StepReport
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.synchronizer import Rollout, WeightSource
+
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
+"""Levels of sleep. Weights that the next push replaces anyway need not be kept."""
+_PUSHED = "actor_train"
+"""The role whose weights the engines get."""
+_TRAINING_ONLY = tuple(kind for kind in STATE_KINDS if kind != "weights")
+
+
+class SleepingReplica(Protocol):
+    """An engine replica on shared devices; see `inference/protocol.py: Engine`."""
+
+    name: str
+
+    async def sleep(self, level: int) -> EngineMemory: ...
+
+    async def wake(self, tags: Sequence[str]) -> EngineMemory: ...
+
+
+class Turn(Enum):
+    """Who may use the shared devices."""
+
+    ENGINES = "engines"  # weights and KV cache; the trainer has nothing there
+    TRAINER = "trainer"  # all of its state; the engines have nothing there
+    BOTH = "both"  # the weights of both, for a push; no KV cache, no optimizer state, no gradients
+
+
+class MemoryNotGivenBack(RuntimeError):
+    """A role holds memory that belongs to another one now."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DeviceMemory:
+    """Bytes by device and role, as the roles report them.
+
+    Worked example: trainer ranks 0 and 1 on devices 0 and 1, one replica on both: its weights count half on each.
+    """
+
+    devices_of: Mapping[str, tuple[int, ...]]
+    """Role to devices: one per rank, all of a replica."""
+    capacity_bytes: int | None = None
+    """Of each device; None = not known, then only what must be nothing is checked."""
+    held: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Role to bytes by device."""
+    peak_bytes: int = 0
+    """Most that a device held at once, as far as reported."""
+
+    def book_ranks(self, role: str, reports: Sequence[StateMemory]) -> None:
+        """What the ranks of a training role hold now."""
+        held: dict[int, int] = {}
+        for device, report in zip(self.devices_of[role], reports, strict=True):
+            held[device] = held.get(device, 0) + sum(report.device_bytes.values())
+        self._book(role, held)
+
+    def book_replica(self, role: str, memory: EngineMemory) -> None:
+        """What a replica holds now, evenly over its devices."""
+        devices = self.devices_of[role]
+        share = -(-(memory.weights_bytes + memory.kv_cache_bytes) // len(devices))
+        self._book(role, {device: share for device in devices})
+
+    def _book(self, role: str, held: dict[int, int]) -> None:
+        """Raises MemoryNotGivenBack where a device would hold more than it has."""
+        self.held[role] = held
+        totals: dict[int, int] = {}
+        for by_device in self.held.values():
+            for device, size in by_device.items():
+                totals[device] = totals.get(device, 0) + size
+        self.peak_bytes = max(self.peak_bytes, *totals.values())
+        for device, total in totals.items():
+            if self.capacity_bytes is not None and total > self.capacity_bytes:
+                shares = {name: parts[device] for name, parts in self.held.items() if parts.get(device)}
+                raise MemoryNotGivenBack(
+                    f"device {device} has {self.capacity_bytes} bytes and its roles hold {total}: {shares}"
+                )
+
+    def demand_nothing(self, roles: Sequence[str]) -> None:
+        """Raises MemoryNotGivenBack when one of these roles holds anything."""
+        for role in roles:
+            if size := sum(self.held.get(role, {}).values()):
+                raise MemoryNotGivenBack(f"{role} should have given its devices back and holds {size} bytes")
+
+
+class DeviceTurns:
+    """The state machine. Transitions are asked for one after another; a failed one leaves the run to end."""
+
+    def __init__(
+        self,
+        groups: Mapping[str, OffloadingGroup],
+        replicas: Callable[[], Sequence[SleepingReplica]],
+        memory: DeviceMemory,
+    ) -> None:
+        """`groups`: training roles that share devices with an engine. `replicas`: those alive that share devices with a
+        training role. At first the engines have the devices, and stand still.
+        """
+        self._groups, self._replicas, self.memory = dict(groups), replicas, memory
+        self._lock = asyncio.Lock()
+        self.turn = Turn.ENGINES
+        self.changes = 0
+        """Turns taken since the start."""
+        self.seconds = 0.0
+        """Spent on changing turns."""
+
+    def add_groups(self, groups: Mapping[str, OffloadingGroup]) -> None:
+        """Ranks that started in the trainer's turn: they hold their devices."""
+        assert self.turn is Turn.TRAINER, "ranks start in their own turn, or there is no memory for them"
+        self._groups |= groups
+
+    async def to_trainer(self, level: int = KEEP_WEIGHTS) -> None:
+        """The engines stand still and sleep, then the ranks take everything back."""
+        async with self._lock:
+            if self.turn is Turn.TRAINER:
+                return
+            if self.turn is Turn.BOTH:  # a push failed half way: engines sleep from a whole state only
+                await self._both_to_engines()
+            began = asyncio.get_running_loop().time()
+            replicas = list(self._replicas())
+            slept = await asyncio.gather(*(replica.sleep(level) for replica in replicas))
+            for replica, memory in zip(replicas, slept, strict=True):
+                self.memory.book_replica(replica.name, memory)
+            self.memory.demand_nothing([r.name for r in replicas])
+            await self._book_groups(lambda group: group.load_states())
+            self._changed(Turn.TRAINER, began)
+
+    async def to_both(self) -> None:
+        """For a push: the ranks keep their weights, the engines get room for theirs."""
+        async with self._lock:
+            if self.turn is Turn.TRAINER:
+                await self._trainer_to_both()
+            assert self.turn is Turn.BOTH, f"a push in the turn of the {self.turn.value}"
+
+    async def to_engines(self) -> None:
+        """The ranks give everything away, then the engines have weights and KV cache. They still stand still."""
+        async with self._lock:
+            if self.turn is Turn.TRAINER:
+                await self._trainer_to_both()
+            if self.turn is Turn.BOTH:
+                await self._both_to_engines()
+
+    async def _trainer_to_both(self) -> None:
+        began = asyncio.get_running_loop().time()
+        for name, group in self._groups.items():
+            kinds = _TRAINING_ONLY if name == _PUSHED else STATE_KINDS
+            self.memory.book_ranks(name, await group.offload_states(kinds))
+        self.memory.demand_nothing([name for name in self._groups if name != _PUSHED])
+        await self._wake([WEIGHTS])
+        self._changed(Turn.BOTH, began)
+
+    async def _both_to_engines(self) -> None:
+        began = asyncio.get_running_loop().time()
+        await self._book_groups(lambda group: group.offload_states())
+        self.memory.demand_nothing(list(self._groups))
+        await self._wake([KV_CACHE])
+        self._changed(Turn.ENGINES, began)
+
+    async def _book_groups(self, change: Callable[[OffloadingGroup], Awaitable[Sequence[StateMemory]]]) -> None:
+        changed = await asyncio.gather(*(change(group) for group in self._groups.values()))
+        for name, reports in zip(self._groups, changed, strict=True):
+            self.memory.book_ranks(name, reports)
+
+    async def _wake(self, tags: Sequence[str]) -> None:
+        replicas = list(self._replicas())
+        woken = await asyncio.gather(*(replica.wake(tags) for replica in replicas))
+        for replica, memory in zip(replicas, woken, strict=True):
+            self.memory.book_replica(replica.name, memory)
+
+    def _changed(self, turn: Turn, began_s: float) -> None:
+        self.turn, self.changes = turn, self.changes + 1
+        self.seconds += asyncio.get_running_loop().time() - began_s
+
+
+class TurnRollout:
+    """`weight_sync/synchronizer.py: Rollout`: engines run again only in their own turn."""
+
+    def __init__(self, rollout: Rollout, turns: DeviceTurns, *, timeout_s: float) -> None:
+        """`timeout_s`: so long the engines may take to stand still."""
+        self._rollout, self._turns, self._timeout_s = rollout, turns, timeout_s
+        self._stopped = turns.turn is not Turn.ENGINES
+
+    async def interrupt(self, mode: str, timeout_s: float) -> None:
+        """Engines that stand still already are left alone."""
+        if not self._stopped:
+            await self._rollout.interrupt(mode, timeout_s)
+            self._stopped = True
+
+    async def release(self) -> None:
+        await self._turns.to_engines()
+        await self._rollout.release()
+        self._stopped = False
+
+    async def to_trainer(self, level: int = KEEP_WEIGHTS) -> None:
+        """Stop the engines and give their devices to the trainer. Requests keep their tokens, not their KV cache."""
+        await self.interrupt("resume", self._timeout_s)
+        await self._turns.to_trainer(level)
+
+    async def to_engines(self) -> None:
+        """Let the engines generate, if they do not."""
+        if self._stopped:
+            await self.release()
+
+    @property
+    def engines_run(self) -> bool:
+        """Whether the engines have their turn and generate."""
+        return not self._stopped
+
+
+class TurnSource:
+    """`WeightSource`: engines have room for the weights before the first bucket."""
+
+    def __init__(self, source: WeightSource, turns: DeviceTurns) -> None:
+        self._source, self._turns = source, turns
+
+    async def export_weights(
+        self, version: WeightVersion, transport: str, verify: str
+    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        await self._turns.to_both()
+        async for part in self._source.export_weights(version, transport, verify):
+            yield part
+
+
+class TurnLearner:
+    """`Learns` in the trainer's turn. Where a push follows the step, engines drop their weights and need no host
+    memory for them.
+    """
+
+    def __init__(self, learner: Learns, rollout: TurnRollout, pushes_after: Callable[[int], bool]) -> None:
+        self._learner, self._rollout, self._pushes_after = learner, rollout, pushes_after
+
+    async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
+        await self._rollout.to_trainer(DROP_WEIGHTS if self._pushes_after(step) else KEEP_WEIGHTS)
+        return await self._learner.learn(groups, step)
+
+
+class TurnQueue:
+    """`Batches`: who waits for groups lets the engines generate them."""
+
+    def __init__(self, queue: Batches, rollout: TurnRollout) -> None:
+        self._queue, self._rollout = queue, rollout
+
+    async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
+        await self._rollout.to_engines()
+        return await self._queue.take_batch(step, num_groups)
+
+    async def freshness(self, step: int) -> BatchFreshness:
+        return await self._queue.freshness(step)
+
+    async def step_trained(self, step: int) -> None:
+        await self._queue.step_trained(step)
+
+    def stats(self) -> QueueStats:
+        return self._queue.stats()
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+class TurnSaves:
+    """`Saves` in the trainer's turn; engines that generated before go on afterwards."""
+
+    def __init__(self, saves: Saves, rollout: TurnRollout) -> None:
+        self._saves, self._rollout = saves, rollout
+
+    async def save(self, step: int) -> None:
+        generated = self._rollout.engines_run
+        await self._rollout.to_trainer()
+        await self._saves.save(step)
+        if generated:
+            await self._rollout.to_engines()
+
+    async def finish(self) -> None:
+        await self._saves.finish()
+
+
+def take_turns(parts: PipelineParts, plan: RunPlan, rollout: TurnRollout) -> PipelineParts:
+    """The parts of a run whose roles share devices. Each asks for the devices before it uses them."""
+
+    def pushes_after(step: int) -> bool:
+        whole = plan.groups_per_part == plan.groups_per_batch  # else engines go on within the step
+        return whole and step % plan.sync_every == 0 and step < plan.max_steps
+
+    validate = parts.validate
+
+    async def validated(step: int) -> Mapping[str, float]:
+        assert validate is not None
+        await rollout.to_engines()
+        return await validate(step)
+
+    return replace(
+        parts,
+        queue=TurnQueue(parts.queue, rollout),
+        learner=TurnLearner(parts.learner, rollout, pushes_after),
+        checkpoint=TurnSaves(parts.checkpoint, rollout),
+        validate=None if validate is None else validated,
+    )
