@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import ray
@@ -142,8 +142,9 @@ class RayEngineClient:
         name = replica_name(placement)
         options = pool.options(placement, dict(order.env))
         unique = f"{name}.{number}" if number else name  # Ray may still know the dead one by its name
+        settings = replace(order.settings, device=placement.device)
         replicas = EngineReplica.options(**options, name=unique, max_concurrency=_CONCURRENT_CALLS)
-        actor = replicas.remote(order.strategy, order.settings)
+        actor = replicas.remote(order.strategy, settings)
         assert isinstance(actor, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
             capabilities = await call(name, "start", actor.start.remote(), timeout_s=order.rpc_timeout_s)

@@ -26,11 +26,13 @@ class ProcessPlacement:
     gpu_ids: tuple[int, ...]
     """Ids on its node; empty on CPU."""
     num_threads: int
+    pretended: bool = False
+    """The GPUs are Ray's word only: the process computes on the CPU. For tests of layouts without devices."""
 
     @property
     def device(self) -> str:
         """torch device type."""
-        return "cuda" if self.gpu_ids else "cpu"
+        return "cuda" if self.gpu_ids and not self.pretended else "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,12 @@ def process_env(placement: ProcessPlacement, granted: GrantedNode | None) -> dic
 
 
 def place(
-    device_mapping: Sequence[int] | None, *, num_processes: int, num_gpus_per_node: int, num_threads: int
+    device_mapping: Sequence[int] | None,
+    *,
+    num_processes: int,
+    num_gpus_per_node: int,
+    num_threads: int,
+    pretended: bool = False,
 ) -> tuple[ProcessPlacement, ...]:
     """Split the devices of a role evenly over its processes, in order.
 
@@ -79,8 +86,15 @@ def place(
                 "order device_mapping so that the devices of one process share a node"
             )
         local = tuple(d % num_gpus_per_node for d in devices)
-        placements.append(ProcessPlacement(index=index, node=nodes.pop(), gpu_ids=local, num_threads=num_threads))
+        placements.append(
+            ProcessPlacement(index=index, node=nodes.pop(), gpu_ids=local, num_threads=num_threads, pretended=pretended)
+        )
     return tuple(placements)
+
+
+def devices_of(placements: Sequence[ProcessPlacement], num_gpus_per_node: int) -> tuple[int, ...]:
+    """Inverse of `place`: device ids of the mappings, process by process."""
+    return tuple(p.node * num_gpus_per_node + gpu for p in placements for gpu in p.gpu_ids)
 
 
 def threads_per_process(num_cpu_processes: int) -> int:

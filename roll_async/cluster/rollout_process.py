@@ -218,6 +218,8 @@ class RemoteSide:
     rollouter: RollouterClient
     synchronizer: SynchronizerClient
     validate: Callable[[int], Awaitable[Mapping[str, float]]] | None
+    turns: None = None
+    """Roles on shared devices are refused before this process starts."""
 
 
 class RolloutProcess:

@@ -23,6 +23,13 @@ _SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 Ray believes it can only ever be one machine and binds every port to loopback, on Linux too."""
 
 
+def pretended_gpus() -> int:
+    """GPUs that the embedded Ray claims to have (`ROLL_ASYNC_PRETENDED_GPUS`), so that layouts with devices run on a
+    machine without: placement, visible devices and turns are real, processes compute on the CPU. 0 = the real ones.
+    """
+    return int(os.environ.get("ROLL_ASYNC_PRETENDED_GPUS", "0"))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeInfo:
     """Where the roles run."""
@@ -61,9 +68,13 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
         os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: any other program would come first
         os.environ[_SINGLE_HOST_VARIABLE] = "0"  # for Ray's own processes
         ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, where it was read at import
+        pretended = pretended_gpus()
+        if pretended:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(pretended)))  # Ray has no more than these
         ray.init(
             address="local",
             num_cpus=max(num_processes, os.cpu_count() or 1),
+            num_gpus=pretended or None,
             include_dashboard=False,
             object_store_memory=_EMBEDDED_OBJECT_STORE_BYTES,
             runtime_env=runtime_env,

@@ -188,7 +188,7 @@ async def _train(
         try:
             with obeying_signals(run.pipeline, config.checkpoint.output_dir):
                 end = await run.pipeline.run()
-                await run.actor.export_hf(str(folder.path / "hf"))
+                await run.export_hf(str(folder.path / "hf"))
         finally:
             if run.pipeline.rescued is not None:
                 _say(_way_on(config, run.pipeline.rescued))

@@ -261,6 +261,14 @@ class AgenticConfig(PipelineConfig):
         return max(1, self.rollout_batch_size // self.train_env_manager.group_size)
 
 
+def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:
+    """Training roles that share a device with the engines; not empty = they take turns."""
+    engines = set(config.actor_infer.device_mapping or ())
+    return tuple(
+        name for name, role in config.roles() if name != "actor_infer" and engines & set(role.device_mapping or ())
+    )
+
+
 def exact(ratio: float) -> Fraction:
     """The decimal number that was written: 0.1 is 1/10, so that ceil((1 + 0.1) * 10) is 11 and not 12."""
     return Fraction(repr(ratio))

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roll_async.config.schema import GeneratingArguments, RLVRConfig, SglangConfig, VllmConfig
+from roll_async.config.schema import (
+    GeneratingArguments,
+    RLVRConfig,
+    SglangConfig,
+    VllmConfig,
+    roles_on_engine_devices,
+)
 from roll_async.inference.seeds import replica_seed
 
 
@@ -71,6 +77,7 @@ class EngineSettings:
             "stop_strings": any(a.stop_strings for a in _all_generating_args(config)),
             "truncated_sampling": any(a.top_k > 0 or a.top_p < 1 for a in _all_generating_args(config)),
             "record_experts": config.actor_train.router_replay,
+            "sleep_level": 2 if roles_on_engine_devices(config) else 0,
             "extra": strategy.extra,
         }
         match strategy:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from roll_async.cluster.engine_group import replica_name
 from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.node_pool import NodePool
-from roll_async.cluster.placement import ProcessPlacement, place, threads_per_process
+from roll_async.cluster.placement import ProcessPlacement, devices_of, place, threads_per_process
 from roll_async.cluster.rollout_process import RolloutProcess
-from roll_async.cluster.runtime import RuntimeInfo
+from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
-from roll_async.config.schema import RLVRConfig, WorkerConfig
+from roll_async.config.schema import RLVRConfig, WorkerConfig, roles_on_engine_devices
 from roll_async.launch.rollout import StartedRollout, start_rollout
+from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, DeviceTurns
 from roll_async.trainer.megatron.settings import MegatronSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +69,7 @@ def place_roles(config: RLVRConfig) -> RolePlacements:
             num_processes=count,
             num_gpus_per_node=config.num_gpus_per_node,
             num_threads=threads,
+            pretended=pretended_gpus() > 0,
         )
 
     return RolePlacements(
@@ -85,6 +91,8 @@ class Roles:
 
     training: Mapping[str, RayTrainerGroup]
     rollout: StartedRollout | RolloutProcess
+    turns: DeviceTurns | None = None
+    """Of training roles and engines on shared devices."""
 
 
 class RoleStarter:
@@ -104,6 +112,13 @@ class RoleStarter:
         await self._pool.reserve(self._config.fault.stall_timeout)
         self._stack.callback(self._pool.release)
         with shared_folders(_written(self._config)) as folders:
+            if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements.training]:
+                if rollout_log_files is not None:
+                    raise ValueError(
+                        f"{', '.join(sharing)} and actor_infer share devices, which the fully asynchronous mode can "
+                        "not: give them separate ones in device_mapping, or use examples/start_rlvr_pipeline.py"
+                    )
+                return await self._start_in_turns(sharing, folders)
             workers = training_roles(self._config).items()
             training = asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
             if rollout_log_files is None:
@@ -112,6 +127,26 @@ class RoleStarter:
                 starting = self._start_process(rollout_log_files)
             groups, rollout = await asyncio.gather(training, starting)
         return Roles(training={g.name: g for g in groups}, rollout=rollout)
+
+    async def _start_in_turns(self, sharing: Sequence[str], folders: SharedFolders) -> Roles:
+        """Engines first: they measure what their devices have. Then they sleep, and the ranks find the devices free."""
+        config, placements = self._config, self._placements
+        rollout = await start_rollout(config, placements.engines, self._pool, self._stack)
+        engines = {replica_name(p): devices_of([p], config.num_gpus_per_node) for p in placements.engines}
+        ranks = {name: devices_of(placements.training[name], config.num_gpus_per_node) for name in sharing}
+        theirs = {device for devices in ranks.values() for device in devices}
+        sleepers = {name for name, devices in engines.items() if theirs & set(devices)}
+        memory = DeviceMemory(devices_of={**engines, **ranks})
+        manager = rollout.engines.manager
+        turns = DeviceTurns({}, lambda: [r for r in manager.clients if r.name in sleepers], memory)  # type: ignore[misc]
+        await manager.interrupt("resume", config.async_training.interrupt.timeout)
+        await turns.to_trainer(DROP_WEIGHTS)
+        workers = training_roles(config).items()
+        groups = await asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
+        training = {group.name: group for group in groups}
+        await turns.add_groups({name: training[name] for name in sharing})
+        logger.info("%s and %s take turns on devices %s", ", ".join(sharing), ", ".join(sleepers), sorted(theirs))
+        return Roles(training=training, rollout=rollout, turns=turns)
 
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
         start = partial(start_rollout, self._config, self._placements.engines, self._pool)

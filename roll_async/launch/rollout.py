@@ -20,6 +20,7 @@ from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.inference.settings import EngineSettings
+from roll_async.pipelines.turns import DeviceTurns
 from roll_async.pipelines.wire import (
     Classes,
     EngineOptions,
@@ -59,6 +60,8 @@ class RolloutOrder:
     rollouter: type[Rollouter] = Rollouter
     tools: Mapping[str, Tool] = field(default_factory=dict)
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
+    turns: DeviceTurns | None = None
+    """Of training roles and engines on shared devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,7 @@ class StartedRollout:
             validation=self.validation,
             restored=order.restored,
             position=order.position,
+            turns=order.turns,
         )
         return wire_rollout(roles, RolloutOptions.of(config, _transport(config)), Classes(rollouter=order.rollouter))
 

@@ -21,6 +21,7 @@ from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.pipelines.turns import TurnRollout
 from roll_async.pipelines.wire import Classes, RunOptions, wire
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.rollouter import Rollouter
@@ -58,6 +59,14 @@ class Assembled:
     pipeline: RLVRPipeline
     actor: RayTrainerGroup
     checkpoint: LoopCheckpoint
+    turns: TurnRollout | None = None
+    """Of trainer and engines on shared devices."""
+
+    async def export_hf(self, folder: str) -> None:
+        """The trained model, for transformers."""
+        if self.turns is not None:
+            await self.turns.to_trainer()
+        await self.actor.export_hf(folder)
 
 
 async def build_run(
@@ -111,6 +120,7 @@ async def couple(
         rollouter=classes.rollouter,
         tools=classes.tools,
         tool_callback=classes.tool_callback,
+        turns=roles.turns,
     )
     side = await roles.rollout.couple(order)
     checkpoint = LoopCheckpoint(config, saved, learner, side.queue, checkpoints, samples)
@@ -129,5 +139,5 @@ async def couple(
         monitor_interval_s=classes.monitor_interval_s,
         custom_monitor=classes.custom_monitor,
     )
-    pipeline = wire(parts, options, Classes(trainer=classes.trainer))
-    return Assembled(pipeline=pipeline, actor=actor, checkpoint=checkpoint)
+    pipeline = wire(parts, options, Classes(trainer=classes.trainer), side.turns)
+    return Assembled(pipeline=pipeline, actor=actor, checkpoint=checkpoint, turns=side.turns)

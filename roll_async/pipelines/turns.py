@@ -134,10 +134,11 @@ class DeviceTurns:
         self.seconds = 0.0
         """Spent on changing turns."""
 
-    def add_groups(self, groups: Mapping[str, OffloadingGroup]) -> None:
+    async def add_groups(self, groups: Mapping[str, OffloadingGroup]) -> None:
         """Ranks that started in the trainer's turn: they hold their devices."""
         assert self.turn is Turn.TRAINER, "ranks start in their own turn, or there is no memory for them"
         self._groups |= groups
+        await self._book_groups(lambda group: group.load_states())
 
     async def to_trainer(self, level: int = KEEP_WEIGHTS) -> None:
         """The engines stand still and sleep, then the ranks take everything back."""

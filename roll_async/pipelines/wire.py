@@ -64,7 +64,9 @@ class EngineOptions:
         """As the config has it."""
         fault = config.fault
         return cls(
-            manager=ManagerOptions.of(config), max_restarts=fault.max_engine_restarts, start_timeout_s=fault.rpc_timeout
+            manager=ManagerOptions.of(config),
+            max_restarts=0 if roles_on_engine_devices(config) else fault.max_engine_restarts,
+            start_timeout_s=fault.rpc_timeout,
         )
 
 
