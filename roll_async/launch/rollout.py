@@ -18,6 +18,7 @@ from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replic
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
+from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.pipelines.turns import DeviceTurns
@@ -190,10 +191,11 @@ def _ledger(config: RLVRConfig) -> Ledger:
 
 
 def _transport(config: RLVRConfig) -> str:
+    pretended = pretended_gpus() > 0
     name, reason = choose_transport(
         config.weight_sync.transport,
-        trainer_devices=config.actor_train.device_mapping,
-        engine_devices=config.actor_infer.device_mapping,
+        trainer_devices=None if pretended else config.actor_train.device_mapping,
+        engine_devices=None if pretended else config.actor_infer.device_mapping,
         num_gpus_per_node=config.num_gpus_per_node,
     )
     logger.info("weight transport: %s (%s)", name, reason)

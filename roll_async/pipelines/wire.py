@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
-from roll_async.config.schema import PipelineConfig, RLVRConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig, roles_on_engine_devices
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.metrics import validation_metrics
 from roll_async.pipelines.rlvr import RLVRPipeline
