@@ -1,6 +1,6 @@
 """Scores before the estimator, and masks of what leaves the loss. Shape letters: B rows, T positions. No gradients.
 
-Order: raw score -> overlong_penalty added -> shift_scale_rewards -> normalise_rewards -> clip_rewards -> advantages.
+Order: raw score -> shift_scale_rewards -> overlong_penalty added -> normalise_rewards -> clip_rewards -> advantages.
 """
 
 from __future__ import annotations

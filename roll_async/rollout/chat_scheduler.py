@@ -311,12 +311,14 @@ class ChatCompletionScheduler:
 
 
 def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None) -> float:
-    """The number `filter_groups.metric` means: `score` as the reward gave it, `seq_reward` and `seq_final_reward` with
-    the overlong penalty, or any number the reward reports. Raises KeyError for one it does not.
+    """The number `filter_groups.metric` means: `score` as the reward gave it, `seq_reward` and `seq_final_reward`
+    shifted, scaled and with the overlong penalty, or any number the reward reports. Raises KeyError for one it does
+    not.
     """
     assert sample.reward is not None
     if name in ("seq_reward", "seq_final_reward"):
-        return sample.reward.score + (shaping.penalty(sum(sample.loss_mask)) if shaping is not None else 0.0)
+        score = sample.reward.score
+        return score if shaping is None else shaping.shaped(score, sum(sample.loss_mask))
     return sample.reward.score if name == "score" else sample.reward.metrics[name]
 
 

@@ -245,9 +245,12 @@ class Learner:
         return _Signal(advantages=advantages.float(), returns=returns.float(), mask=mask, metrics=metrics)
 
     def _shaped_scores(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
-        """[B] scores after overlong shaping, shift and scale, normalisation, clipping (algorithms.md section 8)."""
+        """[B] scores after shift and scale, overlong shaping on that scale, normalisation, clipping."""
         options = self._options
-        scores, metrics = batch.scores, {}
+        metrics: dict[str, float] = {}
+        scores = reward_math.shift_scale_rewards(
+            scores_B=batch.scores, shift=options.reward_shift, scale=options.reward_scale
+        )
         if options.overlong_len:
             penalty = reward_math.overlong_penalty(
                 lengths_B=batch.response_lengths,
@@ -258,9 +261,6 @@ class Learner:
             scores = scores + penalty
             metrics["reward/overlong_penalty"] = float(penalty.mean())
             metrics["reward/overlong_share"] = float((penalty < 0).float().mean())
-        scores = reward_math.shift_scale_rewards(
-            scores_B=scores, shift=options.reward_shift, scale=options.reward_scale
-        )
         if options.norm_mean_type != "none" or options.norm_std_type != "none":
             scores = self._normalised(batch, scores)
         if options.reward_clip is not None:

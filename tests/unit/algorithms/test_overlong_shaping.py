@@ -19,3 +19,17 @@ def test_it_agrees_with_the_batch():
     batch = overlong_penalty(lengths_B=lengths, max_length=50, buffer_length=7, factor=0.5)
     one = OverlongShaping(max_length=50, buffer_length=7, factor=0.5)
     assert batch.tolist() == pytest.approx([one.penalty(n) for n in lengths.tolist()])
+
+
+def test_a_right_answer_at_the_limit_scores_0_and_a_wrong_one_the_least_in_every_dapo_config():
+    from pathlib import Path
+
+    from roll_async.config.api import load
+
+    files = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*dapo*.yaml"))
+    shapings = {file.name: OverlongShaping.of(load(file)) for file in files}
+    shapings = {name: shaping for name, shaping in shapings.items() if shaping is not None}
+    assert {"dapo_cpu.yaml", "dapo_qwen2.5_32b.yaml", "async_dapo_7b.yaml"} <= shapings.keys()
+    for name, shaping in shapings.items():
+        assert shaping.shaped(1.0, shaping.max_length) == pytest.approx(1 - shaping.factor), name
+        assert shaping.shaped(0.0, shaping.max_length) == shaping.shaped(0.0, 1) - shaping.factor, name

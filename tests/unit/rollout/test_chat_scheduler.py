@@ -121,6 +121,8 @@ def test_the_shaped_metrics_hold_the_overlong_penalty_and_the_raw_one_does_not(r
         assert (metric_of(short, name, shaping), metric_of(long, name, shaping)) == (1.0, 0.5)
         assert metric_of(long, name) == 1.0
     assert metric_of(long, "score", shaping) == 1.0
+    scaled = OverlongShaping(max_length=10, buffer_length=4, shift=-0.5, scale=2.0)
+    assert metric_of(long, "seq_reward", scaled) == 0.5
 
 
 @pytest.mark.parametrize("singletons", ["keep", "drop"])

@@ -168,6 +168,13 @@ def test_long_answers_are_punished_before_the_group_is_compared(build):
     assert rows.scores.tolist() == [1.0, 1.0], "the loss that reads scores gets the raw ones"
 
 
+def test_the_overlong_penalty_is_on_the_scale_of_the_shifted_reward(build):
+    trial = Trial(overlong_len=4, reward_shift=-0.5, reward_scale=2.0, adv_estimator="reinforce")
+    rows = trial.step(of_lengths(build, (4, 1.0), (8, 1.0), (4, 0.0), (8, 0.0)))
+    totals = [float(advantages[mask][0]) for advantages, mask in zip(rows.advantages, rows.mask, strict=True)]
+    assert totals == [1.0, 0.0, -1.0, -2.0]
+
+
 def test_running_moments_and_the_kl_coefficient_survive_a_restart(build):
     options = {"norm_mean_type": "running", "norm_std_type": "running", "adv_estimator": "reinforce"}
     options |= {"token_kl_coef": 0.2, "target_kl": 0.1, "reference": 0.3}
