@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import ray
@@ -28,9 +29,13 @@ from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import log_lines
 from roll_async.cluster.runtime import LOOPBACK
+from roll_async.config.schema import RLVRConfig, VllmConfig, WorkerConfig
+from roll_async.inference.settings import EngineSettings
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
+from roll_async.weight_sync.digest import of_trainer
+from roll_async.weight_sync.layout import EngineLayout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,7 +49,30 @@ class TrainingRole:
     """actor_train, critic, reference or teacher."""
     settings: MegatronSettings
     bucket_bytes: int
-    """Size of a weight bucket."""
+    """Of the blocks of a weight bucket, one per rank, at most."""
+    engine_tensor_parallel: int = 1
+    """Tensor-parallel ranks of the engines that receive the weights."""
+    engine_expert_parallel: bool = False
+    """Whether the engines spread whole experts over those ranks."""
+    weights_folder: str | None = None
+    """Where weight_sync.transport filesystem puts its files."""
+
+    @classmethod
+    def of(cls, config: RLVRConfig, name: str, worker: WorkerConfig) -> TrainingRole:
+        """One training role, as the config has it."""
+        engine = EngineSettings.of(config)
+        # Only vLLM's workers receive their own parts; the other engines take whole tensors and split them themselves.
+        receives = isinstance(config.actor_infer.strategy_args.strategy_config, VllmConfig)
+        return cls(
+            name=name,
+            settings=MegatronSettings.of(config, worker),
+            bucket_bytes=config.weight_sync.bucket_size_mb << 20,
+            rpc_timeout_s=config.fault.rpc_timeout,
+            engine_tensor_parallel=engine.tensor_parallel_size if receives else 1,
+            engine_expert_parallel=bool(engine.extra.keys() & {"enable_expert_parallel", "ep_size"}),
+            weights_folder=str(Path(config.output_dir).resolve() / config.exp_name / "weights"),
+        )
+
     rpc_timeout_s: float
     """Seconds of one call, the start included."""
 
@@ -109,30 +137,35 @@ class MegatronRank:
     def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
         return self._worker.update_values(rows, step)
 
-    def export_begin(self, transport: str, verify: str, version: int, bucket_bytes: int) -> UpdatePlan | None:
-        """Open an export; rank 0 answers with the plan."""
+    def export_begin(self, transport: str, verify: str, version: int, block_bytes: int) -> UpdatePlan:
+        """Open an export: this rank's part of a weight version. No rank needs another one for it."""
         from roll_async.weight_sync.transports import open_sender
 
+        role = self._role
+        layout = EngineLayout(
+            tensor=role.engine_tensor_parallel,
+            num_kv_heads=self._worker.num_kv_heads,
+            expert_parallel=role.engine_expert_parallel,
+        )
         self._export = open_sender(
-            transport,
-            tensors=self._worker.export_named_tensors,
-            version=version,
-            verify=verify,
-            bucket_bytes=bucket_bytes,
-            is_sender=self._placement.index == 0,
+            UpdatePlan(version=version, transport=transport, verify=verify, layout=layout),
+            self._worker.weight_parts(),
+            source=self._placement.index,
+            block_bytes=block_bytes,
             previous=self._export,  # its memory and connections serve every version
+            folder=role.weights_folder,
         )
         return self._export.plan
 
-    def export_next(self) -> Bucket | None:
-        """Gather the next bucket (collective); the one before it may be overwritten. None at the end."""
+    def export_next(self) -> Block | None:
+        """Publish the next block; the one before it may be overwritten. None at the end."""
         assert self._export is not None, "export_next without export_begin"
-        return self._export.next_bucket()
+        return self._export.next_block()
 
-    def export_digest(self) -> str:
-        """Digest of everything exported, to compare with the replicas'."""
+    def export_digest(self) -> list[int]:
+        """Digest of what this rank sent to each engine rank."""
         assert self._export is not None
-        return self._export.digest
+        return self._export.sent
 
     def offload_states(self, kinds: Sequence[str]) -> StateMemory:
         return self._worker.offload_states(kinds)
@@ -241,22 +274,29 @@ class RayTrainerGroup:
     async def export_weights(
         self, version: int, transport: str, verify: str
     ) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """The plan, then every bucket, then the digest. The next bucket is gathered while the caller uses the present
+        """The plan, then every bucket, then the digest. The next bucket is filled while the caller uses the present
         one.
         """
+        block_bytes = max(1, self._bucket_bytes // len(self._ranks))
         plans = await self._all(
-            "export_begin", lambda r: r.export_begin.remote(transport, verify, version, self._bucket_bytes)
+            "export_begin", lambda r: r.export_begin.remote(transport, verify, version, block_bytes)
         )
-        pending = asyncio.ensure_future(self._all("export_next", lambda r: r.export_next.remote()))
+        pending = asyncio.ensure_future(self._next_bucket(0))
         try:
-            yield next(p for p in plans if p is not None)
-            while (bucket := (await pending)[0]) is not None:
-                pending = asyncio.ensure_future(self._all("export_next", lambda r: r.export_next.remote()))
+            yield plans[0]
+            while (bucket := await pending) is not None:
+                pending = asyncio.ensure_future(self._next_bucket(bucket.index + 1))
                 yield bucket
         finally:
             if not pending.done():
                 await asyncio.wait([pending])
-        yield await self._first("export_digest", self._ranks[0].export_digest.remote())
+        yield of_trainer(await self._all("export_digest", lambda r: r.export_digest.remote()))
+
+    async def _next_bucket(self, index: int) -> Bucket | None:
+        """What all ranks publish next; those that have sent all of theirs are left out."""
+        blocks = await self._all("export_next", lambda r: r.export_next.remote())
+        found = tuple(block for block in blocks if block is not None)
+        return Bucket(index=index, blocks=found) if found else None
 
     async def offload_states(self, kinds: Sequence[str] = STATE_KINDS) -> list[StateMemory]:
         """Free the devices for the role that shares them, see OffloadingGroup."""

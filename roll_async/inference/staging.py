@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
-from roll_async.weight_sync.digest import Digest
+from roll_async.weight_sync.digest import of_replica
 from roll_async.weight_sync.transports import STAGED, open_receiver
 
 
@@ -19,16 +19,14 @@ class Incoming:
         self.in_place = plan.transport not in STAGED
         """The transport leaves no room for a second model: tensors go into the served one as they come."""
         self.staged: list[tuple[str, Tensor]] = []
-        self._receiver, self._digest = open_receiver(plan.transport), Digest(plan.verify)
+        self._receiver = open_receiver(plan)
         self._missing = set(names)
 
     def take_in(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket; with a staged transport they are remembered until the commit. Blocks."""
-        tensors = []
-        for slot, raw, tensor in self._receiver.read(bucket):
-            self._digest.update(slot, raw)
-            self._missing.discard(slot.name)
-            tensors.append((slot.name, tensor))
+        """The tensors that a bucket completes; with a staged transport they are remembered until the commit. Blocks."""
+        self._receiver.take(bucket)
+        tensors = list(self._receiver.tensors())
+        self._missing -= {name for name, _ in tensors}
         if not self.in_place:
             self.staged += tensors
         return tensors
@@ -36,7 +34,7 @@ class Incoming:
     def finish(self) -> str:
         """The digest. Raises RuntimeError when tensors are missing."""
         self.need_whole()
-        return self._digest.hexdigest()
+        return of_replica([self._receiver.digest])
 
     def need_whole(self) -> None:
         """Raises RuntimeError when tensors are missing."""

@@ -33,6 +33,7 @@ from roll_async.schema import (
     merge_runs,
 )
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.digest import of_replica
 from roll_async.weight_sync.transports import STAGED
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ class VllmEngine:
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
         self._mixed = self._mixed or in_place
         self._transport = plan.transport
-        await self._stage("roll_begin_update", plan.transport, plan.verify)
+        await self._stage("roll_begin_update", pickle.dumps(plan))
 
     async def load_bucket(self, bucket: Bucket) -> None:
         if self._transport is None:
@@ -264,10 +265,11 @@ class VllmEngine:
     async def finish_update(self) -> str:
         if self._transport is None:
             raise RuntimeError("finish_update without begin_update")
-        digests = set(await self._stage("roll_finish_update"))
-        if len(digests) != 1:
-            raise RuntimeError(f"workers of one replica hold different weights: {sorted(digests)}")
-        return digests.pop()
+        digests, size = await self._stage("roll_finish_update"), self._settings.tensor_parallel_size
+        stages = {of_replica(digests[start : start + size]) for start in range(0, len(digests), size)}
+        if len(stages) != 1:
+            raise RuntimeError(f"pipeline stages of one replica hold different weights: {sorted(stages)}")
+        return stages.pop()
 
     async def commit(self, version: WeightVersion) -> None:
         self._sleep.need_weights("commit")

@@ -19,16 +19,15 @@ if not torch.cuda.is_available():
 
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.storages import Storages
-from roll_async.weight_sync.bucket import Bucket
-from roll_async.weight_sync.digest import Digest
-from roll_async.weight_sync.sending import BucketReader
+from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.receiving import Receiver
 from roll_async.weight_sync.transports import STAGED, open_receiver
 
 
 class WeightUpdateExtension:
     """Mixed into vLLM's worker; `model_runner` is the worker's."""
 
-    _roll_receiver: BucketReader | None = None
+    _roll_receiver: Receiver | None = None
     _roll_open = False
     _roll_kv_storages: Storages | None = None
     _roll_weights: Storages | None = None
@@ -40,39 +39,37 @@ class WeightUpdateExtension:
         except (RuntimeError, ValueError, OSError, LookupError, AssertionError) as error:
             return None, f"{type(error).__name__}: {error}"
 
-    def roll_begin_update(self, transport: str, verify: str) -> None:
-        """Expect a new version; one left unfinished is given up."""
+    def roll_begin_update(self, pickled: bytes) -> None:
+        """Expect the version of an `UpdatePlan` (pickled: vLLM's own encoding would lose its type); one left unfinished
+        is given up.
+        """
         self._roll_give_up()
-        self._roll_receiver = open_receiver(transport)
-        self._roll_digest = Digest(verify)
-        self._roll_staged: list[tuple[str, Tensor]] = []
-        if transport not in STAGED:
+        plan: UpdatePlan = pickle.loads(pickled)
+        size = self.model_runner.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
+        self._roll_receiver = open_receiver(plan, rank=self.rank % size)  # type: ignore[attr-defined]
+        if plan.transport not in STAGED:
             self._roll_open_model()
 
     def roll_load_bucket(self, pickled: bytes) -> None:
-        """Take one `Bucket` in (pickled: vLLM's own encoding would lose its type)."""
+        """Take in what this rank keeps of a pickled `Bucket`."""
         assert self._roll_receiver is not None, "roll_load_bucket without roll_begin_update"
-        bucket: Bucket = pickle.loads(pickled)
-        tensors = []
-        for slot, raw, tensor in self._roll_receiver.read(bucket):
-            self._roll_digest.update(slot, raw)
-            # In place the bucket's memory is reused, while vLLM holds tensors back until a layer has all its parts.
-            tensors.append((slot.name, tensor.clone() if self._roll_open else tensor))
+        self._roll_receiver.take(pickle.loads(pickled))
         if self._roll_open:
-            self._roll_load(tensors)
-        else:
-            self._roll_staged += tensors
+            self._roll_load()
 
     def roll_finish_update(self) -> str:
         """Digest of everything taken in."""
-        return self._roll_digest.hexdigest()
+        assert self._roll_receiver is not None, "roll_finish_update without roll_begin_update"
+        if incomplete := self._roll_receiver.incomplete:
+            raise RuntimeError(f"weight update is incomplete: parts of {incomplete[:3]} did not come")
+        return self._roll_receiver.digest
 
     def roll_commit(self) -> None:
         """Make the new weights the served ones. Raises RuntimeError when tensors are missing."""
         assert self._roll_receiver is not None, "roll_commit without roll_begin_update"
         if not self._roll_open:
             self._roll_open_model()
-            self._roll_load(self._roll_staged)
+            self._roll_load()
         missing = self._roll_incomplete_layers()
         self._roll_close_model()
         self._roll_give_up()
@@ -86,13 +83,13 @@ class WeightUpdateExtension:
         if self._roll_receiver is not None:
             self._roll_receiver.close()
             self._roll_receiver = None
-        self._roll_staged = []
 
     # Kernels that are rebuilt for new weights (fp8, mixtures of experts) read the engine's configuration.
 
-    def _roll_load(self, tensors: list[tuple[str, Tensor]]) -> None:
+    def _roll_load(self) -> None:
+        assert self._roll_receiver is not None
         with _current(self):
-            self._roll_model.load_weights(tensors)  # type: ignore[operator]
+            self._roll_model.load_weights(self._roll_receiver.tensors())  # type: ignore[operator]
 
     def _roll_open_model(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload

@@ -20,7 +20,6 @@ from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
 from roll_async.config.schema import RLVRConfig, WorkerConfig, roles_on_engine_devices
 from roll_async.launch.rollout import StartedRollout, start_rollout
 from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, DeviceTurns
-from roll_async.trainer.megatron.settings import MegatronSettings
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +161,7 @@ class RoleStarter:
 
     async def _start_training(self, name: str, worker: WorkerConfig, folders: SharedFolders) -> RayTrainerGroup:
         group = await RayTrainerGroup.start(
-            TrainingRole(
-                name=name,
-                settings=MegatronSettings.of(self._config, worker),
-                bucket_bytes=self._config.weight_sync.bucket_size_mb << 20,
-                rpc_timeout_s=self._config.fault.rpc_timeout,
-            ),
+            TrainingRole.of(self._config, name, worker),
             self._placements.training[name],
             self._pool,
             {**self._config.system_envs, **worker.system_envs},

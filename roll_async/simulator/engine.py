@@ -185,7 +185,7 @@ class SimEngine:
         self._check_alive()
         assert self._arrived is not None, "load_bucket before begin_update"
         if uniform(self._seed, "bucket", self.name, self._pushes, bucket.index) >= self._faults.lost_bucket_share:
-            self._arrived[1].append(bucket.location)
+            self._arrived[1].append(bucket.blocks[0].location)
 
     async def finish_update(self) -> str:
         self._check_alive()

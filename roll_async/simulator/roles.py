@@ -14,7 +14,7 @@ from roll_async.schema import Group, Prompt, Reward, Sample, WeightVersion
 from roll_async.simulator.engine import bucket_names, digest_of
 from roll_async.simulator.models import RewardModel, TrainModel, uniform
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 
 _NEVER_S = 1e9
 
@@ -140,7 +140,7 @@ class SimTrainer:
         yield UpdatePlan(version=version, transport=transport, verify=verify)
         for index, name in enumerate(names):
             await asyncio.sleep(self._model.transfer_s / len(names))
-            yield Bucket(index=index, slots=(), num_bytes=1, location=name)
+            yield Bucket(index=index, blocks=(Block(source=0, slots=(), num_bytes=1, location=name),))
         yield digest_of(version, names)
 
 

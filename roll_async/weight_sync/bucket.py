@@ -1,39 +1,71 @@
-"""Flat buckets of HF-named tensors: what a trainer exports and an engine loads.
+"""Flat blocks of HF-named tensors: what a trainer exports and an engine loads.
 
-A bucket is one contiguous block of bytes with a table of contents. Where the bytes are is the transport's business:
-`location` names a shared-memory file, an address to pull from, or a device handle.
+A block is one contiguous piece of memory of one trainer rank with a table of contents; the blocks that all ranks
+publish at the same time are a bucket. Where the bytes are is the transport's business: `location` names a file in
+shared memory, an address to pull from, or a device handle.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from roll_async.schema import WeightVersion
+from roll_async.weight_sync.layout import Cut, EngineLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSlot:
-    """One tensor inside a bucket."""
+    """One tensor, or a part of one, inside a block."""
 
     name: str
     """Hugging Face parameter name."""
     dtype: str
     """torch name without the module: float32, bfloat16, float16."""
     shape: tuple[int, ...]
+    """Of the whole tensor."""
+    cut: Cut | None = None
+    """Which part of it is here; None = all of it."""
+    ranks: tuple[int, ...] = (0,)
+    """Tensor-parallel ranks of an engine that keep it."""
     offset: int
-    """Bytes from the start of the bucket; a multiple of 16."""
+    """Bytes from the start of the block; a multiple of 16."""
     num_bytes: int
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of the part that is here."""
+        return self.shape if self.cut is None else self.cut.of(self.shape)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the part that is here."""
+        return math.prod(self.part_shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
-    """One block of bytes and its table of contents."""
+class Block:
+    """The bytes that one trainer rank publishes at a time, and their table of contents."""
 
-    index: int
+    source: int
+    """Rank of the trainer."""
     slots: tuple[TensorSlot, ...]
     num_bytes: int
     location: str
     """Where a receiver finds the bytes; each transport says what it writes here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """What all trainer ranks publish at the same time."""
+
+    index: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(block.num_bytes for block in self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,3 +76,11 @@ class UpdatePlan:
     transport: str
     verify: str
     """full, sample or none: how much of each tensor the digest reads."""
+    layout: EngineLayout = EngineLayout()
+    """Of every replica: which rank keeps what."""
+    attempt: int = 1
+    """Of the push, from 1."""
+    replica: str = ""
+    """Whom this copy of the plan is for; empty = nobody receives from it."""
+    upstream: str | None = None
+    """The replica ahead, which passes the weights on; None = this one is the first."""

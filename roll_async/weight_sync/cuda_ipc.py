@@ -1,52 +1,94 @@
-"""Within one GPU that trainer and engine share: the receiver maps the sender's device memory, nothing crosses a bus."""
+"""Between roles that share GPUs, link by link: the sender's own device memory where the receiver sits on the same
+device, NCCL elsewhere.
+
+In a colocated run a trainer rank shares its device with an engine rank that keeps a part of what it holds, and engine
+ranks on other devices keep the rest: no one way serves both.
+"""
 
 from __future__ import annotations
 
 import base64
+import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from roll_async.weight_sync.bucket import Bucket, TensorSlot
-from roll_async.weight_sync.packing import PlannedBucket, pack, unpack
+from roll_async.weight_sync.bucket import Block, TensorSlot, UpdatePlan
+from roll_async.weight_sync.links import LinkReader, LinkWriter
+from roll_async.weight_sync.nccl import DeviceMedium
+from roll_async.weight_sync.packing import PlannedBlock, unpack
+from roll_async.weight_sync.receiving import BlockReader
 
-_NUM_BUFFERS = 2
 _DEVICE_ARGUMENT = 6
 """Position of the device index in what `reduce_tensor` returns for a CUDA tensor."""
 
 
-class IpcWriter:
-    """Two device buffers in turn. `location`: base64 of the pickled memory handle."""
+def device_name() -> str:
+    """What identifies this process's GPU in every process that sees it, whatever number it has there."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
-    def __init__(self) -> None:
-        self._buffers: list[Tensor | None] = [None] * _NUM_BUFFERS
 
-    def write(self, index: int, planned: PlannedBucket, num_bytes: int) -> tuple[str, Tensor]:
-        slot = index % _NUM_BUFFERS
-        data = self._buffers[slot]
-        if data is None or len(data) < num_bytes:
-            data = self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        pack(planned, data)
-        torch.cuda.synchronize()  # the receiver reads without our stream's knowledge
-        _, arguments = reduce_tensor(data)
-        return base64.b64encode(pickle.dumps(arguments)).decode(), data
+def handle_of(data: Tensor) -> str:
+    """Base64 of the pickled memory handle of a CUDA tensor."""
+    _, arguments = reduce_tensor(data)
+    return base64.b64encode(pickle.dumps(arguments)).decode()
+
+
+class DeviceWriter:
+    """Fills a block once and publishes both ways to it. `location`: JSON of device, memory handle and link."""
+
+    def __init__(self, links: LinkWriter, *, device: str, handle: Callable[[Tensor], str]) -> None:
+        self._links, self._device, self._handle = links, device, handle
+
+    def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
+        link, data = self._links.write(index, planned, num_bytes)
+        return json.dumps({"device": self._device, "handle": self._handle(data), "link": link}), data
 
     def close(self) -> None:
-        self._buffers = [None] * _NUM_BUFFERS
+        self._links.close()
+
+
+class DeviceReader:
+    """Reads each block the way its device allows."""
+
+    def __init__(self, links: BlockReader, same_device: BlockReader, *, device: str) -> None:
+        self._links, self._same_device, self._device = links, same_device, device
+
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+        places = json.loads(block.location)
+        if places["device"] == self._device:
+            yield from self._same_device.read(replace(block, location=places["handle"]), rank)
+        else:
+            yield from self._links.read(replace(block, location=places["link"]), rank)
+
+    def close(self) -> None:
+        self._links.close()
+        self._same_device.close()
 
 
 class IpcReader:
-    """Views of the sender's device memory, valid until the bucket after next is written."""
+    """Views of the sender's device memory, valid until the block after next is written. `location`: its handle."""
 
-    def read(self, bucket: Bucket) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-        arguments = list(pickle.loads(base64.b64decode(bucket.location)))
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+        arguments = list(pickle.loads(base64.b64decode(block.location)))
         # Each process numbers the devices it may see from 0, so the sender's number means nothing here.
         arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
-        yield from unpack(bucket, rebuild_cuda_tensor(*arguments))
+        yield from unpack(block, rebuild_cuda_tensor(*arguments), rank)
         torch.cuda.synchronize()
 
     def close(self) -> None:
         """Nothing to do: the mapping goes with the last view."""
+
+
+def writer() -> DeviceWriter:
+    """Serves from the memory of this process's GPU."""
+    return DeviceWriter(LinkWriter(DeviceMedium()), device=device_name(), handle=handle_of)
+
+
+def reader(plan: UpdatePlan, rank: int) -> DeviceReader:
+    """Reads in place from, or into, the memory of this process's GPU."""
+    return DeviceReader(LinkReader(DeviceMedium(), plan, rank), IpcReader(), device=device_name())

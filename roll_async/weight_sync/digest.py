@@ -1,8 +1,13 @@
-"""Proof that a replica holds what the trainer sent: a digest over names, types, shapes and bytes, in the order sent."""
+"""Proof that a replica holds what the trainer sent: a digest over names, types, shapes, places and bytes.
+
+It is a sum over the pieces, so their order is free: several trainer ranks send at once, and each engine rank receives
+its own selection. The trainer adds up what it sent to each engine rank; the replica answers for its ranks in order.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -15,14 +20,15 @@ VERIFY_LEVELS = ("full", "sample", "none")
 _WINDOW_BYTES = 1024
 _NUM_WINDOWS = 16
 _WORD_BYTES = 8
+_MODULUS = 1 << 128
 _CHUNK_WORDS = 1 << 17
 """1 MiB: product and sum stay in the processor's cache."""
 
 
 class Digest:
-    """Running digest of one weight version.
+    """Running digest of what one engine rank holds of a weight version.
 
-    full: every byte. sample: names, types, shapes and 16 windows of 1 KiB spread over each tensor, ends included, so
+    full: every byte. sample: names, types, shapes and 16 windows of 1 KiB spread over each piece, ends included, so
     that a swapped, truncated or stale tensor shows. none: names, types and shapes only.
     """
 
@@ -30,23 +36,44 @@ class Digest:
         if verify not in VERIFY_LEVELS:
             raise ValueError(f"weight_sync.verify {verify!r} is not one of {' | '.join(VERIFY_LEVELS)}")
         self._verify = verify
-        self._hash = hashlib.blake2b(digest_size=16)
+        self.total = 0
+        """Of everything added so far, below 2**128."""
 
     def update(self, slot: TensorSlot, data: Tensor) -> None:
-        """Add one tensor. `data`: its bytes, uint8 [num_bytes], on any device; only what is read leaves it."""
-        self._hash.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.num_bytes};".encode())
+        """Add one piece. `data`: its bytes, uint8 [num_bytes], on any device; only what is read leaves it."""
+        self.add(self.of(slot, data))
+
+    def add(self, value: int) -> None:
+        """Add the digest of one piece, or of several."""
+        self.total = (self.total + value) % _MODULUS
+
+    def of(self, slot: TensorSlot, data: Tensor) -> int:
+        """Digest of one piece."""
+        piece = hashlib.blake2b(digest_size=16)
+        piece.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.cut}|{slot.num_bytes};".encode())
         if self._verify == "full":
-            self._hash.update(_fold(data))
+            piece.update(_fold(data))
         elif self._verify == "sample":
             windows = [data[start : start + _WINDOW_BYTES] for start in _window_starts(slot.num_bytes)]
             if data.is_cuda:  # one transfer for all windows instead of one each
                 windows = [torch.cat(windows).cpu()] if windows else []
             for window in windows:
-                self._hash.update(bytes_of(window))
+                piece.update(bytes_of(window))
+        return int.from_bytes(piece.digest(), "big")
 
     def hexdigest(self) -> str:
         """Digest of everything added so far."""
-        return self._hash.hexdigest()
+        return f"{self.total:032x}"
+
+
+def of_replica(ranks: Iterable[str]) -> str:
+    """One text for a replica: the digests of its tensor-parallel ranks in order."""
+    return ".".join(ranks)
+
+
+def of_trainer(sources: Sequence[Sequence[int]]) -> str:
+    """The same text from what each trainer rank sent to each engine rank: [trainer rank][engine rank]."""
+    return of_replica(f"{sum(sent) % _MODULUS:032x}" for sent in zip(*sources, strict=True))
 
 
 def _fold(data: Tensor) -> bytes:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from roll_async.weight_sync.packing import PlannedBucket
-from roll_async.weight_sync.shm import FileReader, FileWriter
-
-__all__ = ["FileReader", "FolderWriter"]
+from roll_async.weight_sync.packing import PlannedBlock
+from roll_async.weight_sync.shm import FileWriter
 
 
 class FolderWriter:
@@ -21,7 +19,7 @@ class FolderWriter:
         path.mkdir(parents=True, exist_ok=True)
         self._files = FileWriter(folders=(path,))
 
-    def write(self, index: int, planned: PlannedBucket, num_bytes: int) -> tuple[str, Tensor]:
+    def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
         location, data = self._files.write(index, planned, num_bytes)
         handle = os.open(location, os.O_RDONLY)
         try:

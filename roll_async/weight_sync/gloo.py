@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from roll_async.weight_sync.pairs import PairReader, PairWriter
-
-_HOST = torch.device("cpu")
-
-
-def _group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[return-value]
+from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.links import LinkReader, LinkWriter
 
 
-def writer() -> PairWriter:
+class HostMedium:
+    """`links.py: Medium` of host memory."""
+
+    device = torch.device("cpu")
+    keeps_memory = True
+
+    def group(self, store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+        return dist.ProcessGroupGloo(store, rank, 2, timeout)  # type: ignore[return-value]
+
+    @contextmanager
+    def lane(self) -> Iterator[None]:
+        yield
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+def writer() -> LinkWriter:
     """Serves from host memory."""
-    return PairWriter(_group, _HOST)
+    return LinkWriter(HostMedium())
 
 
-def reader() -> PairReader:
+def reader(plan: UpdatePlan, rank: int) -> LinkReader:
     """Pulls into host memory."""
-    return PairReader(_group, _HOST)
+    return LinkReader(HostMedium(), plan, rank)

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from roll_async.weight_sync.pairs import PairReader, PairWriter
+from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.links import LinkReader, LinkWriter
 
 
-def _group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]
+class DeviceMedium:
+    """`links.py: Medium` of this process's GPU.
+
+    `wait()` of an NCCL operation does not hold the thread, it makes the thread's current stream wait. Each transfer has
+    a stream of its own, so the default stream, on which the trainer computes, never waits for another process.
+    """
+
+    keeps_memory = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def group(self, store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, options)  # type: ignore[return-value]
+
+    @contextmanager
+    def lane(self) -> Iterator[None]:
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def writer() -> PairWriter:
+def writer() -> LinkWriter:
     """Serves from the memory of this process's GPU."""
-    return PairWriter(_group, _device())
+    return LinkWriter(DeviceMedium())
 
 
-def reader() -> PairReader:
-    """Pulls into the memory of this process's GPU; one bucket at a time."""
-    return PairReader(_group, _device())
+def reader(plan: UpdatePlan, rank: int) -> LinkReader:
+    """Pulls into the memory of this process's GPU."""
+    return LinkReader(DeviceMedium(), plan, rank)

@@ -1,60 +1,123 @@
-"""HF-named tensors to flat buckets, and bytes back to tensors."""
+"""HF-named tensors to flat blocks, and bytes back to tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from roll_async.weight_sync.bucket import Bucket, TensorSlot
+from roll_async.weight_sync.bucket import Block, TensorSlot
 from roll_async.weight_sync.digest import flat_bytes
+from roll_async.weight_sync.layout import Cut, EngineLayout, Fragment, fragments
 
-_ALIGNMENT = 16
-
-PlannedBucket = Sequence[tuple[TensorSlot, Tensor]]
-"""The tensors of one bucket beside their places in it."""
+ALIGNMENT = 16
+"""Bytes: every tensor of a block begins at a multiple."""
 
 
-def plan_buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[PlannedBucket]:
-    """Group a stream of tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPart:
+    """What one trainer rank holds of an HF tensor."""
 
-    Holds at most one bucket of tensors at a time, so a model is never copied as a whole.
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    cut: Cut | None
+    """Which part of it this rank holds; None = all of it."""
+    tensor: Tensor
+    """That part."""
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> TensorPart:
+        """A tensor that is not cut."""
+        return cls(name=name, shape=tuple(tensor.shape), cut=None, tensor=tensor)
+
+
+PlannedBlock = Sequence[tuple[TensorSlot, Tensor]]
+"""The tensors of one block beside their places in it."""
+
+
+def plan_blocks(parts: Iterable[TensorPart], layout: EngineLayout, block_bytes: int) -> Iterator[PlannedBlock]:
+    """Cut a stream of parts where the engine's ranks need it and group the pieces into blocks of at most `block_bytes`.
+    A larger piece is cut further; only a single row, or a scalar, can be larger than a block.
+
+    Holds references to at most one block of tensors at a time, so a model is never copied as a whole.
     """
     pending: list[tuple[TensorSlot, Tensor]] = []
-    offset = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if pending and offset + num_bytes > bucket_bytes:
-            yield pending
-            pending, offset = [], 0
-        slot = TensorSlot(
-            name=name,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            offset=offset,
-            num_bytes=num_bytes,
-        )
-        pending.append((slot, tensor))
-        offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    filled = 0
+    for part in parts:
+        for fragment, tensor in _pieces(part, layout, block_bytes):
+            num_bytes = tensor.numel() * tensor.element_size()
+            if pending and filled + num_bytes > block_bytes:
+                yield _placed(pending)
+                pending, filled = [], 0
+            slot = TensorSlot(
+                name=part.name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=part.shape,
+                cut=fragment.cut,
+                ranks=fragment.ranks,
+                offset=0,
+                num_bytes=num_bytes,
+            )
+            pending.append((slot, tensor))
+            filled += _aligned(num_bytes)
     if pending:
-        yield pending
+        yield _placed(pending)
 
 
-def size_of(planned: PlannedBucket) -> int:
-    """Bytes of a planned bucket."""
+def _placed(pending: PlannedBlock) -> PlannedBlock:
+    """With their places: what the same engine ranks keep lies side by side, so that it can be read in one go."""
+    placed, offset = [], 0
+    for slot, tensor in sorted(pending, key=lambda piece: piece[0].ranks):
+        placed.append((replace(slot, offset=offset), tensor))
+        offset += _aligned(slot.num_bytes)
+    return placed
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pieces(part: TensorPart, layout: EngineLayout, block_bytes: int) -> Iterator[tuple[Fragment, Tensor]]:
+    """The fragments of a part with their tensors, none larger than a block."""
+    for fragment in fragments(layout, part.name, part.shape, part.cut):
+        tensor, cut = part.tensor, fragment.cut
+        if cut is not None and cut != part.cut:
+            begin = 0 if part.cut is None else part.cut.start
+            tensor = tensor.narrow(cut.dim, cut.start - begin, cut.stop - cut.start)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes <= block_bytes or not tensor.dim():
+            yield fragment, tensor
+            continue
+        dim, start = (0, 0) if cut is None else (cut.dim, cut.start)
+        rows = max(1, block_bytes * tensor.shape[dim] // num_bytes)
+        for piece in tensor.split(rows, dim):
+            stop = start + piece.shape[dim]
+            yield Fragment(cut=Cut(dim=dim, start=start, stop=stop), ranks=fragment.ranks), piece
+            start = stop
+
+
+def size_of(planned: PlannedBlock) -> int:
+    """Bytes of a planned block."""
     last = planned[-1][0]
     return last.offset + last.num_bytes
 
 
-def pack(planned: PlannedBucket, target: Tensor) -> None:
+def pack(planned: PlannedBlock, target: Tensor) -> None:
     """Copy the tensors to their places. `target`: uint8 [>= size_of(planned)], on any device."""
     for slot, tensor in planned:
-        target[slot.offset : slot.offset + slot.num_bytes].copy_(flat_bytes(tensor))
+        place = target[slot.offset : slot.offset + slot.num_bytes]
+        if tensor.is_contiguous() or not slot.num_bytes:
+            place.copy_(flat_bytes(tensor))
+        else:  # straight to its place, without a contiguous copy in between
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def unpack(bucket: Bucket, data: Tensor) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-    """(slot, bytes, tensor) of every tensor in a bucket: views of `data`, uint8 [>= bucket.num_bytes]."""
-    for slot in bucket.slots:
-        raw = data[slot.offset : slot.offset + slot.num_bytes]
-        yield slot, raw, raw.view(getattr(torch, slot.dtype)).view(slot.shape)
+def unpack(block: Block, data: Tensor, rank: int = 0) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+    """(slot, bytes, tensor) of what engine rank `rank` keeps of a block: views of `data`, uint8 [>= num_bytes]."""
+    for slot in block.slots:
+        if rank in slot.ranks:
+            raw = data[slot.offset : slot.offset + slot.num_bytes]
+            yield slot, raw, raw.view(getattr(torch, slot.dtype)).view(slot.part_shape)

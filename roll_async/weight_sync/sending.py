@@ -1,25 +1,27 @@
-"""The trainer's end of every transport: tensors become buckets, and a writer puts each where receivers find it."""
+"""The trainer's end of every transport: each rank's tensors become blocks, and a writer puts each where receivers find
+it. No rank needs another one for that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
 
-from roll_async.weight_sync.bucket import Bucket, TensorSlot, UpdatePlan
+from roll_async.weight_sync.bucket import Block, UpdatePlan
 from roll_async.weight_sync.digest import Digest
-from roll_async.weight_sync.packing import PlannedBucket, plan_buckets, size_of
+from roll_async.weight_sync.packing import PlannedBlock, TensorPart, plan_blocks, size_of
 
 
-class BucketWriter(Protocol):
+class BlockWriter(Protocol):
     """One transport's sending end. Lives as long as the process, so that memory and connections serve every version."""
 
-    def write(self, index: int, planned: PlannedBucket, num_bytes: int) -> tuple[str, Tensor]:
-        """Publish bucket `index` of a version; (location, its bytes: uint8 [>= num_bytes]).
+    def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
+        """Publish block `index` of a version; (location, its bytes: uint8 [>= num_bytes]).
 
-        Transports of host memory keep every bucket of a version readable until the next version begins; device
-        transports only until the bucket after next.
+        Transports of host memory keep every block of a version readable until the next version begins; device
+        transports only until the block after next.
         """
         ...
 
@@ -27,57 +29,36 @@ class BucketWriter(Protocol):
         """Give back memory, files and connections."""
 
 
-class BucketReader(Protocol):
-    """One transport's receiving end, for one weight update."""
-
-    def read(self, bucket: Bucket) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-        """(slot, bytes uint8 [num_bytes], tensor) of each tensor; views. Host transports keep them valid."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class BucketSender:
-    """Sends one weight version. Every rank iterates (gathering is collective); the rank with a writer publishes."""
+class BlockSender:
+    """What one trainer rank sends of one weight version."""
 
     def __init__(
-        self,
-        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
-        plan: UpdatePlan,
-        bucket_bytes: int,
-        writer: BucketWriter | None,
+        self, parts: Iterable[TensorPart], plan: UpdatePlan, block_bytes: int, writer: BlockWriter, *, source: int
     ) -> None:
-        self._plan = plan
-        self._planned = plan_buckets(tensors(), bucket_bytes)
+        self.plan, self.writer = plan, writer
+        self._source = source
+        self._planned = plan_blocks(parts, plan.layout, block_bytes)
         self._digest = Digest(plan.verify)
         self._index = 0
-        self.writer = writer
+        self.sent = [0] * plan.layout.tensor
+        """Digest of what went to each engine rank so far, see `digest.py: of_trainer`."""
 
-    @property
-    def plan(self) -> UpdatePlan | None:
-        """The announcement; None on ranks that only take part in the gathering."""
-        return None if self.writer is None else self._plan
-
-    @property
-    def digest(self) -> str:
-        """Digest of every tensor sent so far."""
-        return self._digest.hexdigest()
-
-    def next_bucket(self) -> Bucket | None:
-        """Gather and publish the next bucket. None at the end, also on ranks that do not send."""
+    def next_block(self) -> Block | None:
+        """Publish the next block; None when this rank has sent all of its own."""
         planned = next(self._planned, None)
         if planned is None:
             return None
         index, self._index = self._index, self._index + 1
-        if self.writer is None:
-            return Bucket(index=index, slots=(), num_bytes=0, location="")
         num_bytes = size_of(planned)
         location, data = self.writer.write(index, planned, num_bytes)
         for slot, _ in planned:  # over the bytes as written: what receivers will read
-            self._digest.update(slot, data[slot.offset : slot.offset + slot.num_bytes])
-        return Bucket(index=index, slots=tuple(s for s, _ in planned), num_bytes=num_bytes, location=location)
+            piece = self._digest.of(slot, data[slot.offset : slot.offset + slot.num_bytes])
+            for rank in slot.ranks:
+                self.sent[rank] += piece
+        return Block(
+            source=self._source, slots=tuple(slot for slot, _ in planned), num_bytes=num_bytes, location=location
+        )
 
     def close(self) -> None:
         """Close the writer, too: nothing more is sent."""
-        if self.writer is not None:
-            self.writer.close()
+        self.writer.close()

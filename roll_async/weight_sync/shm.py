@@ -1,4 +1,4 @@
-"""Through shared memory of one host: the sender fills one file per bucket, receivers map them; nothing is copied twice.
+"""Through shared memory of one host: the sender fills one file per block, receivers map them; nothing is copied twice.
 
 The files are kept for the next version: fresh pages cost several times the copy into them. They live in /dev/shm (a
 temporary folder where that is missing or full) and carry the run's marker in their name: the reaper removes them
@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll_async.weight_sync.bucket import Bucket, TensorSlot
-from roll_async.weight_sync.packing import PlannedBucket, pack, unpack
+from roll_async.weight_sync.bucket import Block, TensorSlot, UpdatePlan
+from roll_async.weight_sync.packing import PlannedBlock, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class MappedFile:
 
 
 class FileWriter:
-    """One file per bucket, in the first of `folders` that has room. `location`: the file's path."""
+    """One file per block, in the first of `folders` that has room. `location`: the file's path."""
 
     def __init__(self, folders: tuple[Path, ...] | None = None) -> None:
         fallback = Path(tempfile.gettempdir())
@@ -73,7 +73,7 @@ class FileWriter:
         self._stem = f"{FILE_PREFIX}{marker}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._files: list[MappedFile] = []
 
-    def write(self, index: int, planned: PlannedBucket, num_bytes: int) -> tuple[str, Tensor]:
+    def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
         data = self._room(index, num_bytes)
         pack(planned, data)
         return str(self._files[index].path), data
@@ -88,7 +88,7 @@ class FileWriter:
             except OSError as error:
                 full = self._folders[0]
                 free = shutil.disk_usage(full).free
-                needs = f"bucket {index} needs {num_bytes >> 20} MiB ({error.strerror})"
+                needs = f"block {index} needs {num_bytes >> 20} MiB ({error.strerror})"
                 reason = f"{full} has {free >> 20} MiB free and {needs}"
                 if len(self._folders) == 1:
                     raise ValueError(
@@ -107,10 +107,17 @@ class FileWriter:
 class FileReader:
     """Maps the sender's files; private views, so nothing written here reaches the sender."""
 
-    def read(self, bucket: Bucket) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-        with open(bucket.location, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), bucket.num_bytes, access=mmap.ACCESS_COPY)
-        yield from unpack(bucket, torch.frombuffer(mapped, dtype=torch.uint8))
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+        if not any(rank in slot.ranks for slot in block.slots):
+            return
+        with open(block.location, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), block.num_bytes, access=mmap.ACCESS_COPY)
+        yield from unpack(block, torch.frombuffer(mapped, dtype=torch.uint8), rank)
 
     def close(self) -> None:
         """Nothing to do: a mapping goes with the last tensor over it."""
+
+
+def reader(plan: UpdatePlan, rank: int) -> FileReader:
+    """The same for every rank."""
+    return FileReader()

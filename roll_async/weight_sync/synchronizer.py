@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
@@ -366,7 +366,8 @@ class ParameterSynchronizer(Generic[Replica]):
                     break
                 left = [r for r in push.waiting if r.name not in failures]
                 if isinstance(item, UpdatePlan):
-                    await self._each(left, failures, lambda r, plan=item: r.begin_update(plan))
+                    plans = _chained(item, left, push.attempt)
+                    await self._each(left, failures, lambda r, plans=plans: r.begin_update(plans[r.name]))
                 elif isinstance(item, Bucket):
                     await self._each(left, failures, lambda r, bucket=item: r.load_bucket(bucket))
                     push.num_buckets += 1
@@ -478,6 +479,15 @@ class ParameterSynchronizer(Generic[Replica]):
         self._state, self._state_since_s = state, asyncio.get_running_loop().time()
         if self._push is not None:
             logger.debug("Parameter sync: version %d %s", self._push.version, state.value)
+
+
+def _chained(plan: UpdatePlan, replicas: Sequence[UpdatedReplica], attempt: int) -> dict[str, UpdatePlan]:
+    """The plan for each replica: every one may pass the weights on to the next."""
+    plans, upstream = {}, None
+    for replica in replicas:
+        plans[replica.name] = replace(plan, attempt=attempt, replica=replica.name, upstream=upstream)
+        upstream = replica.name
+    return plans
 
 
 async def _prove(replica: UpdatedReplica, digest: str) -> None:

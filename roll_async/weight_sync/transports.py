@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from roll_async.weight_sync.bucket import UpdatePlan
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from roll_async.weight_sync.sending import BucketReader, BucketSender, BucketWriter
+if TYPE_CHECKING:  # torch: who only chooses a transport needs none
+    from roll_async.weight_sync.packing import TensorPart
+    from roll_async.weight_sync.receiving import Receiver
+    from roll_async.weight_sync.sending import BlockSender, BlockWriter
 
 SENDERS: dict[str, str] = {
     "shm": "roll_async.weight_sync.shm.FileWriter",
     "filesystem": "roll_async.weight_sync.filesystem.FolderWriter",
     "gloo": "roll_async.weight_sync.gloo.writer",
     "nccl": "roll_async.weight_sync.nccl.writer",
-    "cuda_ipc": "roll_async.weight_sync.cuda_ipc.IpcWriter",
+    "cuda_ipc": "roll_async.weight_sync.cuda_ipc.writer",
 }
 RECEIVERS: dict[str, str] = {
-    "shm": "roll_async.weight_sync.shm.FileReader",
-    "filesystem": "roll_async.weight_sync.filesystem.FileReader",
+    "shm": "roll_async.weight_sync.shm.reader",
+    "filesystem": "roll_async.weight_sync.shm.reader",
     "gloo": "roll_async.weight_sync.gloo.reader",
     "nccl": "roll_async.weight_sync.nccl.reader",
-    "cuda_ipc": "roll_async.weight_sync.cuda_ipc.IpcReader",
+    "cuda_ipc": "roll_async.weight_sync.cuda_ipc.reader",
 }
 STAGED = frozenset({"shm", "filesystem", "gloo"})
 """They deliver into host memory beside the served weights: engines generate meanwhile and stop only for the swap."""
@@ -36,51 +36,49 @@ def choose_transport(
 ) -> tuple[str, str]:
     """(transport, reason). Devices None: CPU. Raises ValueError when the wanted transport cannot connect them."""
     trainer, engines = set(trainer_devices or ()), set(engine_devices or ())
-    nodes = {d // num_gpus_per_node for d in trainer | engines}
+    nodes, shared = sorted({d // num_gpus_per_node for d in trainer | engines}), sorted(trainer & engines)
     if wanted == "auto":
+        if shared:
+            return "cuda_ipc", f"actor_train and actor_infer share devices {shared}"
+        if trainer and engines:
+            return "nccl", "actor_train and actor_infer lie on different devices"
         if len(nodes) > 1:
-            return "gloo", f"trainer and engines lie on nodes {sorted(nodes)}"
-        return "shm", "trainer and engines share one host, and engines generate while the weights travel"
+            return "gloo", f"one side has no devices, and the roles lie on nodes {nodes}"
+        return "shm", "one host without devices on both sides, and engines generate while the weights travel"
     if wanted not in SENDERS:
         raise ValueError(f"weight_sync.transport {wanted!r} is not one of auto | {' | '.join(SENDERS)}")
     if wanted in ("nccl", "cuda_ipc") and not (trainer and engines):
         raise ValueError(f"weight_sync.transport {wanted} needs actor_train and actor_infer on GPUs; use auto")
-    if wanted == "nccl" and trainer & engines:
-        shared = sorted(trainer & engines)
+    if wanted == "nccl" and shared:
         raise ValueError(f"weight_sync.transport nccl: actor_train and actor_infer share devices {shared}; use auto")
-    if wanted == "cuda_ipc" and not trainer == engines == {min(trainer)}:
-        raise ValueError("weight_sync.transport cuda_ipc: actor_train and actor_infer must share one device; use auto")
+    if wanted == "cuda_ipc" and not shared:
+        raise ValueError("weight_sync.transport cuda_ipc: actor_train and actor_infer share no device; use auto")
     if wanted == "shm" and len(nodes) > 1:
-        raise ValueError(f"weight_sync.transport shm: trainer and engines lie on nodes {sorted(nodes)}; use auto")
+        raise ValueError(f"weight_sync.transport shm: trainer and engines lie on nodes {nodes}; use auto")
     return wanted, "as configured"
 
 
 def open_sender(
-    transport: str,
+    plan: UpdatePlan,
+    parts: Iterable[TensorPart],
     *,
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]],
-    version: int,
-    verify: str,
-    bucket_bytes: int,
-    is_sender: bool,
-    previous: BucketSender | None = None,
+    source: int = 0,
+    block_bytes: int,
+    previous: BlockSender | None = None,
     folder: str | None = None,
-) -> BucketSender:
-    """Start sending one weight version.
+) -> BlockSender:
+    """Start sending what one trainer rank, `source`, holds of a weight version.
 
     `previous`: the sender of the version before; its memory, files and connections are used again. `folder`: where the
     transport `filesystem` puts its files.
     """
-    from roll_async.weight_sync.sending import BucketSender  # torch: who only chooses a transport needs none
+    from roll_async.weight_sync.sending import BlockSender
 
-    plan = UpdatePlan(version=version, transport=transport, verify=verify)
-    writer = previous.writer if previous is not None else None
-    if is_sender and writer is None:
-        writer = _open_writer(transport, folder)
-    return BucketSender(tensors, plan, bucket_bytes, writer)
+    writer = previous.writer if previous is not None else _open_writer(plan.transport, folder)
+    return BlockSender(parts, plan, block_bytes, writer, source=source)
 
 
-def _open_writer(transport: str, folder: str | None) -> BucketWriter:
+def _open_writer(transport: str, folder: str | None) -> BlockWriter:
     make = _named(SENDERS[transport])
     if transport != "filesystem":
         return make()
@@ -89,9 +87,12 @@ def _open_writer(transport: str, folder: str | None) -> BucketWriter:
     return make(folder)
 
 
-def open_receiver(transport: str) -> BucketReader:
-    """Start receiving one weight version."""
-    return _named(RECEIVERS[transport])()
+def open_receiver(plan: UpdatePlan, *, rank: int = 0) -> Receiver:
+    """Start receiving one weight version as tensor-parallel rank `rank` of an engine."""
+    from roll_async.weight_sync.receiving import Receiver
+
+    reader = _named(RECEIVERS[plan.transport])(plan, rank)
+    return Receiver(plan, reader, rank=rank, keeps_memory=plan.transport in STAGED)
 
 
 def _named(path: str):  # noqa: ANN202 (a class or function of a transport module)

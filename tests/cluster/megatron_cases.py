@@ -124,10 +124,12 @@ def measure(rank, world_size, port, settings):
     after = worker.compute_logprobs(rows)
     base = worker.compute_base_logprobs(rows)
     trained = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
+    parts = [(part.name, part.shape, part.cut, part.tensor.clone()) for part in worker.weight_parts()]
     worker.stop()
     if rank:
-        return None
+        return {"parts": parts}
     return {
+        "parts": parts,
         "exported": exported,
         "before": before,
         "steps": steps,

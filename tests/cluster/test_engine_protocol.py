@@ -18,7 +18,10 @@ from roll_async.inference.protocol import PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepState
 from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
-from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.digest import of_trainer
+from roll_async.weight_sync.layout import EngineLayout
+from roll_async.weight_sync.packing import TensorPart
 from roll_async.weight_sync.transports import open_sender
 
 VARIANTS = {
@@ -112,6 +115,7 @@ class Replica:
         settings = {"dtype": "fp32", "device": "cpu", "max_model_len": CONTEXT, "max_running": 64, "seed": 7, **changes}
         self.engine = create_engine(strategy, EngineSettings(model_folder=str(folder), **settings))
         self.version, self.count, self.senders = 0, 0, {}
+        self.layout = EngineLayout(tensor=changes.get("tensor_parallel_size", 1), num_kv_heads=2)
         self.runner.run(self.engine.start())
 
     def close(self):
@@ -139,29 +143,24 @@ class Replica:
 
     def send(self, tensors, version, transport="shm", verify="full"):
         """The trainer's side of one version."""
-        self.senders[transport] = open_sender(
-            transport,
-            tensors=lambda: iter(tensors),
-            version=version,
-            verify=verify,
-            bucket_bytes=100_000,
-            is_sender=True,
-            previous=self.senders.get(transport),
-        )
+        parts = (TensorPart.whole(name, tensor) for name, tensor in tensors)
+        plan = UpdatePlan(version=version, transport=transport, verify=verify, layout=self.layout)
+        previous = self.senders.get(transport)
+        self.senders[transport] = open_sender(plan, parts, block_bytes=100_000, previous=previous)
         return self.senders[transport]
 
     async def take_in(self, tensors, version, transport="shm", verify="full", num_buckets=None):
         sender = self.send(tensors, version, transport, verify)
         await self.engine.begin_update(sender.plan)
         taken = 0
-        while (bucket := await asyncio.to_thread(sender.next_bucket)) is not None and taken != num_buckets:
-            await self.engine.load_bucket(bucket)
+        while (block := await asyncio.to_thread(sender.next_block)) is not None and taken != num_buckets:
+            await self.engine.load_bucket(Bucket(index=taken, blocks=(block,)))
             taken += 1
         return sender
 
     async def push(self, model, version, **options):
         sender = await self.take_in(tensors_of(self.models[model]), version, **options)
-        assert await self.engine.finish_update() == sender.digest
+        assert await self.engine.finish_update() == of_trainer([sender.sent])
         await self.engine.pause(PauseMode.ABORT)
         await self.engine.commit(version)
         await self.engine.resume()
@@ -416,7 +415,7 @@ def test_an_update_travels_beside_the_served_weights_and_changes_them_at_the_com
         request = replica.request([3, 4, 5], max_new_tokens=450)
         (before,) = replica.start(request)
         sender = await replica.take_in(tensors_of(replica.models["new"]), 4, transport)
-        assert await replica.engine.finish_update() == sender.digest
+        assert await replica.engine.finish_update() == of_trainer([sender.sent])
         during = replica.request()
         completion = await replica.engine.generate(during)
         replica.assert_sampled_from("old", during, completion)
@@ -469,15 +468,17 @@ def test_a_byte_changed_on_the_way_shows_in_the_digest(replica):
     async def go():
         sender = replica.send(tensors_of(replica.models["new"]), 10)
         await replica.engine.begin_update(sender.plan)
-        while (bucket := sender.next_bucket()) is not None:
-            if bucket.index == 2:
-                path = Path(bucket.location)
+        index = 0
+        while (block := sender.next_block()) is not None:
+            if index == 2:
+                path = Path(block.location)
                 content = bytearray(path.read_bytes())
                 content[1000] ^= 1
                 with path.open("r+b") as file:
                     file.write(content)
-            await replica.engine.load_bucket(bucket)
-        assert await replica.engine.finish_update() != sender.digest
+            await replica.engine.load_bucket(Bucket(index=index, blocks=(block,)))
+            index += 1
+        assert await replica.engine.finish_update() != of_trainer([sender.sent])
 
     replica.runner.run(go())
 
@@ -660,7 +661,7 @@ def test_a_replica_that_dropped_its_weights_serves_only_those_of_the_next_update
             assert rss - resident_bytes() > 0.5 * awake.kv_cache_bytes, "the operating system has the memory again"
         await engine.wake(["weights"])
         sender = await replica.take_in(tensors_of(replica.models["new"]), 13)
-        assert await engine.finish_update() == sender.digest
+        assert await engine.finish_update() == of_trainer([sender.sent])
         await engine.commit(13)
         await engine.wake(["kv_cache"])
         assert engine.memory() == awake

@@ -4,6 +4,7 @@ The table is printed at the end of the run; a copy is in docs_roll/benchmarks.md
 """
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
@@ -127,12 +128,27 @@ def table():
     return SUMMARY
 
 
+def assert_parts_are_the_model(parts_of_ranks, whole):
+    """What the ranks send in a push: every element once, equal to what gathering gives, from all that hold it."""
+    sent = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
+    for parts in parts_of_ranks:
+        for name, shape, cut, tensor in parts:
+            assert tuple(whole[name].shape) == shape
+            place = slice(None) if cut is None else (slice(None),) * cut.dim + (slice(cut.start, cut.stop),)
+            assert torch.equal(whole[name][place], tensor), name
+            sent[name][place] += 1
+    assert all((count == 1).all() for count in sent.values())
+    sizes = [sum(tensor.numel() for *_, tensor in parts) for parts in parts_of_ranks]
+    assert min(sizes) > 0, "a rank that holds weights sends some"
+
+
 @pytest.mark.parametrize(("kind", "name", "world_size", "settings"), ROWS, ids=[f"{r[0]}: {r[1]}" for r in ROWS])
 def test_a_layout_takes_the_same_step_as_one_rank(
     rank_pool, folders, one_rank, table, kind, name, world_size, settings
 ):
     expected = one_rank[kind]
-    found = rank_pool.run(cases.measure, world_size, settings=cases.settings_of(folders[kind], **settings))[0]
+    of_ranks = rank_pool.run(cases.measure, world_size, settings=cases.settings_of(folders[kind], **settings))
+    found = of_ranks[0]
     loss, next_loss = (abs(found["steps"][i]["trainer/loss"] - expected["steps"][i]["trainer/loss"]) for i in (0, 1))
     norm = abs(found["steps"][0]["trainer/grad_norm"] / expected["steps"][0]["trainer/grad_norm"] - 1)
     same = found["exported"].keys() == expected["exported"].keys()
@@ -143,6 +159,7 @@ def test_a_layout_takes_the_same_step_as_one_rank(
         f"| {kind} | {name} | {world_size} | {loss:.0e} | {norm:.0e} | {next_loss:.0e} | {out} | {seconds:.1f} |"
     )
     assert same
+    assert_parts_are_the_model([ranks["parts"] for ranks in of_ranks], found["trained"])
     assert (found["before"] - expected["before"]).abs().max() < 3e-5
     assert loss < 1e-6 and norm < 5e-6 and next_loss < 3e-6
     assert (found["after"] - expected["after"]).abs().max() < 3e-3

@@ -34,6 +34,8 @@ from roll_async.trainer.megatron.lora import (
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.value_head import ValueHead
+from roll_async.trainer.megatron.weight_parts import hf_parts, owners
+from roll_async.weight_sync.packing import TensorPart
 
 __all__ = ["TORCH_DTYPES", "HfBackedModel"]
 
@@ -250,6 +252,29 @@ class HfBackedModel:
                     match = self._match(name)
                     yield from zip(match.hf_names, to_hf(match.row, full, self.heads), strict=True)
 
+    def parts(self) -> Iterator[TensorPart]:
+        """What this rank sends of the model in a weight push: its own parts of the HF tensors. Ranks that hold the same
+        share the sending; together they send every tensor once.
+        """
+        held = list(self._held())
+        kinds = [ranks.HolderKind(expert=self._match(h.name).row.is_expert, sharded=h.sharded) for h in held]
+        sends = [True] * len(held)
+        for kind in set(kinds):
+            own = [i for i, other in enumerate(kinds) if other == kind]
+            number, count = ranks.holders(kind)
+            for i, owner in zip(own, owners((held[i].tensor.numel() for i in own), count), strict=True):
+                sends[i] = owner == number
+        for one in (h for h, sent in zip(held, sends, strict=True) if sent):
+            match = self._match(one.name)
+            group = self._tensor_group(match)
+            place = {"rank": group.rank(), "size": group.size()} if one.sharded else {"rank": 0, "size": 1}
+            yield from hf_parts(match, self._merged(one), self.heads, **place)
+
+    @staticmethod
+    def _merged(held: _Held) -> Tensor:
+        """This rank's part of the tensor with its adapter."""
+        return held.tensor if held.adapter is None else held.tensor + held.adapter.delta().detach()
+
     def _held(self) -> Iterator[_Held]:
         """Parameters of this rank that the exported model has; the tied copy of the embedding is left out."""
         for chunk in self.chunks:
@@ -291,7 +316,7 @@ class HfBackedModel:
     def _full(self, held: _Held) -> list[Tensor]:
         """The full Megatron tensor; of an expert, that of each expert-parallel rank."""
         match = self._match(held.name)
-        full = held.tensor if held.adapter is None else held.tensor + held.adapter.delta().detach()
+        full = self._merged(held)
         if held.sharded:
             full = unshard(match.row, _all_gather(full, self._tensor_group(match)))
         if match.expert is None or self._settings.parallel.expert == 1:

@@ -137,6 +137,32 @@ def exports(parallel: ParallelSizes) -> bool:
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
+@dataclass(frozen=True, slots=True)
+class HolderKind:
+    """Parameters that the same ranks hold."""
+
+    expert: bool
+    sharded: bool
+    """Split by tensor parallelism; otherwise every tensor-parallel rank holds the same, too."""
+
+
+def holders(kind: HolderKind) -> tuple[int, int]:
+    """(this rank among the ranks that hold the same values of such parameters, their number)."""
+    if kind.expert:
+        number, count = (
+            parallel_state.get_expert_data_parallel_rank(),
+            parallel_state.get_expert_data_parallel_world_size(),
+        )
+        group = expert_tensor_group()
+    else:
+        number = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        count = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        group = tensor_group()
+    if kind.sharded:
+        return number, count
+    return number * group.size() + group.rank(), count * group.size()
+
+
 def rng_tracker() -> CudaRNGStatesTracker:
     """Megatron's generator, which the ranks of a tensor-parallel group seed apart."""
     tracker = get_cuda_rng_tracker()

@@ -39,6 +39,7 @@ from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa:
 from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows  # noqa: E402
+from roll_async.weight_sync.packing import TensorPart  # noqa: E402
 
 _POLICY_FIELDS = (
     "advantages",
@@ -296,6 +297,16 @@ class MegatronWorker:
         self._state.demand("weights")
         self._gather_parameters()
         return self._model.export() if ranks.exports(self._settings.parallel) else iter(())
+
+    def weight_parts(self) -> Iterator[TensorPart]:
+        """What this rank sends of the present weights in a push; no other rank takes part."""
+        self._gather_parameters()
+        return self._model.parts()
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of the model."""
+        return self._model.heads.num_groups
 
     def _gather_parameters(self) -> None:
         """With overlap_param_gather, parameters are stale until the next forward pass."""

@@ -10,7 +10,7 @@ from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
 from roll_async.simulator.clock import run_virtual
 from roll_async.simulator.engine import SimEngine, bucket_names, digest_of, logprob_of
 from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 
 
 def request(name, limit=100, prompt=(3, 1, 2)):
@@ -25,7 +25,8 @@ async def hold(engine, version, lost=()):
     names = bucket_names(version, 2)
     for index, name in enumerate(names):
         if index not in lost:
-            await engine.load_bucket(Bucket(index=index, slots=(), num_bytes=1, location=name))
+            block = Block(source=0, slots=(), num_bytes=1, location=name)
+            await engine.load_bucket(Bucket(index=index, blocks=(block,)))
     whole = await engine.finish_update() == digest_of(version, names)
     await engine.commit(version)
     await engine.resume()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
 
 
@@ -21,7 +21,8 @@ class FakeTrainer:
             yield UpdatePlan(version=version, transport=transport, verify=verify)
             for index in range(3):
                 await asyncio.sleep(self.gather_s)
-                yield Bucket(index=index, slots=(), num_bytes=100, location=f"v{version}/{index}")
+                block = Block(source=0, slots=(), num_bytes=100, location=f"v{version}/{index}")
+                yield Bucket(index=index, blocks=(block,))
             yield digest_of(version, range(3))
         finally:
             self.open -= 1

@@ -1,0 +1,56 @@
+"""What this rank holds of each Hugging Face tensor, and which of the ranks that hold the same sends it.
+
+Nothing here talks to another rank: a push gathers no tensor anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from roll_async.checkpoint.hf_names.table import Match, Transform
+from roll_async.checkpoint.transforms import HeadLayout, to_hf
+from roll_async.weight_sync.layout import Cut
+from roll_async.weight_sync.packing import TensorPart
+
+
+def hf_parts(match: Match, local: Tensor, heads: HeadLayout, *, rank: int, size: int) -> Iterator[TensorPart]:
+    """The parts of HF tensors in one Megatron tensor of tensor-parallel rank `rank` of `size`; size 1 = not split."""
+    row = match.row
+    if size == 1:
+        for name, tensor in zip(match.hf_names, to_hf(row, local, heads), strict=True):
+            yield TensorPart.whole(name, tensor)
+        return
+    dim = row.tp_dim
+    assert dim is not None, f"{match.name} is split, but its row of hf_names says it is not"
+    if row.transform is Transform.GATE_UP and len(row.hf) == 1:  # both halves in one HF tensor
+        (name,), halves = match.hf_names, local.chunk(2)
+        rows = halves[0].shape[0]
+        for index, half in enumerate(halves):
+            start = (index * size + rank) * rows
+            yield _part(name, half, Cut(dim=0, start=start, stop=start + rows), whole=2 * size * rows)
+        return
+    own = replace(heads, num_groups=heads.num_groups // size)
+    for name, tensor in zip(match.hf_names, to_hf(row, local, own), strict=True):
+        length = tensor.shape[dim]
+        cut = Cut(dim=dim, start=rank * length, stop=(rank + 1) * length)
+        yield _part(name, tensor, cut, whole=size * length)
+
+
+def _part(name: str, tensor: Tensor, cut: Cut, *, whole: int) -> TensorPart:
+    shape = (*tensor.shape[: cut.dim], whole, *tensor.shape[cut.dim + 1 :])
+    return TensorPart(name=name, shape=shape, cut=cut, tensor=tensor)
+
+
+def owners(sizes: Iterable[int], num_holders: int) -> Sequence[int]:
+    """Which of `num_holders` ranks sends each of the tensors they all hold, so that they send alike many bytes: always
+    the one that has least to send. Every rank computes the same.
+    """
+    loads, found = [0] * num_holders, []
+    for size in sizes:
+        holder = min(range(num_holders), key=loads.__getitem__)
+        loads[holder] += size
+        found.append(holder)
+    return found

@@ -1,0 +1,118 @@
+"""Which part of each tensor an engine rank keeps, and where a trainer rank's part must be cut for that.
+
+Both sides cut Hugging Face tensors along one dimension: tensor parallelism splits a projection by output rows or by
+input columns, the vocabulary by rows. Whatever is not known to be cut is kept whole by every rank, so a name that is
+missing here costs bytes and nothing else.
+
+Worked example: 8 rows of `q_proj` on 2 trainer ranks (0-3, 4-7) for an engine with 4 ranks: the first trainer rank
+sends rows 0-1 to engine rank 0 and rows 2-3 to engine rank 1, and no engine rank receives a row that it does not keep.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+_ROWS = re.compile(r"\.(q_proj|gate_proj|up_proj|w1|w3)\.(weight|bias)$")
+_KV_ROWS = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
+_COLUMNS = re.compile(r"\.(o_proj|down_proj|w2)\.weight$")
+_VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
+_VOCABULARY_MULTIPLE = 64
+"""vLLM and SGLang pad the vocabulary to a multiple of it before they split it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Rows `start` to `stop` (excluded) of dimension `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the part."""
+        return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLayout:
+    """How one engine replica holds the model."""
+
+    tensor: int = 1
+    """Tensor-parallel ranks."""
+    num_kv_heads: int = 1
+    """Key-value heads of the model; with fewer than ranks, several ranks keep the same head."""
+    expert_parallel: bool = False
+    """Experts are spread whole over the ranks instead of being cut; every rank then receives all of them."""
+
+    def kept(self, name: str, shape: Sequence[int], rank: int) -> Cut | None:
+        """The part of an HF tensor that tensor-parallel rank `rank` keeps; None = all of it."""
+        if self.tensor == 1 or (self.expert_parallel and ".experts." in name):
+            return None
+        if _VOCABULARY.search(name):
+            return self._vocabulary(shape[0], rank)
+        if _KV_ROWS.search(name):
+            return self._even(0, shape[0], min(self.tensor, self.num_kv_heads), rank)
+        if _ROWS.search(name):
+            return self._even(0, shape[0], self.tensor, rank)
+        if _COLUMNS.search(name):
+            return self._even(1, shape[1], self.tensor, rank)
+        return None
+
+    def _even(self, dim: int, size: int, parts: int, rank: int) -> Cut | None:
+        """Equal parts; neighbouring ranks share one where there are fewer parts than ranks."""
+        if size % parts or self.tensor % parts:
+            return None
+        part, step = rank // (self.tensor // parts), size // parts
+        return Cut(dim=dim, start=part * step, stop=(part + 1) * step)
+
+    def _vocabulary(self, size: int, rank: int) -> Cut | None:
+        padded = -(-size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        if padded % self.tensor:
+            return None
+        step = padded // self.tensor
+        return Cut(dim=0, start=min(size, rank * step), stop=min(size, (rank + 1) * step))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragment:
+    """A part of a tensor that travels in one piece."""
+
+    cut: Cut | None
+    """None = the whole tensor."""
+    ranks: tuple[int, ...]
+    """Tensor-parallel ranks of a replica that receive it."""
+
+
+def fragments(layout: EngineLayout, name: str, shape: Sequence[int], held: Cut | None) -> list[Fragment]:
+    """The part `held` of a tensor, cut where the parts of the engine's ranks begin. What no rank keeps is left out.
+
+    Ranks that cut the tensor along another dimension than `held` does receive all of it.
+    """
+    everyone = tuple(range(layout.tensor))
+    cuts = [layout.kept(name, shape, rank) for rank in everyone]
+    known = [cut for cut in cuts if cut is not None]
+    if len(known) < len(cuts) or (held is not None and held.dim != known[0].dim):
+        return [Fragment(cut=held, ranks=everyone)]
+    dim = known[0].dim
+    first, last = (0, shape[dim]) if held is None else (held.start, held.stop)
+    edges = {edge for cut in known for edge in (cut.start, cut.stop) if first < edge < last}
+    found = []
+    for start, stop in pairwise(sorted({first, last} | edges)):
+        ranks = tuple(rank for rank in everyone if known[rank].start <= start and stop <= known[rank].stop)
+        whole = (start, stop) == (0, shape[dim])
+        if ranks:
+            found.append(Fragment(cut=None if whole else Cut(dim=dim, start=start, stop=stop), ranks=ranks))
+    return found
+
+
+def needed_elements(layout: EngineLayout, name: str, shape: Sequence[int], rank: int, dim: int) -> int:
+    """Elements of a tensor that arrive at a rank when its parts are cut along `dim`."""
+    kept = layout.kept(name, shape, rank)
+    sizes = shape if kept is None or kept.dim != dim else kept.of(shape)
+    count = 1
+    for size in sizes:
+        count *= size
+    return count

@@ -1,0 +1,424 @@
+"""Point to point between processes, with relays: what `gloo` and `nccl` have in common.
+
+    trainer rank --link--> rank j of replica 0 --link--> rank j of replica 1 --link--> ...
+
+Receivers pull. A link is a TCP connection for words and a two-rank group for bytes. The receiver asks for its segments
+of a block; the serving side answers chunk by chunk, and each chunk is announced in words before either side touches
+the group. So no receive is ever pending on a device while its sender is still busy, and a trainer never waits for one.
+
+A receiver serves what it has received, chunk by chunk while more comes, to the replica behind it: a push takes the
+time of one copy plus one chunk per replica, and the trainer sends once however many replicas there are. When the
+replica ahead fails, its successor pulls from the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import socketserver
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll_async.weight_sync.bucket import Block, TensorSlot, UpdatePlan
+from roll_async.weight_sync.packing import ALIGNMENT, PlannedBlock, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 << 20
+_NUM_BUFFERS = 2
+"""Blocks that a device transport keeps: the one being pulled and the one being filled."""
+_GROUP_TIMEOUT = timedelta(minutes=10)
+"""Of one chunk; the deadline of a push is the synchronizer's."""
+_UPSTREAM_WITHIN_S = 10.0
+"""How long a replica waits for the one ahead of it, before it turns to the trainer."""
+_SEND, _RECEIVE = 0, 1
+_READY, _FAILED = b"+", b"-"
+
+_Segments = list[tuple[int, int]]
+
+
+class Medium(Protocol):
+    """Where the bytes of a transport lie and how they cross: the only difference between gloo and NCCL."""
+
+    device: torch.device
+    keeps_memory: bool
+    """Received blocks stay valid until the update ends (host memory), not only until the block after next."""
+
+    def group(self, store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+        """A group of two."""
+        ...
+
+    def lane(self) -> AbstractContextManager[None]:
+        """Around transfers of one thread: on a device, a stream of its own, finished when the block ends."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what this thread has written to the device's memory is there."""
+
+
+class _Published:
+    """A block, or the segments of one, that may still be filling up."""
+
+    def __init__(self, data: Tensor, segments: _Segments | None) -> None:
+        self.data, self.segments = data, segments
+        self.ready, self.failed = 0, False
+        self.changed = threading.Condition()
+
+    def advance(self, ready: int, *, failed: bool = False) -> None:
+        with self.changed:
+            self.ready, self.failed = ready, failed
+            self.changed.notify_all()
+
+    def wait(self, end: int) -> bool:
+        """Until the bytes before `end` are there; False when they will not come."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.ready >= end or self.failed, timeout=_GROUP_TIMEOUT.total_seconds())
+            return self.ready >= end
+
+    def chunks(self, segments: _Segments) -> Iterator[tuple[Tensor, int]]:
+        """(bytes, end of them in `data`) of the wanted segments."""
+        for whole, own in _steps(segments):
+            begin, end = whole if self.segments is None else own
+            yield self.data[begin:end], end
+
+
+class LinkServer:
+    """Serves blocks by key to whoever asks, one thread per link, and tells replicas each other's addresses."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+        self._blocks: dict[str, _Published] = {}
+        self._addresses: dict[str, str] = {}
+        self._changed = threading.Condition()
+        host = reachable_host()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
+        serve = self._serve
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                serve(self.request)
+
+        self._server = socketserver.ThreadingTCPServer((host, 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"{host}:{self._server.server_address[1]}"
+        self._links: set[socket.socket] = set()
+        self._thread = threading.Thread(target=self._server.serve_forever, name="weight links", daemon=True)
+        self._thread.start()
+
+    def publish(self, key: str, block: _Published) -> None:
+        """Serve a block from now on."""
+        with self._changed:
+            self._blocks[key] = block
+            self._changed.notify_all()
+
+    def withdraw(self, keys: Sequence[str]) -> None:
+        """Serve them no more."""
+        with self._changed:
+            for key in keys:
+                self._blocks.pop(key, None)
+
+    def _serve(self, link: socket.socket) -> None:
+        """One link, until the other side hangs up."""
+        words = _Words(link)
+        self._links.add(link)
+        group: dist.ProcessGroup | None = None
+        try:
+            while (request := words.read()) is not None:
+                if "address_of" in request:
+                    words.write({"address": self._address_of(request["address_of"])})
+                elif "address" in request:
+                    with self._changed:
+                        self._addresses[request["of"]] = request["address"]
+                        self._changed.notify_all()
+                else:
+                    if group is None:
+                        name = uuid.uuid4().hex
+                        words.write({"store": f"{self._store.host}:{self._store.port}", "name": name})
+                        group = self._medium.group(dist.PrefixStore(name, self._store), _SEND, _GROUP_TIMEOUT)
+                    self._send(words, group, request)
+        except (RuntimeError, OSError) as error:
+            logger.warning("Parameter sync: a receiver of weights is gone: %s", str(error).splitlines()[0])
+        finally:
+            self._links.discard(link)
+
+    def _address_of(self, name: str) -> str | None:
+        """The address of another replica's server, which may start a moment later."""
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._addresses, timeout=_UPSTREAM_WITHIN_S)
+            return self._addresses.get(name)
+
+    def _send(self, words: _Words, group: dist.ProcessGroup, request: dict) -> None:
+        segments: _Segments = [(start, stop) for start, stop in request["segments"]]
+        with self._changed:
+            if request["waits"]:
+                self._changed.wait_for(lambda: request["key"] in self._blocks, timeout=_UPSTREAM_WITHIN_S)
+            block = self._blocks.get(request["key"])
+        if block is None or block.segments not in (None, segments):
+            words.signal(_FAILED)
+            return
+        for chunk, end in block.chunks(segments):
+            if not block.wait(end):
+                words.signal(_FAILED)
+                return
+            words.signal(_READY)
+            with self._medium.lane():
+                group.send([chunk], _RECEIVE, 0).wait()
+
+    def close(self) -> None:
+        """Hang up and serve nothing more."""
+        self._server.shutdown()
+        self._server.server_close()
+        for link in list(self._links):
+            _hang_up(link)
+        self._blocks.clear()
+        self._thread.join()
+
+
+class LinkWriter:
+    """Publishes the blocks of a trainer rank. `location`: address/unguessable key."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+        self._server = LinkServer(medium)
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=medium.device) for _ in range(_NUM_BUFFERS)]
+        self._keys: list[str] = []
+
+    def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
+        gone = self._keys if index == 0 else self._keys[: index - _NUM_BUFFERS + 1]
+        self._server.withdraw(gone)
+        if index == 0:
+            self._keys = []
+        slot = index % _NUM_BUFFERS
+        if len(self._buffers[slot]) < num_bytes:
+            self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._medium.device)
+        data = self._buffers[slot]
+        pack(planned, data)
+        self._medium.settle()  # the serving threads send on streams of their own
+        block = _Published(data[:num_bytes], segments=None)
+        block.ready = num_bytes
+        key = uuid.uuid4().hex
+        self._keys.append(key)
+        self._server.publish(key, block)
+        return f"{self._server.address}/{key}", data
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class LinkReader:
+    """Pulls what one engine rank keeps of each block, from the replica ahead or from the trainer, and serves it on."""
+
+    def __init__(self, medium: Medium, plan: UpdatePlan, rank: int) -> None:
+        self._medium, self._plan, self._rank = medium, plan, rank
+        self._links: dict[str, _Link] = {}
+        self._server: LinkServer | None = None
+        self._upstream: _Link | None = None
+        self._keys: list[str] = []
+
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+        segments = _segments(block, rank)
+        if not segments:
+            return
+        address, key = block.location.rsplit("/", 1)
+        source = self._link(address)
+        if self._server is None and self._plan.replica:
+            self._join_chain(source)
+        memory = torch.empty(_room(segments), dtype=torch.uint8, device=self._medium.device)
+        published = _Published(memory, segments)
+        if self._server is not None:
+            self._server.publish(key, published)
+            self._keys.append(key)
+            if not self._medium.keeps_memory:
+                self._server.withdraw(self._keys[:-_NUM_BUFFERS])
+        try:
+            if not self._pull_from_upstream(key, published):
+                source.pull(key, published, waits=False)
+        except BaseException:
+            published.advance(0, failed=True)
+            raise
+        yield from _unpacked(block, rank, segments, published.data)
+
+    def _pull_from_upstream(self, key: str, published: _Published) -> bool:
+        """False: turn to the trainer, from now on."""
+        if self._upstream is None:
+            return False
+        try:
+            self._upstream.pull(key, published, waits=True)
+        except (RuntimeError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            logger.warning("Parameter sync: %s turns from the replica ahead to the trainer: %s", self._me, reason)
+            self._upstream.close()
+            self._upstream = None
+            return False
+        return True
+
+    def _join_chain(self, source: _Link) -> None:
+        """Tell the replica behind where this one serves, and find the one ahead."""
+        self._server = LinkServer(self._medium)
+        source.words.write({"of": self._me, "address": self._server.address})
+        if self._plan.upstream is None:
+            return
+        source.words.write({"address_of": self._name_of(self._plan.upstream)})
+        address = (source.words.read() or {}).get("address")
+        if address is not None:
+            self._upstream = _Link(self._medium, address)
+
+    @property
+    def _me(self) -> str:
+        return self._name_of(self._plan.replica)
+
+    def _name_of(self, replica: str) -> str:
+        return f"{self._plan.version}/{self._plan.attempt}/{replica}/{self._rank}"
+
+    def _link(self, address: str) -> _Link:
+        if address not in self._links:
+            self._links[address] = _Link(self._medium, address)
+        return self._links[address]
+
+    def close(self) -> None:
+        for link in (*self._links.values(), *([self._upstream] if self._upstream else [])):
+            link.close()
+        self._links, self._upstream = {}, None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class _Link:
+    """The receiving side of one link."""
+
+    def __init__(self, medium: Medium, address: str) -> None:
+        self._medium, self._address = medium, address
+        host, port = address.rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)), timeout=_GROUP_TIMEOUT.total_seconds())
+        self.words = _Words(self._socket)
+        self._group: dist.ProcessGroup | None = None
+
+    def pull(self, key: str, into: _Published, *, waits: bool) -> None:
+        """Fill `into`. `waits`: the other side may be about to get the block itself. Raises RuntimeError when it does
+        not have it, OSError when it is gone.
+        """
+        assert into.segments is not None
+        self.words.write({"key": key, "segments": into.segments, "waits": waits})
+        if self._group is None:
+            self._group = self._joined(self.words.read())
+        for _, (begin, end) in _steps(into.segments):
+            if self.words.expect() != _READY:
+                gone = f"block {key[:8]} of {self._address}"
+                raise RuntimeError(f"{gone} is not there any more: a newer one took its place")
+            with self._medium.lane():
+                self._group.recv([into.data[begin:end]], _SEND, 0).wait()
+            into.advance(end)
+
+    def _joined(self, answer: dict | None) -> dist.ProcessGroup:
+        if answer is None:
+            raise ConnectionError(f"{self._address} hung up")
+        host, port = answer["store"].rsplit(":", 1)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
+        return self._medium.group(dist.PrefixStore(answer["name"], store), _RECEIVE, _GROUP_TIMEOUT)
+
+    def close(self) -> None:
+        _hang_up(self._socket)
+
+
+class _Words:
+    """JSON lines and single-byte signals over a socket."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._link, self._file = link, link.makefile("rb")
+
+    def write(self, words: dict) -> None:
+        self._link.sendall(json.dumps(words).encode() + b"\n")
+
+    def read(self) -> dict | None:
+        """None when the other side hung up."""
+        line = self._file.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def signal(self, byte: bytes) -> None:
+        self._link.sendall(byte)
+
+    def expect(self) -> bytes:
+        """One signal. Raises ConnectionError when the other side hung up."""
+        byte = self._file.read(1)
+        if not byte:
+            raise ConnectionError("the sender of weights hung up")
+        return byte
+
+
+def _segments(block: Block, rank: int) -> _Segments:
+    """[start, stop) of the bytes of a block that an engine rank keeps; neighbouring slots are one segment."""
+    segments: _Segments = []
+    for slot in block.slots:
+        if rank not in slot.ranks:
+            continue
+        stop = slot.offset + slot.num_bytes
+        if segments and slot.offset - segments[-1][1] < ALIGNMENT:
+            segments[-1] = (segments[-1][0], stop)
+        else:
+            segments.append((slot.offset, stop))
+    return [(start, stop) for start, stop in segments if stop > start]
+
+
+def _steps(segments: _Segments) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Chunk by chunk: its place in the whole block, and where the segments lie one after the other."""
+    at = 0
+    for start, stop in segments:
+        for begin in range(start, stop, CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, stop)
+            yield (begin, end), (at, at + end - begin)
+            at += end - begin
+        at = -(-at // ALIGNMENT) * ALIGNMENT
+
+
+def _room(segments: _Segments) -> int:
+    """Bytes that the segments take one after the other."""
+    return max((end for _, (_, end) in _steps(segments)), default=0)
+
+
+def _unpacked(
+    block: Block, rank: int, segments: _Segments, data: Tensor
+) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+    """What `packing.py: unpack` gives, of segments that lie one after the other."""
+    shifts, at = [], 0
+    for start, stop in segments:
+        shifts.append((start, stop, at - start))
+        at = -(-(at + stop - start) // ALIGNMENT) * ALIGNMENT
+    moved = []
+    for slot in block.slots:
+        if rank in slot.ranks:
+            shift = next((by for start, stop, by in shifts if start <= slot.offset < stop), 0)
+            moved.append(slot if not shift else replace(slot, offset=slot.offset + shift))
+    yield from unpack(replace(block, slots=tuple(moved)), data, rank)
+
+
+def reachable_host() -> str:
+    """The address other hosts reach this one by; loopback when the run is confined to it."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation address: picks the outgoing interface, sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _hang_up(link: socket.socket) -> None:
+    try:
+        link.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other side was faster
+    link.close()

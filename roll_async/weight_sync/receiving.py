@@ -1,0 +1,97 @@
+"""The engine's end of every transport: one rank takes its pieces out of the blocks and puts its tensors together.
+
+An engine's loader expects whole tensors and takes its own part out of each. A tensor of which only that part has come
+is therefore handed over in its whole shape, with the rest of the memory never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from roll_async.weight_sync.bucket import Block, Bucket, TensorSlot, UpdatePlan
+from roll_async.weight_sync.digest import Digest
+from roll_async.weight_sync.layout import needed_elements
+
+_Pieces = list[tuple[TensorSlot, Tensor]]
+
+
+class BlockReader(Protocol):
+    """One transport's receiving end, for one weight update."""
+
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+        """(slot, bytes uint8 [num_bytes], tensor) of what engine rank `rank` keeps; views. Host transports keep them
+        valid, device transports until the block after next.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Receiver:
+    """One weight update on one engine rank."""
+
+    def __init__(self, plan: UpdatePlan, reader: BlockReader, *, rank: int = 0, keeps_memory: bool) -> None:
+        """`rank`: tensor-parallel rank of the engine. `keeps_memory`: what the reader returned stays valid until the
+        update is closed; otherwise pieces are copied.
+        """
+        self._plan, self._reader, self._rank, self._keeps_memory = plan, reader, rank, keeps_memory
+        self._digest = Digest(plan.verify)
+        self._incomplete: dict[str, _Pieces] = {}
+        self._missing: dict[str, int] = {}
+        self._complete: list[_Pieces] = []
+
+    def take(self, bucket: Bucket) -> None:
+        """Take in what this rank keeps of a bucket."""
+        for block in bucket.blocks:
+            for slot, raw, tensor in self._reader.read(block, self._rank):
+                self._digest.update(slot, raw)
+                self._add(slot, tensor if self._keeps_memory else tensor.clone())
+
+    def _add(self, slot: TensorSlot, tensor: Tensor) -> None:
+        if slot.cut is None:
+            self._complete.append([(slot, tensor)])
+            return
+        name = slot.name
+        if name not in self._missing:
+            self._missing[name] = needed_elements(self._plan.layout, name, slot.shape, self._rank, slot.cut.dim)
+        self._incomplete.setdefault(name, []).append((slot, tensor))
+        self._missing[name] -= slot.num_elements
+        if self._missing[name] == 0:
+            self._complete.append(self._incomplete.pop(name))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are complete and were not asked for before, in whole shape; put together one at a time."""
+        complete, self._complete = self._complete, []
+        for pieces in complete:
+            yield pieces[0][0].name, _assembled(pieces)
+
+    @property
+    def incomplete(self) -> list[str]:
+        """Names of tensors of which a part has not come."""
+        return sorted(self._incomplete)
+
+    @property
+    def digest(self) -> str:
+        """Of everything taken in."""
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Give up the connection and what was taken in."""
+        self._reader.close()
+        self._incomplete, self._complete = {}, []
+
+
+def _assembled(pieces: _Pieces) -> Tensor:
+    """One tensor of the whole shape; [whole shape] of which only the pieces hold values."""
+    slot, tensor = pieces[0]
+    if slot.cut is None:
+        return tensor
+    whole = torch.empty(slot.shape, dtype=tensor.dtype, device=tensor.device)
+    for part, values in pieces:
+        assert part.cut is not None
+        whole.narrow(part.cut.dim, part.cut.start, part.cut.stop - part.cut.start).copy_(values)
+    return whole

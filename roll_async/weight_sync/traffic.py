@@ -1,0 +1,105 @@
+"""How many bytes of a weight push cross which kind of link, and how long that takes at given bandwidths.
+
+Arithmetic over tensor shapes, for models and clusters that are not there: `roll-async show --weights` and
+`roll-async simulate --weights` print it. The rules are those of the push itself: `layout.py` for what an engine rank
+keeps, every holder of a tensor sends its share of it, replicas pass the weights on in a chain (`links.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from roll_async.weight_sync.layout import EngineLayout
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfTensor:
+    """One tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    element_bytes: int = 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.element_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Bandwidths in bytes per second and fixed costs in seconds."""
+
+    network: float = 50e9
+    """Of one rank's network port, each way; 400 Gb/s are 50e9."""
+    round_s: float = 0.005
+    """Of one bucket: the calls to all ranks."""
+    chunk_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """One push."""
+
+    model_bytes: int
+    sent_most: int
+    """By the trainer rank that sends most, to the first replica."""
+    received_most: int
+    """By the engine rank that keeps most; it passes the same on to the next replica."""
+    replicas: int
+    rounds: int
+    """Buckets."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What one rank would send without a plan: the whole model to every engine rank of every replica."""
+        return self.model_bytes * self.replicas
+
+    def seconds(self, links: Links) -> float:
+        """The slowest link, one chunk more for each replica of the chain, and the calls of every bucket."""
+        busiest = max(self.sent_most, self.received_most) / links.network
+        return busiest + (self.replicas - 1) * links.chunk_bytes / links.network + self.rounds * links.round_s
+
+
+def traffic(
+    tensors: Iterable[HfTensor],
+    engine: EngineLayout,
+    *,
+    trainer_ranks: int,
+    pipeline: int = 1,
+    replicas: int,
+    bucket_bytes: int,
+) -> Traffic:
+    """The bytes of one push. Layers lie on pipeline stages evenly, the embedding on the first, the head on the last;
+    the ranks of a stage hold its tensors in parts or in copies and share the sending.
+    """
+    tensors = list(tensors)
+    num_layers = 1 + max((int(found[1]) for t in tensors if (found := _LAYER.search(t.name))), default=0)
+    of_stage = [0] * pipeline
+    received = [0] * engine.tensor
+    for tensor in tensors:
+        for rank in range(engine.tensor):
+            kept = engine.kept(tensor.name, tensor.shape, rank)
+            num_bytes = math.prod(tensor.shape if kept is None else kept.of(tensor.shape)) * tensor.element_bytes
+            received[rank] += num_bytes
+            of_stage[_stage(tensor.name, num_layers, pipeline)] += num_bytes
+    most = math.ceil(max(of_stage) * pipeline / trainer_ranks)
+    return Traffic(
+        model_bytes=sum(tensor.num_bytes for tensor in tensors),
+        sent_most=most,
+        received_most=max(received),
+        replicas=replicas,
+        rounds=max(1, math.ceil(most * trainer_ranks / bucket_bytes)),
+    )
+
+
+def _stage(name: str, num_layers: int, stages: int) -> int:
+    found = _LAYER.search(name)
+    if found is None:
+        return 0 if "embed" in name else stages - 1
+    return int(found[1]) * stages // num_layers

@@ -1,0 +1,273 @@
+"""Links: chains of replicas, those that fail, and a device whose streams wait as CUDA's do."""
+
+import asyncio
+import queue
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from roll_async.weight_sync import links
+from roll_async.weight_sync.cuda_ipc import DeviceReader, DeviceWriter
+from roll_async.weight_sync.gloo import HostMedium
+from roll_async.weight_sync.layout import EngineLayout
+from roll_async.weight_sync.links import LinkReader, LinkWriter
+from roll_async.weight_sync.packing import unpack
+from roll_async.weight_sync.receiving import Receiver
+from roll_async.weight_sync.sending import BlockSender
+
+NAMES = ["r0", "r1", "r2", "r3"]
+
+
+def chain(transfers, sender, names, ranks=1):
+    """Receivers of replicas, each behind the one before it."""
+    plans = [replace(sender.plan, replica=name, upstream=names[i - 1] if i else None) for i, name in enumerate(names)]
+    return [[transfers.receiver(plan, rank) for rank in range(ranks)] for plan in plans]
+
+
+def assert_equal(found, sent):
+    assert found.keys() == sent.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(links, "CHUNK_BYTES", 256)
+
+
+def test_a_chain_of_replicas_holds_the_same_weights_and_the_trainer_sends_them_once(transfers, small_chunks):
+    sent = transfers.tensors()
+    sender = transfers.sender(sent, "gloo", layout=EngineLayout(tensor=2))
+    replicas = chain(transfers, sender, NAMES, ranks=2)
+    before = links.LinkServer._send
+    served = []
+
+    def counting(server, words, group, request):
+        served.append(server.address)
+        before(server, words, group, request)
+
+    links.LinkServer._send = counting
+    try:
+        digests = asyncio.run(transfers.send_to_replicas([sender], replicas))
+    finally:
+        links.LinkServer._send = before
+    assert len(set(digests)) == 1
+    for ranks in replicas:
+        assert_equal(dict(ranks[0].tensors()), sent)
+    by_trainer = served.count(sender.writer._server.address)
+    assert by_trainer * len(NAMES) == len(served), "each replica but the first is served by the one ahead"
+
+
+def test_a_replica_behind_one_that_never_joined_pulls_from_the_trainer(transfers, small_chunks, monkeypatch):
+    monkeypatch.setattr(links, "_UPSTREAM_WITHIN_S", 0.2)
+    sender = transfers.sender(transfers.tensors(), "gloo")
+    replicas = chain(transfers, sender, ["gone", "here"])[1:]
+    (digest,) = asyncio.run(transfers.send_to_replicas([sender], replicas))
+    assert digest == f"{sender.sent[0] % (1 << 128):032x}"
+
+
+def test_a_replica_whose_predecessor_dies_in_the_middle_goes_on_with_the_trainer(transfers, small_chunks, caplog):
+    sender = transfers.sender(transfers.tensors(), "gloo", block_bytes=600)
+    (first,), (second,) = chain(transfers, sender, ["dies", "lives"])
+    for bucket in transfers.buckets([sender]):
+        taking = [threading.Thread(target=second.take, args=(bucket,))]
+        if bucket.index < 2:
+            taking.append(threading.Thread(target=first.take, args=(bucket,)))
+        elif bucket.index == 2:
+            first.close()
+        for thread in taking:
+            thread.start()
+        for thread in taking:
+            thread.join()
+    assert second.digest == f"{sender.sent[0] % (1 << 128):032x}"
+    assert "turns from the replica ahead to the trainer" in caplog.text
+    assert_equal(dict(second.tensors()), transfers.tensors())
+
+
+def test_a_receiver_that_hangs_up_does_not_disturb_another(transfers):
+    sender = transfers.sender(transfers.tensors(), "gloo")
+    gone, stays = (transfers.receiver(sender.plan) for _ in range(2))
+    for bucket in transfers.buckets([sender]):
+        if bucket.index == 0:
+            gone.take(bucket)
+            gone.close()
+        stays.take(bucket)
+    assert stays.digest == f"{sender.sent[0] % (1 << 128):032x}"
+
+
+def test_a_block_that_was_overwritten_is_refused(transfers):
+    sender = transfers.sender(transfers.tensors(), "gloo", block_bytes=200)
+    first, *_ = (bucket for bucket, _ in zip(transfers.buckets([sender]), range(4), strict=False))
+    with pytest.raises(RuntimeError, match="newer one took its place"):
+        transfers.receiver(sender.plan).take(first)
+
+
+def test_closing_both_ends_leaves_no_thread(transfers):
+    before = set(threading.enumerate())
+    sender = transfers.sender(transfers.tensors(), "gloo")
+    replicas = chain(transfers, sender, ["a", "b"])
+    asyncio.run(transfers.send_to_replicas([sender], replicas))
+    transfers.close()
+    deadline = time.monotonic() + 5
+    while left := {t for t in set(threading.enumerate()) - before if "asyncio" not in t.name}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+class Stream:
+    """Operations of a device, in order."""
+
+    def __init__(self):
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self):
+        while (operation := self._queue.get()) is not None:
+            operation()
+
+    def enqueue(self, operation):
+        self._queue.put(operation)
+
+    def synchronize(self, timeout=5.0):
+        reached = threading.Event()
+        self.enqueue(reached.set)
+        assert reached.wait(timeout), "the stream waits for another process"
+
+    def close(self):
+        self.enqueue(None)
+        self._thread.join(5)
+
+
+class StreamGroup:
+    """A group that obeys CUDA's rule: an operation is queued on the current stream, and `wait` holds no thread."""
+
+    def __init__(self, group, current):
+        self._group, self._current = group, current
+
+    def send(self, tensors, rank, tag):
+        return self._queue(self._group.send, tensors, rank, tag)
+
+    def recv(self, tensors, rank, tag):
+        return self._queue(self._group.recv, tensors, rank, tag)
+
+    def _queue(self, operation, *args):
+        self._current().enqueue(lambda: operation(*args).wait())
+        return self
+
+    def wait(self):
+        pass
+
+
+class StreamMedium(HostMedium):
+    """Host memory that behaves like a device."""
+
+    keeps_memory = False
+
+    def __init__(self, *, lanes=True):
+        self.default, self._local, self._lanes = Stream(), threading.local(), lanes
+
+    def current(self):
+        return getattr(self._local, "stream", self.default)
+
+    def group(self, store, rank, timeout):
+        return StreamGroup(super().group(store, rank, timeout), self.current)
+
+    @contextmanager
+    def lane(self):
+        if not self._lanes:
+            yield
+            return
+        self._local.stream = stream = Stream()
+        try:
+            yield
+            stream.synchronize()
+        finally:
+            del self._local.stream
+            stream.close()
+
+    def settle(self):
+        self.default.synchronize()
+
+
+def push_beside_a_computing_trainer(transfers, medium):
+    """(digest sent, digest received, longest time that the trainer's own work took) of a push from and to devices."""
+    plan = transfers.sender({}, "gloo").plan
+    sender = BlockSender(transfers.whole(transfers.tensors()), plan, 500, LinkWriter(medium), source=0)
+    receiver = Receiver(plan, LinkReader(StreamMedium(), plan, 0), keeps_memory=False)
+    longest = 0.0
+    for bucket in transfers.buckets([sender]):
+        started = time.monotonic()
+        medium.default.enqueue(lambda: time.sleep(0.01))
+        medium.default.synchronize()
+        longest = max(longest, time.monotonic() - started)
+        receiver.take(bucket)
+    receiver.close()
+    sender.close()
+    return f"{sender.sent[0] % (1 << 128):032x}", receiver.digest, longest
+
+
+def test_no_transfer_is_pending_on_the_trainer_s_default_stream_while_it_computes(transfers):
+    """A receive that waits there holds back all that the trainer computes next: so `nccl` once hung."""
+    sent, received, longest = push_beside_a_computing_trainer(transfers, StreamMedium())
+    assert sent == received and longest < 1.0
+
+
+def test_without_streams_of_their_own_transfers_would_be_read_before_they_are_there(transfers):
+    """The model of streams can fail: what the lanes are for."""
+    medium = StreamMedium(lanes=False)
+    plan = transfers.sender({}, "gloo").plan
+    parts = transfers.whole({"a": torch.ones(100_000)})
+    sender = BlockSender(parts, plan, 1 << 20, LinkWriter(StreamMedium()), source=0)
+    receiver = Receiver(plan, LinkReader(medium, plan, 0), keeps_memory=False)
+    computed = threading.Event()
+    medium.default.enqueue(computed.wait)  # the engine computes
+    for bucket in transfers.buckets([sender]):
+        receiver.take(bucket)
+    assert receiver.digest != f"{sender.sent[0] % (1 << 128):032x}"
+    computed.set()
+    medium.default.synchronize()
+    receiver.close()
+    sender.close()
+
+
+class SameMemory:
+    """Reads a block in the memory of its writer, as a handle of device memory would."""
+
+    def __init__(self, memory):
+        self._memory = memory
+
+    def read(self, block, rank):
+        yield from unpack(block, self._memory[block.location], rank)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("here", "pulled"), [("gpu0", 0), ("gpu1", 3)])
+def test_roles_that_share_devices_read_their_own_device_in_place_and_pull_the_rest(transfers, here, pulled):
+    plan = transfers.sender({}, "gloo").plan
+    memory, pulls = {}, []
+
+    def handle(data):
+        memory[f"handle{len(memory)}"] = data
+        return f"handle{len(memory) - 1}"
+
+    class Counting(LinkReader):
+        def read(self, block, rank):
+            pulls.append(block.location)
+            yield from super().read(block, rank)
+
+    writer = DeviceWriter(LinkWriter(HostMedium()), device="gpu0", handle=handle)
+    sender = BlockSender(transfers.whole({"a": torch.arange(100.0)}), plan, 150, writer, source=0)
+    reader = DeviceReader(Counting(HostMedium(), plan, 0), SameMemory(memory), device=here)
+    receiver = Receiver(plan, reader, keeps_memory=False)
+    for bucket in transfers.buckets([sender]):
+        receiver.take(bucket)
+    assert_equal(dict(receiver.tensors()), {"a": torch.arange(100.0)})
+    assert len(pulls) == pulled
+    receiver.close()
+    sender.close()
