@@ -30,7 +30,13 @@ def main() -> int:
     """Exit 0: written; 2: nothing to write."""
     parser = common_parser(__doc__, source="HuggingFaceH4/aime_2024", local_dir="data/aime24_sys", split="train")
     args = parser.parse_args()
-    options = Preparation(data_source="aime24", system_prompt=args.system_prompt, seed=args.seed, only_split="test")
+    options = Preparation(
+        data_source="aime24",
+        system_prompt=args.system_prompt,
+        seed=args.seed,
+        only_split="test",
+        keep_repeats=args.keep_repeats,
+    )
     return run(args, read, options)
 
 

@@ -76,6 +76,7 @@ def main() -> int:
             system_prompt=args.system_prompt,
             seed=args.seed,
             test_size=args.test_size,
+            keep_repeats=args.keep_repeats,
             exclude=excluded(args.exclude),
         )
     except ValueError as error:

@@ -29,7 +29,7 @@ prepare() { # ADDRESS_OR_FILE TARGET SPLIT
     curl --fail --location --retry 5 --continue-at - --output "${raw}" "${source}"
     source=${raw}
   fi
-  "${PYTHON}" "${HERE}/process_dapo.py" --source "${source}" --output "${target}" --split "${split}"
+  "${PYTHON}" "${HERE}/process_dapo.py" --source "${source}" --output "${target}" --split "${split}" ${KEEP_REPEATS:+--keep_repeats}
   rm -f "${target}.download.parquet"
 }
 

@@ -3,7 +3,8 @@
     python examples/dapo/process_dapo.py --source RAW.parquet --output dapo-math-17k.parquet --split train
 
 `prepare_dapo_data.sh` downloads and calls this. The published files hold each problem many times (the training file
-about a hundred times); here repetition is the trainer's business.
+about a hundred times, AIME 32 times); here repetition is the trainer's and the validation's business
+(`validation.generating_args.num_return_sequences`), unless --keep_repeats asks for it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ def main() -> int:
     parser.add_argument("--output", required=True, help="parquet file to write")
     parser.add_argument("--split", choices=("train", "test"), default="train")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--keep_repeats", action="store_true", help="AIME 2024 keeps its 30 x 32 rows")
     args = parser.parse_args()
-    options = Preparation(data_source="math_dapo", seed=args.seed, only_split=args.split)
+    options = Preparation(
+        data_source="math_dapo", seed=args.seed, only_split=args.split, keep_repeats=args.keep_repeats
+    )
     try:
         prepared = prepare(read_source(args.source, "train"), read, options)
         if not prepared.rows[args.split]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.rollout.rollouter import RollouterStats
-from roll_async.schema import Group, Prompt, Reward, Sample
+from roll_async.schema import Group, Reward
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import SyncReport
 
@@ -76,7 +76,7 @@ def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
     rewards = [rows[0].reward for rows in trajectories if rows[0].reward is not None]
     return SampleFacts(
         rewards=tuple(reward.score for reward in rewards),
-        accuracies=tuple(_accuracy(reward) for reward in rewards),
+        accuracies=tuple(accuracy(reward) for reward in rewards),
         lengths=tuple(sum(sum(s.loss_mask) for s in rows) for rows in trajectories),
         staleness=tuple(lags),
         staleness_weights=tuple(weights),
@@ -90,9 +90,9 @@ def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     weighted = sum(lag * n for lag, n in zip(facts.staleness, facts.staleness_weights, strict=True))
     return {
         **reward_metrics(groups),
-        "reward/mean": _mean(facts.rewards),
-        "reward/accuracy": _mean(facts.accuracies),
-        "response/length_mean": _mean(facts.lengths),
+        "reward/mean": mean(facts.rewards),
+        "reward/accuracy": mean(facts.accuracies),
+        "response/length_mean": mean(facts.lengths),
         "response/length_max": float(max(facts.lengths, default=0)),
         "staleness/mean": weighted / total if total else 0.0,
         "staleness/max": float(max(facts.staleness, default=0)),
@@ -106,37 +106,15 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     leads = [(g.prompt.domain, rows[0].reward) for g in groups for rows in g.trajectories]
     scored = [(domain, reward) for domain, reward in leads if reward is not None]
     seconds = [r.scoring_s for _, r in scored]
-    metrics = {"time/scoring_mean_s": _mean(seconds), "time/scoring_max_s": max(seconds, default=0.0)}
+    metrics = {"time/scoring_mean_s": mean(seconds), "time/scoring_max_s": max(seconds, default=0.0)}
     for name in sorted({name for _, r in scored for name in r.metrics} - {"acc"}):
-        metrics[f"reward/metrics/{name}"] = _mean([r.metrics[name] for _, r in scored if name in r.metrics])
+        metrics[f"reward/metrics/{name}"] = mean([r.metrics[name] for _, r in scored if name in r.metrics])
     domains = sorted({domain for domain, _ in scored})
     for domain in domains if len(domains) > 1 else ():
         rewards = [r for d, r in scored if d == domain]
         metrics[f"reward/domains/{domain}/share"] = len(rewards) / len(scored)
-        metrics[f"reward/domains/{domain}/mean"] = _mean([r.score for r in rewards])
-        metrics[f"reward/domains/{domain}/accuracy"] = _mean([_accuracy(r) for r in rewards])
-    return metrics
-
-
-def validation_metrics(answered: Sequence[tuple[Prompt, Sample]], *, num_asked: int) -> dict[str, float]:
-    """What one validation publishes: `validation/NAME` over all samples, and with more than one domain
-    `validation/domains/DOMAIN/NAME`. A mean over nothing is not published; `num_asked` counts the prompts, those
-    without a scored answer included.
-    """
-    scored = [(prompt.domain, sample, sample.reward) for prompt, sample in answered if sample.reward is not None]
-    metrics = {"validation/unscored": float(num_asked - len(scored))}
-    domains = sorted({domain for domain, _, _ in scored})
-    parts = {"validation": scored}
-    if len(domains) > 1:
-        parts |= {f"validation/domains/{d}": [item for item in scored if item[0] == d] for d in domains}
-    for prefix, part in parts.items():
-        metrics[f"{prefix}/samples"] = float(len(part))
-        if part:
-            metrics[f"{prefix}/reward"] = _mean([r.score for _, _, r in part])
-            metrics[f"{prefix}/accuracy"] = _mean([_accuracy(r) for _, _, r in part])
-            metrics[f"{prefix}/length_mean"] = _mean([len(s.response_token_ids) for _, s, _ in part])
-        for name in sorted({name for _, _, r in part for name in r.metrics} - {"acc"}):
-            metrics[f"{prefix}/metrics/{name}"] = _mean([r.metrics[name] for _, _, r in part if name in r.metrics])
+        metrics[f"reward/domains/{domain}/mean"] = mean([r.score for r in rewards])
+        metrics[f"reward/domains/{domain}/accuracy"] = mean([accuracy(r) for r in rewards])
     return metrics
 
 
@@ -252,10 +230,10 @@ def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
     ]
 
 
-def _accuracy(reward: Reward) -> float:
+def accuracy(reward: Reward) -> float:
     """What the reward calls right, else whether the score is above 0."""
     return reward.metrics.get("acc", float(reward.score > 0))
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

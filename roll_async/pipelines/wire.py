@@ -19,10 +19,10 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, RLVRConfig, roles_on_engine_devices
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
-from roll_async.pipelines.metrics import validation_metrics
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
 from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
+from roll_async.pipelines.validation import validation_metrics
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.engine_supervisor import EngineSupervisor, StartEngine
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
@@ -107,6 +107,8 @@ class RolloutOptions:
     """None = without dynamic sampling."""
     validation: SamplingParams | None = None
     """How validation samples."""
+    validation_samples: int = 1
+    """Samples per held-out prompt."""
 
     @classmethod
     def of(cls, config: RLVRConfig, transport: str) -> RolloutOptions:
@@ -118,6 +120,7 @@ class RolloutOptions:
             stop_timeout_s=config.async_training.interrupt.timeout,
             budget=BudgetOptions.of(config),
             validation=None if validation is None else sampling_of(validation.generating_args),
+            validation_samples=1 if validation is None else validation.generating_args.num_return_sequences,
         )
 
 
@@ -183,16 +186,18 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         comes_back=lambda: manager.expects_return,
     )
     supervisor.attach(synchronizer.rejoin)
-    validate = _validation(source, roles.validation, options.validation) if roles.validation else None
+    validate = _validation(source, roles.validation, options) if roles.validation else None
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
 
 
-def _validation(source: GroupSource, prompts: Sequence[Prompt], sampling: SamplingParams | None) -> Validate:
+def _validation(source: GroupSource, prompts: Sequence[Prompt], options: RolloutOptions) -> Validate:
+    sampling = options.validation
     assert sampling is not None, "validation prompts without sampling parameters"
+    asked = [prompt for prompt in prompts for _ in range(options.validation_samples)]
 
     async def validate(step: int) -> Mapping[str, float]:
-        answered = await source.validate(prompts, sampling, name=f"validation.{step}")
-        return validation_metrics(answered, num_asked=len(prompts))
+        answered = await source.validate(asked, sampling, name=f"validation.{step}")
+        return validation_metrics(answered, num_asked=len(asked))
 
     return validate
 

@@ -50,6 +50,8 @@ class Preparation:
     """Questions held out of training."""
     only_split: str = "train"
     """Name of the file of all that is not held out."""
+    keep_repeats: bool = False
+    """Whether a question that comes n times with the same answer stays n rows, next to one another."""
     exclude: frozenset[str] = frozenset()
     """Keys (`question_key`) of questions that must not appear, e.g. those of a test set."""
 
@@ -75,7 +77,7 @@ def prepare(
     """Read, drop, split, shuffle. `read` gives a question or why there is none. A question that comes twice is kept
     once, and dropped altogether when its answers differ: one of them is wrong.
     """
-    result, unique, contradicted = Prepared(), dict[str, Question](), Counter[str]()
+    result, unique, contradicted, repeats = Prepared(), dict[str, Question](), Counter[str](), Counter[str]()
     for record in records:
         result.seen += 1
         found = read(record) if isinstance(record, dict) else "not an object"
@@ -89,18 +91,21 @@ def prepare(
             contradicted[key] += 1
         elif key not in unique:
             unique[key] = found
+        elif unique[key].answer == found.answer and options.keep_repeats:
+            repeats[key] += 1
         elif unique[key].answer == found.answer:
             result.dropped["duplicate question"] += 1
         else:
             del unique[key]
-            contradicted[key] = 2
+            contradicted[key] = 2 + repeats.pop(key, 0)
     if contradicted:
         result.dropped["same question, different answers"] += contradicted.total()
     order = sorted(unique, key=lambda key: hashlib.sha256(f"{options.seed}/{key}".encode()).digest())
     splits = {"test": order[: options.test_size], options.only_split: order[options.test_size :]}
     for split, keys in splits.items():
         if keys or split == options.only_split:
-            result.rows[split] = [_row(unique[key], number, split, options) for number, key in enumerate(keys)]
+            rows = (key for key in keys for _ in range(1 + repeats[key]))
+            result.rows[split] = [_row(unique[key], number, split, options) for number, key in enumerate(rows)]
     return result
 
 
@@ -193,6 +198,7 @@ def common_parser(description: str | None, *, source: str, local_dir: str, split
     parser.add_argument("--source_split", default=split, help=f"split on the hub [{split}]")
     parser.add_argument("--system_prompt", default=SYSTEM_PROMPT, help="first turn of every chat; empty = none")
     parser.add_argument("--seed", type=int, default=0, help="of the order and of the split")
+    parser.add_argument("--keep_repeats", action="store_true", help="a question that comes n times stays n rows")
     return parser
 
 

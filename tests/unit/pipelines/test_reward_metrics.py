@@ -1,9 +1,17 @@
 """What a step says of its rewards."""
 
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from roll_async.pipelines.metrics import batch_metrics, reward_metrics, validation_metrics
-from roll_async.schema import Reward
+from roll_async.pipelines.metrics import batch_metrics, reward_metrics
+from roll_async.pipelines.validation import pass_at_k, validation_metrics
+from roll_async.pipelines.wire import RolloutOptions, _validation
+from roll_async.schema import FinishReason, Reward, SamplingParams
+
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cpu.yaml"
 
 
 def group_of(build, domain, *rewards):
@@ -62,17 +70,30 @@ def test_a_validation_reports_the_whole_and_each_of_several_domains(build):
         "validation/reward": 0.5,
         "validation/accuracy": pytest.approx(1 / 3),
         "validation/length_mean": 2,
+        "validation/prompts": 2,
+        "validation/truncated": 0,
+        "validation/standard_error": pytest.approx(0.25),
+        "validation/avg@2": pytest.approx(0.25),
+        "validation/pass@1": pytest.approx(0.25),
+        "validation/pass@2": pytest.approx(1.0),
         "validation/metrics/format": 0.5,
         "validation/metrics/passed": 0.25,
         "validation/domains/math/samples": 2,
         "validation/domains/math/reward": 0.75,
         "validation/domains/math/accuracy": 0.5,
         "validation/domains/math/length_mean": 2,
+        "validation/domains/math/prompts": 1,
+        "validation/domains/math/truncated": 0,
+        "validation/domains/math/avg@2": 0.5,
+        "validation/domains/math/pass@1": 0.5,
+        "validation/domains/math/pass@2": 1.0,
         "validation/domains/math/metrics/format": 0.5,
         "validation/domains/code/samples": 1,
         "validation/domains/code/reward": 0.0,
         "validation/domains/code/accuracy": 0.0,
         "validation/domains/code/length_mean": 2,
+        "validation/domains/code/prompts": 1,
+        "validation/domains/code/truncated": 0,
         "validation/domains/code/metrics/passed": 0.25,
     }
 
@@ -81,3 +102,51 @@ def test_a_validation_of_one_domain_is_the_whole_and_one_without_answers_claims_
     one = validation_metrics([answered(build, "math", Reward(score=1.0))], num_asked=1)
     assert one["validation/accuracy"] == 1.0 and not [name for name in one if "domains" in name]
     assert validation_metrics([], num_asked=4) == {"validation/unscored": 4.0, "validation/samples": 0.0}
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_sample():
+    from itertools import combinations
+
+    for right in range(6):
+        samples = [1] * right + [0] * (5 - right)
+        for k in range(1, 6):
+            draws = list(combinations(samples, k))
+            assert pass_at_k(5, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_samples_of_one_prompt_and_rows_of_one_question_are_one_unit_of_the_error(build):
+    import statistics
+
+    verdicts = {(1,): [1, 1, 1, 0], (2,): [0, 0, 0, 0], (3,): [1, 0, 0, 0]}
+    samples = []
+    for tokens, accs in verdicts.items():
+        for number, acc in enumerate(accs):
+            prompt = replace(build.prompt(), row_id=f"{tokens}-{number}", token_ids=array("i", tokens))
+            sample = build.sample(prompt, reward=Reward(score=2.0 * acc, metrics={"acc": float(acc)}))
+            samples.append((prompt, replace(sample, finish_reason=FinishReason.LENGTH) if number == 0 else sample))
+    metrics = validation_metrics(samples, num_asked=12)
+    means = [0.75, 0.0, 0.25]
+    assert metrics["validation/prompts"] == 3 and metrics["validation/truncated"] == 0.25
+    assert metrics["validation/avg@4"] == pytest.approx(1 / 3) == metrics["validation/pass@1"]
+    assert metrics["validation/pass@2"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert metrics["validation/pass@4"] == pytest.approx(2 / 3)
+    assert metrics["validation/standard_error"] == pytest.approx(statistics.stdev(means) / 3**0.5)
+
+
+def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
+    import asyncio
+
+    from roll_async.config.api import load
+
+    keys = {"eval_steps": 5, "validation.generating_args.num_return_sequences": 3}
+    options = RolloutOptions.of(load(CONFIG, overrides=[f"{k}={v}" for k, v in keys.items()]), "shm")
+    assert options.validation_samples == 3
+
+    class Source:
+        async def validate(self, prompts, sampling, *, name):
+            assert isinstance(sampling, SamplingParams)
+            return [answered(build, "math", Reward(score=float(i % 3 == 0))) for i, _ in enumerate(prompts)]
+
+    metrics = asyncio.run(_validation(Source(), [build.prompt(), build.prompt()], options)(5))
+    assert metrics["validation/samples"] == 6 and metrics["validation/unscored"] == 0
+    assert metrics["validation/accuracy"] == pytest.approx(1 / 3)

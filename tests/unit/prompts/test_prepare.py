@@ -43,6 +43,18 @@ def test_split_and_order_depend_on_the_seed_and_not_on_the_order_of_the_source()
     assert questions != [r["q"] for r in records]  # it is shuffled at all
 
 
+def test_repeated_questions_stay_repeated_on_request_and_on_one_side_of_the_split():
+    records = [record for record in problems(6) for _ in range(4)] + [{"q": "What is 0 + 0?", "a": "7"}]
+    result = prepared(records, test_size=2, keep_repeats=True)
+    counts = {split: [r["extra_info"]["question"] for r in rows] for split, rows in result.rows.items()}
+    assert {split: (len(set(found)), len(found)) for split, found in counts.items()} == {
+        "test": (2, 8),
+        "train": (3, 12),
+    }
+    assert not set(counts["test"]) & set(counts["train"])
+    assert result.dropped == {"same question, different answers": 5}
+
+
 def test_every_dropped_row_is_counted_with_its_reason():
     records = [
         {"q": "One?", "a": "1"},
