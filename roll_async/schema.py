@@ -227,7 +227,7 @@ class TraceNode:
     """
 
     parent: int | None
-    """Position of the node it continues in `Trace.nodes`; None for a beginning."""
+    """Position of the node it continues in its tree; None for a beginning."""
     role: str
     """system, user, tool: the request's new part, by its last message; assistant: sampled."""
     token_ids: array  # [N] int32, only those that this node adds

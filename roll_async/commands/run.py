@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from roll_async.buffer.errors import StallError, first_cause
 from roll_async.config.api import ConfigError, dump, load_with_warnings
 from roll_async.config.lookup import resolve_config
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import AgenticConfig, RLVRConfig
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -50,9 +50,6 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
         return EXIT_USAGE
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
-    if not isinstance(loaded.config, RLVRConfig):
-        print(f"{path}: this launcher runs rlvr configs; use examples/start_agentic_pipeline.py", file=sys.stderr)
-        return EXIT_USAGE
     try:
         from roll_async.launch.gate import refuse_unsupported
 
@@ -64,7 +61,7 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
     return _run(loaded.config, classes)
 
 
-def _check_inputs(config: RLVRConfig) -> None:
+def _check_inputs(config: RLVRConfig | AgenticConfig) -> None:
     """What must be on this disk before anything is started. A name without a slash may be a hub name."""
     folders = {config.pretrain, *(w.model_args.model_name_or_path for _, w in config.roles())}
     for folder in sorted(folders):
@@ -72,6 +69,11 @@ def _check_inputs(config: RLVRConfig) -> None:
         if looks_local and not (Path(folder) / "config.json").is_file():
             hint = next((f"; make it with: {maker}" for key, maker in _MAKERS.items() if key in folder), "")
             raise ValueError(f"model folder {folder} does not exist or holds no config.json{hint}")
+    if isinstance(config, AgenticConfig):
+        from roll_async.launch.agents import check_agents
+
+        check_agents(config)
+        return
     data = [config.actor_train.data_args, config.validation.data_args if config.validation else None]
     for file in (f for part in data if part is not None for f in part.file_name):
         if not Path(file).is_file():
@@ -80,7 +82,7 @@ def _check_inputs(config: RLVRConfig) -> None:
             raise ValueError(missing_file(file))
 
 
-def _run(config: RLVRConfig, classes: RunClasses | None) -> int:
+def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.launch.run import RunClasses
@@ -125,7 +127,7 @@ def exit_code(error: BaseException) -> int | None:
     return None
 
 
-def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:
+def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunClasses) -> int:
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.roles import place_roles
     from roll_async.observe.progress import ProgressLine
@@ -161,7 +163,7 @@ def _run_in(config: RLVRConfig, folder: RunFolder, classes: RunClasses) -> int:
 
 
 async def _train(
-    config: RLVRConfig,
+    config: RLVRConfig | AgenticConfig,
     runtime: RuntimeInfo,
     placements: RolePlacements,
     observers: tuple[Recorder, RunFolder],
@@ -231,7 +233,7 @@ def _say(line: str) -> None:
     print(f"\n{line}", file=sys.stderr, flush=True)
 
 
-def _way_on(config: RLVRConfig, rescued: str) -> str:
+def _way_on(config: RLVRConfig | AgenticConfig, rescued: str) -> str:
     """What is left of a run that failed, and how to go on."""
     from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 
@@ -242,7 +244,7 @@ def _way_on(config: RLVRConfig, rescued: str) -> str:
     return f"{rescued}; go on after {newest} with checkpoint.resume_from=latest"
 
 
-def _report(config: RLVRConfig, folder: RunFolder, end: RunEnd) -> int:
+def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:
     from roll_async.observe import report
     from roll_async.pipelines.protocol import RunEnd
 

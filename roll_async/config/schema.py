@@ -142,6 +142,26 @@ class PipelineConfig:
         raise NotImplementedError
 
     @property
+    def domains(self) -> tuple[str, ...]:
+        """What a task may be of: a reward, or the tag of a world."""
+        raise NotImplementedError
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a row at most."""
+        raise NotImplementedError
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of a row after its prompt at most."""
+        raise NotImplementedError
+
+    @property
+    def validation_sampling(self) -> GeneratingArguments | None:
+        """How validation samples; None = no validation."""
+        raise NotImplementedError
+
+    @property
     def samples_per_batch(self) -> int:
         """G * N."""
         return self.groups_per_batch * self.samples_per_group
@@ -234,6 +254,26 @@ class RLVRConfig(PipelineConfig):
         """G: prompts per training step."""
         return self.rollout_batch_size
 
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Keys of `rewards`."""
+        return tuple(self.rewards)
+
+    @property
+    def longest_sequence(self) -> int:
+        """sequence_length."""
+        return self.sequence_length
+
+    @property
+    def longest_response(self) -> int:
+        """response_length."""
+        return self.response_length
+
+    @property
+    def validation_sampling(self) -> GeneratingArguments | None:
+        """`validation.generating_args`."""
+        return None if self.validation is None else self.validation.generating_args
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgenticConfig(PipelineConfig):
@@ -259,6 +299,26 @@ class AgenticConfig(PipelineConfig):
     def groups_per_batch(self) -> int:
         """G: rollout_batch_size / group_size, at least 1."""
         return max(1, self.rollout_batch_size // self.train_env_manager.group_size)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Tags of `custom_envs`."""
+        return tuple(self.custom_envs)
+
+    @property
+    def longest_sequence(self) -> int:
+        """sequence_length."""
+        return self.sequence_length
+
+    @property
+    def longest_response(self) -> int:
+        """The policy's turns and what comes between them share sequence_length."""
+        return self.sequence_length
+
+    @property
+    def validation_sampling(self) -> GeneratingArguments | None:
+        """As in training: worlds of validation differ by their seeds."""
+        return self.actor_infer.generating_args
 
 
 def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:

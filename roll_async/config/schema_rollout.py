@@ -13,7 +13,10 @@ REWARD_TYPES = (
 )  # fmt: skip
 ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa", "exact_match")
 
-ENV_TYPES = ("frozen_lake", "sokoban", "webshop", "math", "code", "qa")
+ENV_TYPES = (
+    "frozen_lake", "sokoban", "countdown", "math", "qa", "text_game",
+    "gymnasium", "minigrid", "textarena", "reasoning_gym", "webshop", "code",
+)  # fmt: skip
 
 
 def reads_answers(reward_type: str) -> bool:
@@ -113,11 +116,14 @@ class EnvConfig:
     """One world."""
 
     env_type: str = required()
-    """frozen_lake, sokoban, webshop, math, code, qa, or a dotted path."""
+    """frozen_lake, sokoban, countdown, math, qa, text_game, gymnasium, minigrid, textarena, reasoning_gym, or a dotted
+    path to a world or an agent."""
     manager: Literal["traj", "step"] = "traj"
     """One sample per trajectory, or per turn."""
     max_steps: int = bounded(10, ">= 1")
     """Turns of a trajectory."""
+    max_seconds: float = bounded(0.0, ">= 0")
+    """Seconds of a trajectory from its first turn, after which nothing more is sampled; 0 = no limit."""
     max_tokens_per_step: int = derived(">= 1")
     """Tokens of one turn; default: actor_infer.generating_args.max_new_tokens."""
     agent_system_template: str | None = None

@@ -18,7 +18,8 @@ class ModelArguments:
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Number format of weights and activations; bf16 needs no loss scaling."""
     attn_implementation: Literal["auto", "sdpa", "fa2"] = "auto"
-    """Kernel of hf_infer (fa2 = flash attention, auto = sdpa); other strategies choose for themselves."""
+    """Kernel of hf_infer (fa2 = flash attention, auto = sdpa), and fa2 of Transformer Engine; other strategies choose
+    for themselves."""
     disable_gradient_checkpointing: bool = False
     """true refuses a recompute_granularity; no effect on inference roles."""
     lora_rank: int = bounded(0, ">= 0")

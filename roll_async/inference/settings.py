@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from roll_async.config.schema import (
     GeneratingArguments,
-    RLVRConfig,
+    PipelineConfig,
     SglangConfig,
     VllmConfig,
     roles_on_engine_devices,
@@ -62,7 +62,7 @@ class EngineSettings:
     """Handed to the library unchanged."""
 
     @classmethod
-    def of(cls, config: RLVRConfig, *, replica: int, restart: int) -> EngineSettings:
+    def of(cls, config: PipelineConfig, *, replica: int, restart: int) -> EngineSettings:
         """One replica of actor_infer, as the config has it. `restart`: how often it was started before."""
         role = config.actor_infer
         strategy = role.strategy_args.strategy_config
@@ -70,7 +70,7 @@ class EngineSettings:
             "model_folder": role.model_args.model_name_or_path,
             "dtype": role.model_args.dtype,
             "device": "cpu" if role.device_mapping is None else "cuda",
-            "max_model_len": config.sequence_length,
+            "max_model_len": config.longest_sequence,
             "seed": replica_seed(config.seed, replica, restart),
             "attention": "flash_attention_2" if role.model_args.attn_implementation == "fa2" else "sdpa",
             "max_running": config.async_training.max_concurrent_per_server,
@@ -117,6 +117,6 @@ class EngineSettings:
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def _all_generating_args(config: RLVRConfig) -> list[GeneratingArguments]:
-    validation = [] if config.validation is None else [config.validation.generating_args]
-    return [config.actor_infer.generating_args, *validation]
+def _all_generating_args(config: PipelineConfig) -> list[GeneratingArguments]:
+    validation = config.validation_sampling
+    return [config.actor_infer.generating_args, *([] if validation is None else [validation])]

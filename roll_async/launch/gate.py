@@ -4,19 +4,19 @@ ignored.
 
 from __future__ import annotations
 
-from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, RLVRConfig, VllmConfig, WorkerConfig
+from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, PipelineConfig, VllmConfig, WorkerConfig
 from roll_async.inference.backends import ENGINES
 from roll_async.weight_sync.transports import SENDERS
 
 
-def refuse_unsupported(config: RLVRConfig) -> None:
+def refuse_unsupported(config: PipelineConfig) -> None:
     """Raise ValueError naming key, value and remedy of the first such setting; docs_roll/status.md lists them."""
     problems = [*_roles(config), *_engine(config)]
     if problems:
         raise ValueError("; ".join(problems))
 
 
-def _roles(config: RLVRConfig) -> list[str]:
+def _roles(config: PipelineConfig) -> list[str]:
     problems = []
     for name, role in config.roles():
         problems += _without_effect(name, role)
@@ -35,13 +35,21 @@ def _without_effect(name: str, role: WorkerConfig) -> list[str]:
     """Values that nothing would act on."""
     problems = []
     attention, strategy = role.model_args.attn_implementation, role.strategy_args.strategy_name
-    if attention != "auto" and strategy != "hf_infer":
+    flash = attention == "fa2" and _on_transformer_engine(role)
+    if attention != "auto" and strategy != "hf_infer" and not flash:
         problems.append(
             f"{name}.model_args.attn_implementation={attention} has no effect, {strategy} chooses its own; use auto"
         )
     if not role.logits_in_fp32:
         problems.append(f"{name}.logits_in_fp32=false: log-probs always come from fp32 logits; remove it")
     return problems
+
+
+def _on_transformer_engine(role: WorkerConfig) -> bool:
+    """Whether the layers may be Transformer Engine's, which can be told to take its flash kernel."""
+    strategy = role.strategy_args.strategy_config
+    megatron = isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
+    return megatron and strategy.transformer_impl != "local" and role.device_mapping is not None
 
 
 def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | MegatronInferConfig) -> list[str]:
@@ -59,7 +67,7 @@ def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | Meg
     return problems
 
 
-def _engine(config: RLVRConfig) -> list[str]:
+def _engine(config: PipelineConfig) -> list[str]:
     problems = []
     strategy = config.actor_infer.strategy_args.strategy_name
     if strategy not in ENGINES:
@@ -75,7 +83,7 @@ def _engine(config: RLVRConfig) -> list[str]:
     return problems
 
 
-def _cannot_record(config: RLVRConfig) -> list[str]:
+def _cannot_record(config: PipelineConfig) -> list[str]:
     """Why vLLM could not tell which experts it took."""
     key, strategy = "actor_infer.strategy_args.strategy_config", config.actor_infer.strategy_args.strategy_config
     if not isinstance(strategy, VllmConfig):

@@ -17,7 +17,7 @@ from roll_async.cluster.placement import ProcessPlacement, devices_of, place, th
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
-from roll_async.config.schema import RLVRConfig, WorkerConfig, roles_on_engine_devices
+from roll_async.config.schema import PipelineConfig, WorkerConfig, roles_on_engine_devices
 from roll_async.launch.rollout import StartedRollout, start_rollout
 from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, DeviceTurns
 
@@ -38,7 +38,7 @@ class RolePlacements:
         return (*(p for part in self.training.values() for p in part), *self.engines)
 
 
-def training_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     """Roles with Megatron ranks of their own."""
     roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
     if reference_is_actor(config):
@@ -46,7 +46,7 @@ def training_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     return roles
 
 
-def reference_is_actor(config: RLVRConfig) -> bool:
+def reference_is_actor(config: PipelineConfig) -> bool:
     """Whether the actor with its adapters off is the reference: the same model on the same devices."""
     actor, reference = config.actor_train, config.reference
     if reference is None or not actor.model_args.lora_rank:
@@ -55,7 +55,7 @@ def reference_is_actor(config: RLVRConfig) -> bool:
     return same_model and actor.device_mapping == reference.device_mapping
 
 
-def place_roles(config: RLVRConfig) -> RolePlacements:
+def place_roles(config: PipelineConfig) -> RolePlacements:
     """Device mappings to processes. Raises ValueError for a mapping that spans nodes where it cannot."""
     roles = training_roles(config)
     cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
@@ -77,7 +77,7 @@ def place_roles(config: RLVRConfig) -> RolePlacements:
     )
 
 
-def _written(config: RLVRConfig) -> list[tuple[str, str]]:
+def _written(config: PipelineConfig) -> list[tuple[str, str]]:
     """Folders that the driver and the ranks write into."""
     run = Path(config.output_dir) / config.exp_name
     keys = {"output_dir": run, "checkpoint.output_dir": Path(config.checkpoint.output_dir)}
@@ -98,7 +98,7 @@ class RoleStarter:
     """Starts roles in parallel; all of them are closed when the stack closes."""
 
     def __init__(
-        self, config: RLVRConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack
+        self, config: PipelineConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack
     ) -> None:
         self._config, self._runtime, self._placements, self._stack = config, runtime, placements, stack
         self._pool = NodePool(placements.all)

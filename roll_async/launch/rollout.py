@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roll_async.agents.groups import AgentGroups
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
 from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import pretended_gpus
-from roll_async.config.schema import DataArguments, RLVRConfig
+from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
 from roll_async.inference.settings import EngineSettings
+from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.pipelines.turns import DeviceTurns
 from roll_async.pipelines.wire import (
     Classes,
@@ -38,7 +40,10 @@ from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.group_source import GroupSource
+from roll_async.rollout.protocol import PromptSource
 from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
 from roll_async.weight_sync.synchronizer import WeightSource
@@ -51,7 +56,7 @@ logger = logging.getLogger(__name__)
 class RolloutOrder:
     """What the roles are coupled to, and where the run goes on."""
 
-    config: RLVRConfig
+    config: PipelineConfig
     source: WeightSource
     """The trainer's ranks."""
     restored: int = 0
@@ -66,25 +71,31 @@ class RolloutOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StartedTasks:
+    """What the policy is asked, and who makes groups of it."""
+
+    prompts: PromptSource
+    source: Callable[[RolloutOrder], Callable[[AsyncLLMServerManager], GroupSource]]
+    validation: Sequence[Prompt] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StartedRollout:
     """Everything that generates, running."""
 
     engines: Engines
-    scorer: RayScorer
-    prompts: ShuffledPrompts
-    validation: Sequence[Prompt]
+    tasks: StartedTasks
 
     async def couple(self, order: RolloutOrder) -> RolloutSide:
         """Queue, rollouter and synchronizer of one run."""
         config = order.config
-        tools, options = _tools(order), SchedulerOptions.of(config)
         roles = RolloutRoles(
             engines=self.engines,
-            groups=lambda manager: ChatCompletionScheduler(manager, self.scorer, options, tools=tools),
-            prompts=self.prompts,
+            groups=self.tasks.source(order),
+            prompts=self.tasks.prompts,
             weights=order.source,
             ledger=_ledger(config),
-            validation=self.validation,
+            validation=self.tasks.validation,
             restored=order.restored,
             position=order.position,
             turns=order.turns,
@@ -96,7 +107,11 @@ class RolloutStarter:
     """Starts engines and rewards in parallel; all of them are closed when the stack closes."""
 
     def __init__(
-        self, config: RLVRConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
+        self,
+        config: PipelineConfig,
+        engines: Sequence[ProcessPlacement],
+        pool: NodePool,
+        stack: AsyncExitStack,
     ) -> None:
         self._config, self._placements, self._pool, self._stack = config, engines, pool, stack
         self._engines: dict[str, RayEngineClient] = {}
@@ -105,12 +120,27 @@ class RolloutStarter:
         """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
         config = self._config
         engines = asyncio.gather(*(self._start_engine(p) for p in self._placements))
-        (train, valid), scorer, clients = await asyncio.gather(
-            asyncio.to_thread(prompts_of, config), self._start_scorer(), engines
-        )
+        if isinstance(config, AgenticConfig):
+            tasks, clients = await asyncio.gather(start_agents(config, self._stack), engines)
+        else:
+            assert isinstance(config, RLVRConfig)
+            tasks, clients = await asyncio.gather(self._start_prompts(config), engines)
         connected = connect(clients, self._restart_engine, EngineOptions.of(config))
         await connected.start(self._stack)
-        return StartedRollout(engines=connected, scorer=scorer, prompts=train, validation=valid)
+        return StartedRollout(engines=connected, tasks=tasks)
+
+    async def _start_prompts(self, config: RLVRConfig) -> StartedTasks:
+        """Prompt files and rewards."""
+        (train, held_out), scorer = await asyncio.gather(
+            asyncio.to_thread(prompts_of, config), self._start_scorer(config)
+        )
+        options = SchedulerOptions.of(config)
+
+        def source(order: RolloutOrder) -> Callable[[AsyncLLMServerManager], GroupSource]:
+            tools = _tools(order, config)
+            return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
+
+        return StartedTasks(prompts=train, source=source, validation=held_out)
 
     async def _start_engine(self, placement: ProcessPlacement, number: int = 0) -> RayEngineClient:
         role = self._config.actor_infer
@@ -131,8 +161,7 @@ class RolloutStarter:
         placement = next(p for p in self._placements if replica_name(p) == name)
         return await self._start_engine(placement, number)
 
-    async def _start_scorer(self) -> RayScorer:
-        config = self._config
+    async def _start_scorer(self, config: RLVRConfig) -> RayScorer:
         plan = HostPlan(
             rewards=config.rewards,
             tokenizer_folder=config.pretrain,
@@ -145,7 +174,7 @@ class RolloutStarter:
 
 
 async def start_rollout(
-    config: RLVRConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
+    config: PipelineConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
 ) -> StartedRollout:
     """`RolloutStarter` as a function, for another process."""
     return await RolloutStarter(config, engines, pool, stack).start()
@@ -173,16 +202,29 @@ def _data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:
     return DataOptions.of(config, data, checks=row_checks(config.rewards), references=REFERENCE_COLUMNS)
 
 
-def _tools(order: RolloutOrder) -> ToolCompletionCallback | None:
+async def start_agents(config: AgenticConfig, stack: AsyncExitStack) -> StartedTasks:
+    """Worlds, tools and the gateway."""
+    parts = await agent_parts(config, stack)
+
+    def source(order: RolloutOrder) -> Callable[[AsyncLLMServerManager], GroupSource]:
+        return lambda manager: AgentGroups(manager, parts, group_options(config))
+
+    return StartedTasks(
+        prompts=training_tasks(config),
+        source=source,
+        validation=validation_tasks(config),
+    )
+
+
+def _tools(order: RolloutOrder, config: RLVRConfig) -> ToolCompletionCallback | None:
     if not order.tools:
         return None
-    config = order.config
     assert config.actor_train.data_args is not None
     codec = ChatToolCodec(load_tokenizer(config.pretrain), config.actor_train.data_args.template)
     return order.tool_callback(order.tools, codec, timeout_s=config.fault.env_timeout)
 
 
-def _ledger(config: RLVRConfig) -> Ledger:
+def _ledger(config: PipelineConfig) -> Ledger:
     ledger = config.ledger
     if config.checkpoint.resume_from is None:
         # A fresh run must not train groups of an older one; they are kept beside it, not lost.
@@ -190,7 +232,7 @@ def _ledger(config: RLVRConfig) -> Ledger:
     return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
 
 
-def _transport(config: RLVRConfig) -> str:
+def _transport(config: PipelineConfig) -> str:
     pretended = pretended_gpus() > 0
     name, reason = choose_transport(
         config.weight_sync.transport,

@@ -10,7 +10,7 @@ from pathlib import Path
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import PipelineConfig
 from roll_async.launch.roles import RolePlacements, Roles, RoleStarter, reference_is_actor
 from roll_async.launch.rollout import RolloutOrder
 from roll_async.observe.recorder import Recorder
@@ -70,7 +70,7 @@ class Assembled:
 
 
 async def build_run(
-    config: RLVRConfig,
+    config: PipelineConfig,
     runtime: RuntimeInfo,
     placements: RolePlacements,
     stack: AsyncExitStack,
@@ -92,7 +92,7 @@ async def build_run(
 
 
 async def couple(
-    config: RLVRConfig,
+    config: PipelineConfig,
     roles: Roles,
     recorder: Recorder,
     folder: RunFolder,

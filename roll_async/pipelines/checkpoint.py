@@ -18,7 +18,7 @@ from typing import Protocol
 
 from roll_async.buffer.errors import LedgerError
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import PipelineConfig
 from roll_async.observe.sample_dump import SampleDump
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class LoopCheckpoint:
 
     def __init__(
         self,
-        config: RLVRConfig,
+        config: PipelineConfig,
         roles: Mapping[str, SavedRole],
         learner: SavedLearner,
         queue: SavedQueue,
@@ -118,7 +118,7 @@ class LoopCheckpoint:
 
 
 async def restore_loop(
-    config: RLVRConfig, roles: Mapping[str, SavedRole], learner: SavedLearner, checkpoints: RunCheckpoints
+    config: PipelineConfig, roles: Mapping[str, SavedRole], learner: SavedLearner, checkpoints: RunCheckpoints
 ) -> tuple[int, Mapping[str, object] | None]:
     """Load what `checkpoint.resume_from` names: the step the run continues after (0 for a fresh run) and its position
     in the prompt stream.

@@ -158,6 +158,7 @@ def step_metrics(
         "rollout/reward_errors": float(rollout.reward_errors),
         "rollout/tool_calls": float(rollout.tool_calls),
         "rollout/tool_failures": float(rollout.tool_failures),
+        **rollout.source,
         "weights/version": float(queue.held_version or 0),
         "time/step_s": total,
         "time/wait_batch_s": wait,

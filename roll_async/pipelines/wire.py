@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
-from roll_async.config.schema import PipelineConfig, RLVRConfig, roles_on_engine_devices
+from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
@@ -111,16 +111,16 @@ class RolloutOptions:
     """Samples per held-out prompt."""
 
     @classmethod
-    def of(cls, config: RLVRConfig, transport: str) -> RolloutOptions:
+    def of(cls, config: PipelineConfig, transport: str) -> RolloutOptions:
         """As the config has it. `transport`: what `choose_transport` chose."""
-        validation = config.validation
+        validation = config.validation_sampling
         return cls(
             queue=QueueOptions.of(config),
             sync=SyncOptions.of(config, transport),
             stop_timeout_s=config.async_training.interrupt.timeout,
             budget=BudgetOptions.of(config),
-            validation=None if validation is None else sampling_of(validation.generating_args),
-            validation_samples=1 if validation is None else validation.generating_args.num_return_sequences,
+            validation=None if validation is None else sampling_of(validation),
+            validation_samples=1 if validation is None else validation.num_return_sequences,
         )
 
 

@@ -8,8 +8,8 @@ staleness or versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -50,6 +50,8 @@ class SourceCounts:
     tool_calls: int = 0
     tool_failures: int = 0
     """Calls that ended in an error, which the model then read."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of this kind of source, by key; published as they are."""
 
 
 class GroupSource(Protocol):

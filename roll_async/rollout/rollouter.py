@@ -75,6 +75,8 @@ class RollouterStats:
     """Of the samples of the last groups, those with an exact copy in their group."""
     judged: Mapping[str, int] = field(default_factory=dict)
     """Groups by what the filter said of them; keys of JUDGED."""
+    source: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the group source, by key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,4 +294,5 @@ class Rollouter:
             busy_s=servers.busy_s,
             duplicate_share=self._duplicates.share,
             judged=dict(self._judged),
+            source=dict(source.metrics),
         )

@@ -22,7 +22,7 @@ from roll_async.algorithms.correction import CorrectionOptions, correct, correct
 from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
 from roll_async.algorithms.masked import masked_mean, whiten
 from roll_async.algorithms.rewards import RunningMoments
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import PipelineConfig
 from roll_async.schema import ExpertRows, Group, TrainBatch
 from roll_async.trainer import credit
 from roll_async.trainer.collate import collate
@@ -77,7 +77,7 @@ class LearnerOptions:
     seed: int = 42
 
     @classmethod
-    def of(cls, config: RLVRConfig) -> LearnerOptions:
+    def of(cls, config: PipelineConfig) -> LearnerOptions:
         """What shapes the training signal, as the config has it; algorithm keys of the same name as they are."""
         algorithm = config.algorithm
         same = {f.name for f in fields(cls)} & {f.name for f in fields(type(algorithm))}
@@ -85,8 +85,8 @@ class LearnerOptions:
         staleness = config.async_training.staleness
         return cls(
             **values,
-            domains=tuple(config.rewards),
-            response_length=config.response_length,
+            domains=config.domains,
+            response_length=config.longest_response,
             adv_options=asdict(algorithm.adv_options),
             overlong_len=algorithm.overlong_buffer.len if algorithm.overlong_buffer.enable else 0,
             overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,

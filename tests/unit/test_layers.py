@@ -12,7 +12,7 @@ LAYER = {
     "buffer": 2, "weight_sync": 2,
     "trainer": 3, "inference": 3,
     "rollout": 4,
-    "pipelines": 5, "cluster": 5,
+    "pipelines": 5, "cluster": 5, "agents": 5,
     "simulator": 6,
     "launch": 7,
     "commands": 8,
@@ -23,6 +23,7 @@ ALLOWED = {
     "schema": {"torch"},  # annotations only
     "config": {"yaml", "dataclasses_json"},
     "algorithms": {"torch"},
+    "agents": {"aiohttp", "jinja2", "matplotlib", "mcp", "transformers"},
     "envs": {"gymnasium", "minigrid", "textarena", "reasoning_gym"},
     "buffer": set(),
     "rollout": set(),

@@ -34,10 +34,9 @@ class GymnasiumWorld(TextWorld):
 
     def __init__(self, options: GymnasiumOptions) -> None:
         self._options = options
-        try:
-            self._env = gymnasium.make(options.id, **{"render_mode": "ansi", **options.kwargs})
-        except TypeError:
-            self._env = gymnasium.make(options.id, **options.kwargs)
+        self._env = gymnasium.make(options.id, **options.kwargs)
+        if "ansi" in self._env.metadata.get("render_modes", ()) and "render_mode" not in options.kwargs:
+            self._env = gymnasium.make(options.id, render_mode="ansi", **options.kwargs)
         if not isinstance(self._env.action_space, gymnasium.spaces.Discrete):
             raise ValueError(f"{options.id} has no discrete actions")
         self._start, self._count = int(self._env.action_space.start), int(self._env.action_space.n)

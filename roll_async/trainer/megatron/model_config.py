@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from roll_async.checkpoint.hf_config import HfConfig
@@ -64,6 +65,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         # Local layers run one expert after another; Megatron's own grouped experts have other parameters.
         "moe_grouped_gemm": uses_transformer_engine(settings.transformer_impl, adapters=settings.lora_rank > 0),
         **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
+        **({"attention_backend": AttnBackend.flash} if settings.flash_attention else {}),
         **settings.recompute,
         **settings.extra,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, PipelineConfig, RLVRConfig, WorkerConfig
+from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, PipelineConfig, WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,14 +80,14 @@ class LossSettings:
     ppo_epochs: int = 1
 
     @classmethod
-    def of(cls, config: RLVRConfig) -> LossSettings:
+    def of(cls, config: PipelineConfig) -> LossSettings:
         """As the config has it."""
         algorithm = config.algorithm
         return cls(
             pg_variant=algorithm.pg_variant,
             pg_options=algorithm.pg_options,
             loss_agg_mode=algorithm.loss_agg_mode,
-            normalizer_length=config.response_length,
+            normalizer_length=config.longest_response,
             entropy_coef=algorithm.entropy_loss_coef,
             kl_coef=algorithm.kl_loss_coef,
             kl_estimator=algorithm.kl_estimator,
@@ -133,11 +133,13 @@ class MegatronSettings:
     recompute: Mapping[str, object] = field(default_factory=dict)
     transformer_impl: str = "auto"
     seed: int = 42
+    flash_attention: bool = False
+    """Transformer Engine takes its flash kernel and no other (attn_implementation fa2)."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Handed to TransformerConfig unchanged."""
 
     @classmethod
-    def of(cls, config: RLVRConfig, role: WorkerConfig) -> MegatronSettings:
+    def of(cls, config: PipelineConfig, role: WorkerConfig) -> MegatronSettings:
         """One Megatron role as the config has it; with an optimizer and a loss when it trains."""
         strategy = role.strategy_args.strategy_config
         assert isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
@@ -186,6 +188,7 @@ class MegatronSettings:
             recompute=recompute,
             transformer_impl=strategy.transformer_impl,
             seed=config.seed,
+            flash_attention=role.model_args.attn_implementation == "fa2",
             extra=strategy.extra,
         )
 

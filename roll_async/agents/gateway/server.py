@@ -1,0 +1,227 @@
+"""The model endpoint of every trajectory: an agent that only changes `base_url` and key is recorded, and trained.
+
+    agent --Authorization: Bearer SECRET--> /v1/chat/completions | /v1/responses | /v1/messages --> Session.turn
+
+One secret per trajectory; what is done with it lands in that trajectory's tree. A request that comes again with the
+same id (`Idempotency-Key`, `X-Request-Id`, or a client's own count of retries) gets the reply of the first. A
+trajectory that has ended answers 400, which no client tries again. The server may be closed and started again: sessions
+outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+from aiohttp import web
+
+from roll_async.agents.gateway import anthropic, chat, responses
+from roll_async.agents.messages import TurnReply
+from roll_async.agents.session import BadRequest, Session, TrajectoryEnded
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 64 << 20
+_PARSE_OFF_LOOP_BYTES = 256 << 10
+_KEEP_ALIVE_S = 5.0
+_RETRY_COUNTS = ("x-stainless-retry-count",)
+_IDS = ("idempotency-key", "x-request-id", "x-client-request-id")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """What an agent is given."""
+
+    base_url: str
+    """With /v1, as the openai client wants it; the Anthropic client wants it without."""
+    api_key: str
+    model: str
+
+    @property
+    def root_url(self) -> str:
+        """Without /v1."""
+        return self.base_url.removesuffix("/v1")
+
+
+class PolicyGateway:
+    """The server and the secrets of its sessions."""
+
+    def __init__(
+        self,
+        *,
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        adopt: Callable[[str], Session | None] | None = None,
+    ) -> None:
+        """`adopt`: a session for a secret that `open` did not give out (serve-policy). Raises ValueError for an address
+        that others can reach when `adopt` checks no token.
+        """
+        self._model, self._host, self._port, self._adopt = model, host, port, adopt
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self.requests: Counter[str] = Counter()
+        """By status."""
+
+    async def start(self) -> None:
+        """Listen. Raises OSError when the port is taken."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_get("/v1/models", self._models)
+        for path, dialect in (
+            ("/v1/chat/completions", chat),
+            ("/v1/responses", responses),
+            ("/v1/messages", anthropic),
+        ):
+            app.router.add_post(path, self._handler(dialect))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    @property
+    def base_url(self) -> str:
+        """With the port it listens on."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/v1"
+
+    def open(self, session: Session) -> Endpoint:
+        """A secret for this session."""
+        secret = f"sk-{secrets.token_urlsafe(24)}"
+        self._sessions[secret] = session
+        return Endpoint(base_url=self.base_url, api_key=secret, model=self._model)
+
+    def shut(self, endpoint: Endpoint) -> None:
+        """The secret opens nothing any more."""
+        self._sessions.pop(endpoint.api_key, None)
+
+    async def close(self) -> None:
+        """Stop listening; sessions stay. `start` listens again, on the same port."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    def _session(self, request: web.Request) -> Session | None:
+        given = request.headers.get("authorization", "")
+        secret = given[7:].strip() if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+        found = self._sessions.get(secret)
+        if found is None and secret and self._adopt is not None:
+            found = self._adopt(secret)
+            if found is not None:
+                self._sessions[secret] = found
+        return found
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session(request) is None:
+            return self._refused(401, "unknown API key", "invalid_api_key")
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "roll_async"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    def _handler(self, dialect: ModuleType) -> Callable:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            if session is None:
+                return self._refused(401, "unknown API key", "invalid_api_key")
+            try:
+                raw = await request.read()
+                body = await self._parsed(raw)
+                wanted = dialect.read(body)
+            except BadRequest as error:
+                return self._refused(400, str(error), "invalid_request_error")
+            turn = asyncio.ensure_future(session.turn(wanted, *_key(request, raw)))
+            if body.get("stream"):
+                return await self._streamed(request, dialect, turn, body)
+            try:
+                reply = await turn
+            except (BadRequest, TrajectoryEnded) as error:
+                return self._failed(error)
+            except (RuntimeError, OSError) as error:  # of the engines: the client may try again
+                return self._refused(503, str(error), "engine_error")
+            self.requests["200"] += 1
+            return web.json_response(dialect.write(reply, self._model, int(time.time())))
+
+        return handle
+
+    async def _parsed(self, raw: bytes) -> dict:
+        try:
+            body = await asyncio.to_thread(json.loads, raw) if len(raw) > _PARSE_OFF_LOOP_BYTES else json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise BadRequest("not a JSON object")
+        return body
+
+    async def _streamed(
+        self, request: web.Request, dialect: ModuleType, turn: asyncio.Future[TurnReply], body: dict
+    ) -> web.StreamResponse:
+        """Comments while the turn is sampled, then all of it: a turn is told when its tokens are final."""
+        await asyncio.wait({turn}, timeout=_KEEP_ALIVE_S)
+        if turn.done() and turn.exception() is not None:
+            error = turn.exception()
+            assert error is not None
+            return self._failed(error)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        await response.prepare(request)
+        try:
+            while not turn.done():
+                await response.write(b": sampling\n\n")
+                await asyncio.wait({turn}, timeout=_KEEP_ALIVE_S)
+            for event in self._events(dialect, turn, body):
+                await response.write(event.encode())
+        except ConnectionError:
+            logger.info("a client left its stream; the turn is recorded")
+        return response
+
+    def _events(self, dialect: ModuleType, turn: asyncio.Future[TurnReply], body: dict) -> Iterator[str]:
+        error = turn.exception()
+        if error is None:
+            self.requests["200"] += 1
+            yield from dialect.stream(turn.result(), self._model, int(time.time()), body)
+            return
+        self.requests["400"] += 1
+        yield f"event: error\ndata: {json.dumps(_error(str(error), 'trajectory_ended'))}\n\n"
+
+    def _failed(self, error: BaseException) -> web.Response:
+        match error:
+            case TrajectoryEnded():
+                return self._refused(400, f"the trajectory has ended: {error}", "trajectory_ended")
+            case BadRequest():
+                return self._refused(400, str(error), "invalid_request_error")
+            case _:
+                return self._refused(503, str(error), "engine_error")
+
+    def _refused(self, status: int, message: str, code: str) -> web.Response:
+        self.requests[str(status)] += 1
+        return web.json_response(_error(message, code), status=status)
+
+
+def _error(message: str, code: str) -> dict:
+    return {"type": "error", "error": {"message": message, "type": code, "code": code, "param": None}}
+
+
+def _key(request: web.Request, raw: bytes) -> tuple[str, bool]:
+    """(what a request that is sent again has in common with the first, whether this one may be such). Clients that send
+    no id count their retries, and then the body is what they have in common; the same body without that is asked anew.
+    """
+    for name in _IDS:
+        if value := request.headers.get(name):
+            return f"{name} {value}", True
+    again = any(request.headers.get(name, "0") != "0" for name in _RETRY_COUNTS)
+    return f"body {hashlib.blake2b(raw, digest_size=16).hexdigest()}", again
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,287 @@
+"""Groups of trajectories: `rollout/group_source.py: GroupSource` for agents.
+
+    task --+-- trajectory (fresh world, fresh session) -- trusted end --> rows
+           +-- ...                                     -- other end --> again on a fresh world, up to a limit
+           +-- redundant ones: the first group_size that end are kept, the others are cancelled
+
+No trajectory waits for another, and one that thinks, or whose tools run, holds no slot of an engine. A trajectory whose
+attempts are used up fails its group, whose slot goes to another task; it is never trained as a reward of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+from roll_async.agents.counts import AgentCounts
+from roll_async.agents.gateway.server import PolicyGateway
+from roll_async.agents.play import Play, PlayOptions, run_agent
+from roll_async.agents.policies import EnginePolicy
+from roll_async.agents.protocol import Ending, Task
+from roll_async.agents.rendering import Renderer
+from roll_async.agents.session import Session, SessionOptions
+from roll_async.agents.tasks import task_of
+from roll_async.agents.tools.toolbox import Toolbox
+from roll_async.algorithms.group_variance import group_verdict
+from roll_async.envs.pool import WorldPool
+from roll_async.envs.registry import WorldSpec
+from roll_async.rollout.chat_scheduler import metric_of
+from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
+from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.schema import Group, Outcome, Prompt, Reward, Sample, SamplingParams, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TagPlan:
+    """How the trajectories of one tag go."""
+
+    spec: WorldSpec
+    session: SessionOptions
+    play: PlayOptions
+    toolbox: Toolbox
+    agent: object | None = None
+    """An agent of the user's own instead of a world."""
+    max_concurrent: int = 0
+    """Worlds at the same time; 0 = no cap."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFilter:
+    """Which groups carry a signal (`algorithm.filter_groups`)."""
+
+    metric: str = "score"
+    variance_threshold: float = 1e-8
+    singletons: str = "keep"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupOptions:
+    """Size of groups, and what is tried again."""
+
+    group_size: int
+    redundancy: int = 0
+    max_worlds: int = 0
+    """Trajectories at the same time over all groups (num_env_groups * trajectories of a group); 0 = no cap."""
+    retries: int = 2
+    """Further attempts of a trajectory whose end says nothing about the policy."""
+    filter: GroupFilter | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentParts:
+    """What trajectories are made of, shared by all."""
+
+    tags: Mapping[str, TagPlan]
+    renderer: Renderer
+    worlds: WorldPool
+    gateway: PolicyGateway | None = None
+    """Needed by tags with an agent."""
+    executor: Executor | None = None
+    """Where chats are rendered and encoded."""
+    tell: Callable[[str, Task, Ending, Sequence[Sample]], None] | None = None
+    """Gets every trajectory that ended with trust: name, task, how it ended, its rows."""
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A group under way."""
+
+    sessions: set[Session] = field(default_factory=set)
+    tasks: list[asyncio.Task[list[Sample] | str]] = field(default_factory=list)
+    aborted: bool = False
+
+
+class AgentGroups:
+    """Runs groups of trajectories on the replicas of a manager."""
+
+    def __init__(self, manager: AsyncLLMServerManager, parts: AgentParts, options: GroupOptions) -> None:
+        self._manager, self._parts, self._options = manager, parts, options
+        self._policy = EnginePolicy(manager)
+        self._counts = AgentCounts()
+        self._running: dict[int, _Running] = {}
+        self._worlds = asyncio.Semaphore(options.max_worlds) if options.max_worlds else None
+        self._caps = {
+            tag: asyncio.Semaphore(plan.max_concurrent) for tag, plan in parts.tags.items() if plan.max_concurrent
+        }
+
+    async def run_group(
+        self, prompt: Prompt, *, group_id: int, attempt: int = 0, admitted_version: WeightVersion = 0
+    ) -> GroupOutcome:
+        """One group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised."""
+        loop, options = asyncio.get_running_loop(), self._options
+        admitted, task, name = loop.time(), task_of(prompt), f"{group_id}.{attempt}"
+        running = self._running[group_id] = _Running()
+        try:
+            running.tasks = [
+                loop.create_task(self._trajectory(task, f"{name}/{i}", running))
+                for i in range(options.group_size + options.redundancy)
+            ]
+            kept, problems = await self._first(running.tasks, options.group_size)
+        finally:
+            await _cancel(running.tasks)
+            del self._running[group_id]
+        if running.aborted:
+            return GroupOutcome(fate=GroupFate.REQUEUED, reason="aborted")
+        if len(kept) < options.group_size:
+            reason = f"{len(kept)} of {options.group_size} trajectories ended with trust; {problems[-1]}"
+            return GroupOutcome(fate=GroupFate.FAILED, reason=reason)
+        group = Group(
+            group_id=group_id,
+            prompt=prompt,
+            samples=tuple(row for rows in kept for row in rows),
+            admitted_version=admitted_version,
+            admitted_s=admitted,
+            finished_s=loop.time(),
+        )
+        return self._judge(group)
+
+    async def _first(
+        self, tasks: Sequence[asyncio.Task[list[Sample] | str]], wanted: int
+    ) -> tuple[list[list[Sample]], list[str]]:
+        """(rows of the first `wanted` trajectories that end with trust, why others did not); gives up when there cannot
+        be as many.
+        """
+        kept: list[list[Sample]] = []
+        problems: list[str] = []
+        pending = set(tasks)
+        while pending and len(kept) < wanted <= len(kept) + len(pending):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for ended in sorted(done, key=tasks.index):
+                result = "aborted" if ended.cancelled() else ended.result()
+                if isinstance(result, str):
+                    problems.append(result)
+                elif len(kept) < wanted:
+                    kept.append(result)
+        return kept, problems
+
+    def _judge(self, group: Group) -> GroupOutcome:
+        chosen = self._options.filter
+        if chosen is None:
+            return GroupOutcome(fate=GroupFate.KEPT, group=group)
+        try:
+            values = [metric_of(rows[0], chosen.metric) for rows in group.trajectories]
+        except KeyError as missing:
+            reason = f"filter_groups.metric {missing} is not reported by the world"
+            return GroupOutcome(fate=GroupFate.FAILED, reason=reason)
+        verdict = group_verdict(values, variance_threshold=chosen.variance_threshold, singletons=chosen.singletons)
+        fate = GroupFate.KEPT if verdict == "keep" else GroupFate.FILTERED
+        return GroupOutcome(fate=fate, group=group, reason=verdict)
+
+    async def _trajectory(
+        self, task: Task, name: str, running: _Running, sampling: SamplingParams | None = None
+    ) -> list[Sample] | str:
+        """The rows of one trajectory that ended with trust, or why there are none."""
+        pause_s, reason = _FIRST_RETRY_S, ""
+        for attempt in range(self._options.retries + 1):
+            if attempt:
+                self._counts.retried()
+                await asyncio.sleep(pause_s)
+                pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
+            this = f"{name}~{attempt}" if attempt else name
+            ending, session = await self._attempt(task, this, running, sampling)
+            if not task.validation:
+                self._counts.ended(task.tag, ending, session.tree)
+            reward = Reward(score=ending.reward, metrics=ending.metrics) if ending.outcome.is_trusted else None
+            rows = session.tree.rows(this, reward=reward, outcome=ending.outcome)
+            if ending.outcome.is_trusted and rows:
+                if self._parts.tell is not None:
+                    self._parts.tell(this, task, ending, rows)
+                return rows
+            reason = f"{task.tag}, seed {task.seed}: {ending.outcome.value}: {ending.reason or 'no turn'}"
+            if ending.outcome is Outcome.CANCELLED:
+                break
+            logger.warning("trajectory %s: %s", this, reason)
+        return reason
+
+    async def _attempt(
+        self, task: Task, name: str, running: _Running, sampling: SamplingParams | None
+    ) -> tuple[Ending, Session]:
+        """One trajectory on a fresh world, to its end."""
+        plan, parts = self._parts.tags[task.tag], self._parts
+        options = plan.session if sampling is None else replace(plan.session, sampling=sampling)
+        options = replace(options, foreground=task.validation)
+        session = Session(name, self._policy, parts.renderer, options, parts.executor)
+        running.sessions.add(session)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._manager.forget_affinity, name)
+            stack.callback(running.sessions.discard, session)
+            stack.callback(session.end, Outcome.CANCELLED, "the trajectory is over")
+            for cap in (None if task.validation else self._worlds, self._caps.get(task.tag)):
+                if cap is not None:
+                    await stack.enter_async_context(cap)
+            if running.aborted:
+                return Ending(outcome=Outcome.CANCELLED, reason="aborted"), session
+            if plan.agent is not None:
+                return await self._run_agent(plan, task, session), session
+            world = parts.worlds.open(plan.spec)
+            stack.push_async_callback(world.close)
+            return await Play(session, world, plan.toolbox, plan.play).run(task.seed), session
+
+    async def _run_agent(self, plan: TagPlan, task: Task, session: Session) -> Ending:
+        gateway = self._parts.gateway
+        assert gateway is not None, "agents need the gateway"
+        endpoint = gateway.open(session)
+        try:
+            return await run_agent(plan.agent, task, session, endpoint, max_seconds=plan.session.max_seconds)
+        finally:
+            gateway.shut(endpoint)
+
+    async def abort_groups(self, group_ids: Iterable[int]) -> None:
+        """End these groups as REQUEUED; their requests have ended when this returns."""
+        chosen = [self._running[i] for i in group_ids if i in self._running]
+        for running in chosen:
+            running.aborted = True
+            for session in running.sessions:
+                session.stop(Outcome.CANCELLED, "aborted")
+        await self._manager.abort([i for r in chosen for session in r.sessions for i in session.open_requests])
+        for running in chosen:
+            for task in running.tasks:
+                if not task.done():
+                    task.cancel()
+
+    async def validate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
+    ) -> list[tuple[Prompt, Sample]]:
+        """One trajectory per prompt, its first row; failed ones are left out, logged."""
+        running = _Running()
+        running.tasks = [
+            asyncio.ensure_future(self._trajectory(task_of(p), f"{name}/{i}", running, sampling))
+            for i, p in enumerate(prompts)
+        ]
+        try:
+            done = await asyncio.gather(*running.tasks)
+        finally:
+            await _cancel(running.tasks)
+        return [(prompt, rows[0]) for prompt, rows in zip(prompts, done, strict=True) if isinstance(rows, list)]
+
+    def counts(self) -> SourceCounts:
+        """Counters since the start."""
+        boxes = {id(plan.toolbox): plan.toolbox for plan in self._parts.tags.values()}.values()
+        return SourceCounts(
+            tool_calls=sum(box.num_calls for box in boxes),
+            tool_failures=sum(box.num_failures for box in boxes),
+            metrics={
+                **self._counts.metrics(),
+                "agent/resampled_turns": float(self._policy.resampled_turns),
+                "agent/lost_world_processes": float(self._parts.worlds.killed),
+            },
+        )
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[list[Sample] | str]]) -> None:
+    """None of them runs when this returns."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # it is told by whoever waited for the others

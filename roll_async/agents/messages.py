@@ -1,0 +1,119 @@
+"""What an agent says to the policy and what comes back, whichever dialect it speaks: plain messages and tool calls."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """One call the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    problem: str = ""
+    """Why it cannot be run; the policy is told."""
+    call_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message of a chat."""
+
+    role: str
+    """system, user, assistant, tool."""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    """tool: which call it answers."""
+
+    def key(self) -> bytes:
+        """Equal for messages that say the same: ids, white space at the ends and the form of JSON do not count."""
+        calls = [[call.name, call.arguments] for call in self.tool_calls]
+        return json.dumps([self.role, self.content.strip(), calls], sort_keys=True).encode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """One request for a turn."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    """JSON schemas as of the chat completions API."""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnReply:
+    """One turn of the policy."""
+
+    reply_id: str
+    text: str
+    """Everything it wrote, end mark excluded."""
+    content: str
+    """Without well-formed tool calls."""
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    """stop, length, tool_calls."""
+    prompt_tokens: int
+    completion_tokens: int
+    node: int = -1
+    """Of the turn in the trajectory's tree."""
+    problems: tuple[ToolCall, ...] = ()
+    """Calls that cannot be run."""
+
+    @property
+    def message(self) -> Message:
+        """As it stands in the agent's history."""
+        return Message(role="assistant", content=self.content, tool_calls=self.tool_calls)
+
+
+def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...], tuple[ToolCall, ...]]:
+    """(text without well-formed calls, these calls, malformed ones) of `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`, as Qwen and Hermes models write them. Read as JSON, never evaluated.
+    """
+    calls: list[ToolCall] = []
+    problems: list[ToolCall] = []
+    rest, position = [], 0
+    for found in _CALL.finditer(text):
+        call = _parsed(found.group(1))
+        if call.problem:
+            problems.append(call)
+            continue
+        rest.append(text[position : found.start()])
+        position = found.end()
+        calls.append(call)
+    rest.append(text[position:])
+    content = "".join(rest) if calls else text
+    return (content.strip() if calls else content), tuple(calls), tuple(problems)
+
+
+def _parsed(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        return ToolCall(name="", problem=f"the call is not valid JSON ({reason})")
+    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCall(name="", problem='a call is {"name": string, "arguments": object}')
+    return ToolCall(name=name, arguments=arguments)
+
+
+def prefix_keys(messages: Sequence[Message]) -> list[bytes]:
+    """A digest of the first 1, 2, ... messages."""
+    digest, keys = hashlib.blake2b(digest_size=16), []
+    for message in messages:
+        digest.update(message.key())
+        digest.update(b"\x00")
+        keys.append(digest.copy().digest())
+    return keys

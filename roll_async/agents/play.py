@@ -1,0 +1,220 @@
+"""One trajectory: a world and the policy in turns, or an agent of the user's own at its endpoint.
+
+world --observation--> messages --> Session.turn --reply--> tools (in parallel) --> messages
+                                                    +-----> world.step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
+from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
+from roll_async.agents.session import BadRequest, Session, TrajectoryEnded
+from roll_async.agents.tools.toolbox import Toolbox
+from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
+from roll_async.rollout.requests import GenerationFailed
+from roll_async.schema import Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlayOptions:
+    """How the policy is shown a world."""
+
+    max_turns: int
+    windowed: bool = False
+    """Manager step: every turn is a text of its own."""
+    history_length: int = 0
+    """Turns shown, 0 = all; windowed only."""
+    system_template: str | None = None
+    """With {instructions}; None = the world's instructions."""
+    turn_template: str | None = None
+    """With {observation}, {turn}, {max_turns}, and windowed {history}; None = the observation, after the history."""
+
+
+class Play:
+    """The course of one trajectory in a world."""
+
+    def __init__(self, session: Session, world: LiveWorld, toolbox: Toolbox, options: PlayOptions) -> None:
+        self._session, self._world, self._toolbox, self._options = session, world, toolbox, options
+        self._world_tools: dict[str, Mapping[str, object]] = {}
+        self._system: list[Message] = []
+        self._messages: list[Message] = []
+        """Since the beginning; windowed: of the present turn of the world."""
+        self._history: list[tuple[str, str]] = []
+        self._frames: list[tuple[str, ...]] = []
+        self._story: list[tuple[str, str]] = []
+        self._moves = 0
+        self._solved: bool | None = None
+
+    async def run(self, seed: int) -> Ending:
+        """To its end, whatever that is; only cancellation and the loss of all engines are raised."""
+        try:
+            observation = await self._world.reset(seed)
+            self._begin(observation)
+            while not observation.ended:
+                if self._session.num_turns >= self._options.max_turns:
+                    return self._end(Outcome.TRUNCATED_TURNS, f"{self._options.max_turns} turns")
+                reply = await self._session.turn(self._request())
+                observation = await self._take(reply, observation)
+            if observation.truncated and not observation.terminated:
+                return self._end(Outcome.TRUNCATED_TURNS, "the world ended it")
+            return self._end(Outcome.SOLVED if self._is_solved() else Outcome.FAILED, "")
+        except TrajectoryEnded as error:
+            return self._end(error.outcome, str(error))
+        except GraderFailed as error:
+            return self._end(Outcome.GRADER_ERROR, str(error))
+        except (WorldFailed, GenerationFailed) as error:
+            return self._end(Outcome.INFRA_ERROR, str(error))
+        except BadRequest as error:
+            return self._end(Outcome.AGENT_ERROR, str(error))
+
+    def _begin(self, observation: Observation) -> None:
+        instructions = str(observation.info.get("instructions", ""))
+        template, offered = self._options.system_template, observation.info.get("tools")
+        system = template.replace("{instructions}", instructions) if template is not None else instructions
+        if system:
+            self._system = [Message(role="system", content=system)]
+            self._story.append(("system", system))
+        for schema in offered if isinstance(offered, list) else ():
+            self._world_tools[schema["function"]["name"]] = schema
+        self._show(observation)
+
+    def _show(self, observation: Observation) -> None:
+        """The observation becomes the next message."""
+        self._look(observation)
+        text = self._worded(observation.text)
+        if self._options.windowed:
+            self._messages = []
+        self._messages.append(Message(role="user", content=text))
+        self._story.append(("user", text))
+
+    def _look(self, observation: Observation) -> None:
+        frame = observation.info.get("frame")
+        if isinstance(frame, list):
+            self._frames.append(tuple(map(str, frame)))
+        if "solved" in observation.info:
+            self._solved = bool(observation.info["solved"])
+
+    def _worded(self, observation: str) -> str:
+        options = self._options
+        shown = self._history[-options.history_length :] if options.history_length else self._history
+        history = "\n".join(f"{seen}\n> {did}" for seen, did in shown) if options.windowed else ""
+        if options.turn_template is None:
+            return f"{history}\n{observation}" if history else observation
+        values = {
+            "observation": observation,
+            "turn": str(self._moves + 1),
+            "max_turns": str(options.max_turns),
+            "history": history,
+        }
+        text = options.turn_template
+        for name, value in values.items():
+            text = text.replace(f"{{{name}}}", value)
+        return text
+
+    def _request(self) -> TurnRequest:
+        tools = (*self._toolbox.schemas, *self._world_tools.values())
+        return TurnRequest(messages=(*self._system, *self._messages), tools=tools)
+
+    async def _take(self, reply: TurnReply, observation: Observation) -> Observation:
+        """What follows a turn: results of tools, or the world's next observation."""
+        tree = self._session.tree
+        tree.judge(reply.node, state=state_key(observation.state))
+        self._story.append(("assistant", reply.text))
+        has_tools = bool(self._toolbox.schemas or self._world_tools)
+        if has_tools and (reply.tool_calls or reply.problems):
+            return await self._call(reply, observation)
+        after = await self._step(reply.node, reply.text.strip() if not has_tools else reply.content)
+        self._history.append((observation.text, reply.text.strip()))
+        self._moves += 1
+        if not self._options.windowed:
+            self._messages.append(reply.message)
+        if after.ended:
+            self._look(after)
+            self._story.append(("user", after.text))
+        else:
+            self._show(after)
+        return after
+
+    async def _call(self, reply: TurnReply, observation: Observation) -> Observation:
+        """Calls of one turn: the tools' in parallel, then the world's own one after another."""
+        self._messages.append(reply.message)
+        calls = (*reply.tool_calls, *reply.problems)
+        mine = [call for call in calls if call.problem or call.name not in self._world_tools]
+        answers = dict(zip(map(id, mine), await self._toolbox.run(mine), strict=True))
+        for call in calls:
+            said = answers.get(id(call))
+            if said is None and not observation.ended:
+                observation = await self._step(reply.node, _as_text(call))
+                self._look(observation)
+                said = Message(role="tool", content=observation.text, call_id=call.call_id)
+            if said is not None:
+                self._messages.append(said)
+                self._story.append(("tool", said.content))
+        return observation
+
+    async def _step(self, node: int, action: str) -> Observation:
+        after = await self._world.step(action)
+        self._session.tree.judge(node, reward=after.reward)
+        return after
+
+    def _total(self) -> float:
+        return sum(self._session.tree.nodes[node].reward for node in self._session.tree.turns)
+
+    def _is_solved(self) -> bool:
+        return self._total() > 0 if self._solved is None else self._solved
+
+    def _end(self, outcome: Outcome, reason: str) -> Ending:
+        solved = self._is_solved() if outcome.is_trusted else False
+        return Ending(
+            outcome=outcome,
+            reward=self._total(),
+            reason=reason,
+            metrics={"acc": float(solved), "turns": float(self._session.num_turns)},
+            story=tuple(self._story),
+            frames=tuple(self._frames),
+        )
+
+
+async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpoint, *, max_seconds: float) -> Ending:
+    """An agent of the user's own, to its end. A limit of its session that made it raise is how it ended."""
+    reason = ""
+    try:
+        async with asyncio.timeout(max_seconds if max_seconds < float("inf") else None):
+            result = await agent.run(task, endpoint)  # type: ignore[attr-defined]
+        if not isinstance(result, AgentResult):
+            raise TypeError(f"run() returned {type(result).__name__}, not AgentResult")
+    except TimeoutError:
+        session.end(Outcome.TRUNCATED_TIME, f"the limit of {max_seconds:g} s is reached")
+        result = None
+    except GraderFailed as error:
+        return Ending(outcome=Outcome.GRADER_ERROR, reason=str(error))
+    except WorldFailed as error:
+        return Ending(outcome=Outcome.INFRA_ERROR, reason=str(error))
+    except Exception as error:  # the agent is user code: whatever it raises is its failure
+        result, reason = None, f"{type(error).__name__}: {error}"
+    turns = {"turns": float(session.num_turns)}
+    if result is not None:
+        solved = result.reward > 0 if result.solved is None else result.solved
+        outcome = Outcome.SOLVED if solved else Outcome.FAILED
+        if session.ended is not None and not solved and session.ended.outcome.is_trusted:
+            outcome = session.ended.outcome
+        metrics = {"acc": float(solved), **turns, **result.metrics}
+        return Ending(outcome=outcome, reward=result.reward, metrics=metrics)
+    if session.ended is not None and session.ended.outcome.is_trusted:
+        return Ending(outcome=session.ended.outcome, reason=str(session.ended), metrics={"acc": 0.0, **turns})
+    return Ending(outcome=Outcome.AGENT_ERROR, reason=reason)
+
+
+def state_key(state: str) -> int:
+    """The same for equal states in any process."""
+    return zlib.crc32(state.encode())
+
+
+def _as_text(call: ToolCall) -> str:
+    return json.dumps({"name": call.name, "arguments": dict(call.arguments)})

@@ -1,0 +1,48 @@
+"""What samples the turns of a session: the engines of a run, or one engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Protocol
+
+from roll_async.rollout.requests import Interrupted
+from roll_async.schema import Completion, GenerateRequest
+
+
+class Generates(Protocol):
+    """What `EnginePolicy` needs of `rollout/server_manager.py`."""
+
+    async def generate(
+        self, request: GenerateRequest, *, conversation: str | None = None, foreground: bool = False
+    ) -> Completion: ...
+
+
+class EnginePolicy:
+    """The engines of a run. All turns of a trajectory go to its replica while that lives, which has their prefix."""
+
+    def __init__(self, manager: Generates) -> None:
+        self._manager = manager
+        self.resampled_turns = 0
+        """Turns sampled anew because a weight push discarded them (interrupt.mode abort)."""
+
+    async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion:
+        """One turn; a push with mode abort costs this turn, never the trajectory."""
+        attempt = request
+        for number in range(1, 1 << 30):
+            try:
+                return await self._manager.generate(attempt, conversation=conversation, foreground=foreground)
+            except Interrupted:
+                self.resampled_turns += 1
+                attempt = replace(request, request_id=f"{request.request_id}~{number}")
+        raise AssertionError("unreachable")
+
+
+class OneEnginePolicy:
+    """One engine of this process, without a scheduler: `roll-async serve-policy`."""
+
+    def __init__(self, generate: Callable[[GenerateRequest], Awaitable[Completion]]) -> None:
+        self._generate = generate
+
+    async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion:
+        return await self._generate(request)

@@ -1,0 +1,201 @@
+"""Chats to tokens: by the model's own template, so that what was sampled before is never encoded again.
+
+The turns of the policy stand in the template as marks; what the template puts between the marks is compared with what
+it put there before, and only what comes after the last mark is encoded. So a client that reorders JSON, trims white
+space or drops call ids still continues the stored tokens. A template that says something else than it was given (such
+as one that leaves the thoughts of earlier turns out) does not: its text begins a branch.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from roll_async.agents.messages import Message
+from roll_async.prompts.tokenizer import TEMPLATES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "roll_probe", "description": "?", "parameters": {"type": "object", "properties": {}}},
+}
+_TOOLS_TEXT = (
+    "\n\nYou may call functions. Their signatures are within <tools></tools>:\n<tools>\n{tools}\n</tools>\n\nFor each "
+    'call, return a JSON object within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function>, "arguments": '
+    "<arguments>}}\n</tool_call>"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """A turn of the policy that stands in a chat."""
+
+    position: int
+    """Of its message in the chat."""
+    text: str
+    """As sampled, end mark excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A chat as text: `parts[i]` stands before the i-th sampled turn, the last one after all of them."""
+
+    parts: tuple[str, ...]
+    text: str
+    """With the sampled turns in their places, as the template says them."""
+    says_turns_as_sampled: bool
+    """White space at the ends of a turn aside."""
+
+
+class Renderer(Protocol):
+    """Between messages and tokens. All of it may take long for long chats."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+        ...
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
+    ) -> Rendered:
+        """Raises ValueError for a chat that the template refuses."""
+        ...
+
+    def encode(self, text: str) -> array: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class TemplateRenderer:
+    """`Renderer` of a tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
+        self._tokenizer, self._template = tokenizer, TEMPLATES[template]
+        ends = (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        unknown = tokenizer.unk_token_id
+        self.end_ids = frozenset(i for i in ends if isinstance(i, int) and i != unknown)
+        self._reserved = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        question = {"role": "user", "content": "?"}
+        self._knows_tools = "roll_probe" in self._try([question], [_PROBE_TOOL])
+        self._knows_tool_role = "roll-said" in self._try(
+            [question, {"role": "assistant", "content": "!"}, {"role": "tool", "content": "roll-said"}], None
+        )
+        call = {"type": "function", "function": {"name": "roll_probe", "arguments": {}}}
+        self._knows_calls = "roll_probe" in self._try(
+            [question, {"role": "assistant", "content": "", "tool_calls": [call]}, question], None
+        )
+        self._knows_system = "roll-said" in self._try([{"role": "system", "content": "roll-said"}, question], None)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
+    ) -> Rendered:
+        """Raises ValueError for a chat that the template refuses."""
+        marks = [f"@roll{number}-{id(self):x}@" for number in range(len(turns))]
+        plain = self._plain(messages, tools)
+        offset = len(plain) - len(messages)  # a system message that brings the tools
+        with_marks = self._apply(_with(plain, turns, marks, offset), tools)
+        text = self._apply(_with(plain, turns, [turn.text for turn in turns], offset), tools) if turns else with_marks
+        parts, rest = [], with_marks
+        for mark in marks:
+            part, found, rest = rest.partition(mark)
+            if not found:
+                return Rendered((with_marks,), text, False)
+            parts.append(part)
+        parts.append(rest)
+        forms = (_joined(parts, [t.text for t in turns]), _joined(parts, [t.text.strip() for t in turns]))
+        return Rendered(tuple(parts), text, text in forms)
+
+    def encode(self, text: str) -> array:
+        """[n] int32."""
+        return array("i", self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Marks included."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _plain(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[dict]:
+        chat = [self._message(message) for message in messages]
+        if tools and not self._knows_tools:
+            text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool) for tool in tools))
+            if chat and chat[0]["role"] == "system":
+                chat[0]["content"] += text
+            else:
+                chat.insert(0, {"role": "system", "content": text.strip()})
+        if not self._knows_system and len(chat) > 1 and chat[0]["role"] == "system" and chat[1]["role"] == "user":
+            chat[:2] = [{"role": "user", "content": f"{chat[0]['content']}\n{chat[1]['content']}"}]
+        return chat
+
+    def _message(self, message: Message) -> dict:
+        match message.role:
+            case "assistant" if message.tool_calls and self._knows_calls:
+                calls = [
+                    {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                    for c in message.tool_calls
+                ]
+                return {"role": "assistant", "content": message.content, "tool_calls": calls}
+            case "assistant":
+                return {"role": "assistant", "content": written_out(message)}
+            case "tool" if not self._knows_tool_role:
+                said = self._harmless(message.content)
+                return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}
+            case "system":
+                return {"role": "system", "content": message.content}
+            case role:
+                return {"role": role, "content": self._harmless(message.content)}
+
+    def _harmless(self, text: str) -> str:
+        """What comes from outside cannot speak in the name of the template: its marks are taken out."""
+        while marks := [mark for mark in self._reserved if mark in text]:  # taking one out may make another
+            for mark in marks:
+                text = text.replace(mark, "")
+        return text
+
+    def _try(self, chat: list[dict], tools: list[dict] | None) -> str:
+        try:
+            return self._apply(chat, tools)
+        except ValueError:
+            return ""
+
+    def _apply(self, chat: list[dict], tools: Sequence[Mapping[str, object]] | None) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                chat,
+                tools=[dict(tool) for tool in tools] if tools else None,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+
+def written_out(message: Message) -> str:
+    """A message with its calls, as Qwen and Hermes models write them."""
+    calls = [
+        f"<tool_call>\n{json.dumps({'name': c.name, 'arguments': dict(c.arguments)})}\n</tool_call>"
+        for c in message.tool_calls
+    ]
+    return "\n".join(part for part in (message.content, *calls) if part)
+
+
+def _with(chat: list[dict], turns: Sequence[SampledTurn], texts: Sequence[str], offset: int) -> list[dict]:
+    """The chat with these texts in the places of the sampled turns."""
+    chat = list(chat)
+    for turn, text in zip(turns, texts, strict=True):
+        chat[turn.position + offset] = {"role": "assistant", "content": text}
+    return chat
+
+
+def _joined(parts: Sequence[str], turns: Sequence[str]) -> str:
+    return "".join(part + turn for part, turn in zip(parts, [*turns, ""], strict=True))

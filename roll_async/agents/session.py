@@ -1,0 +1,282 @@
+"""One trajectory's side of the policy: every request is a turn of its tree, within its limits.
+
+    request --render (thread)--> continues a stored turn, or branches --> policy --> tokens into the tree --> reply
+
+A request in flight at a weight push goes on as `interrupt.mode` says; with mode abort this turn alone is sampled anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from roll_async.agents.messages import TurnReply, TurnRequest, parse_calls, prefix_keys
+from roll_async.agents.rendering import Renderer, SampledTurn
+from roll_async.agents.trace_tree import TraceTree
+from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
+
+T = TypeVar("T")
+_REMEMBERED_REPLIES = 64
+
+
+class Policy(Protocol):
+    """What samples."""
+
+    async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion: ...
+
+
+class TrajectoryEnded(Exception):
+    """A limit ended the trajectory, or its owner did: nothing more is sampled for it."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+class BadRequest(ValueError):
+    """The request cannot be served as it is; the trajectory goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions:
+    """Limits of one trajectory, and how its turns are sampled."""
+
+    sampling: SamplingParams
+    """max_new_tokens: of one turn."""
+    max_turns: int
+    max_context: int
+    """Tokens of one path: sequence_length."""
+    max_seconds: float = float("inf")
+    client_sampling: bool = False
+    """Temperature and top_p of the request count; never in training, where log-probs are compared at one setting."""
+    windowed: bool = False
+    """Each turn's text is made anew (manager step): branches are as they should be."""
+    foreground: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A turn that can be continued."""
+
+    node: int
+    parts: tuple[str, ...]
+    """What the template put before each sampled turn up to this one."""
+    turns: tuple[SampledTurn, ...]
+    tools: str
+    ended: bool
+    """Its last token is an end mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where a request goes in the tree."""
+
+    parent: int | None
+    new_ids: array
+    parts: tuple[str, ...]
+    turns: tuple[SampledTurn, ...]
+    reason: str | None
+    """Why it is a branch."""
+
+
+class Session:
+    """The policy as one trajectory sees it. Requests may overlap."""
+
+    def __init__(
+        self, name: str, policy: Policy, renderer: Renderer, options: SessionOptions, executor: Executor | None = None
+    ) -> None:
+        """`executor`: where chats are rendered and encoded; None = here, for fakes that cost nothing."""
+        self.name, self._policy, self._renderer, self._options = name, policy, renderer, options
+        self._executor = executor
+        self.tree = TraceTree()
+        self.ended: TrajectoryEnded | None = None
+        self._recorded: dict[bytes, _Recorded] = {}
+        self._seen: set[bytes] = set()
+        self._beginnings: set[bytes] = set()
+        self._replies: dict[str, asyncio.Future[TurnReply]] = {}
+        self._running: set[asyncio.Future[TurnReply]] = set()
+        self.open_requests: set[str] = set()
+        """Ids of the requests under way, as the policy knows them."""
+        self._turns = itertools.count()
+        self._num_turns = 0
+        self._started_s: float | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """Turns asked for."""
+        return self._num_turns
+
+    async def turn(self, request: TurnRequest, key: str | None = None, replay: bool = True) -> TurnReply:
+        """One turn of the policy. With `replay`, a `key` that came before gets the same reply, whether that is there or
+        on its way.
+
+        Raises TrajectoryEnded when a limit is reached, BadRequest for a chat that cannot be rendered, and what the
+        policy raises.
+        """
+        known = self._replies.get(key) if key is not None and replay else None
+        if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
+            known = asyncio.ensure_future(self._limited(request))
+            self._running.add(known)
+            known.add_done_callback(self._running.discard)
+            known.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+            if key is not None:
+                self._replies[key] = known
+                while len(self._replies) > _REMEMBERED_REPLIES:
+                    del self._replies[next(iter(self._replies))]
+        try:
+            return await asyncio.shield(known)  # a client that goes away comes back for the reply
+        except asyncio.CancelledError:
+            if known.cancelled() and self.ended is not None:
+                raise self._over() from None
+            raise
+
+    def stop(self, outcome: Outcome, reason: str) -> None:
+        """No further turn begins; what is under way goes on."""
+        if self.ended is None:
+            self.ended = TrajectoryEnded(outcome, reason)
+
+    def end(self, outcome: Outcome, reason: str) -> None:
+        """Nothing more is sampled; what is under way is cancelled."""
+        self.stop(outcome, reason)
+        for running in self._running:
+            running.cancel()
+
+    async def _limited(self, request: TurnRequest) -> TurnReply:
+        loop, options = asyncio.get_running_loop(), self._options
+        if self.ended is not None:
+            raise self._over()
+        if self._started_s is None:
+            self._started_s = loop.time()
+        if self._num_turns >= options.max_turns:
+            raise self._ends(Outcome.TRUNCATED_TURNS, f"the limit of {options.max_turns} turns is reached")
+        self._num_turns += 1
+        try:
+            async with asyncio.timeout_at(self._started_s + options.max_seconds):
+                return await self._sampled(request, loop.time())
+        except TimeoutError:
+            raise self._ends(Outcome.TRUNCATED_TIME, f"the limit of {options.max_seconds:g} s is reached") from None
+
+    def _ends(self, outcome: Outcome, reason: str) -> TrajectoryEnded:
+        if self.ended is None:
+            self.ended = TrajectoryEnded(outcome, reason)
+        return self._over()
+
+    def _over(self) -> TrajectoryEnded:
+        assert self.ended is not None
+        return TrajectoryEnded(self.ended.outcome, str(self.ended))
+
+    async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
+        keys = await self._off_loop(lambda: prefix_keys(request.messages))
+        found = self._continued(request, keys)
+        try:
+            plan = await self._off_loop(lambda: self._plan(request, keys, found))
+        except ValueError as error:
+            self._num_turns -= 1
+            raise BadRequest(str(error)) from error
+        if self.ended is not None:
+            raise self._over()
+        tree, options = self.tree, self._options
+        if plan.reason is not None:
+            tree.branches["window" if options.windowed else plan.reason] += 1
+        role = request.messages[-1].role
+        parent = tree.add_request(plan.parent, plan.new_ids, role=role, started_s=started_s)
+        self._beginnings.add(keys[0])
+        self._seen.add(keys[-1])
+        prompt = tree.token_ids(parent)
+        room = options.max_context - len(prompt)
+        if room < 1:
+            raise self._ends(
+                Outcome.TRUNCATED_TOKENS, f"the context of {options.max_context} tokens is used up ({len(prompt)})"
+            )
+        asked = GenerateRequest(
+            request_id=f"{self.name}+{next(self._turns)}",
+            prompt_token_ids=prompt,
+            sampling=self._sampling(request, room),
+            recorded_positions=tree.recorded_positions(parent),
+        )
+        self.open_requests.add(asked.request_id)
+        try:
+            completion = await self._policy.generate(asked, conversation=self.name, foreground=options.foreground)
+        finally:
+            self.open_requests.discard(asked.request_id)
+        if completion.finish_reason is FinishReason.ABORT:
+            raise self._ends(Outcome.CANCELLED, "the request was aborted")
+        node = tree.add_turn(parent, completion, started_s=started_s)
+        return await self._reply(request, plan, node, completion, len(prompt))
+
+    def _sampling(self, request: TurnRequest, room: int) -> SamplingParams:
+        base = self._options.sampling
+        wanted = min(base.max_new_tokens, room, request.max_tokens or base.max_new_tokens)
+        sampling = replace(base, max_new_tokens=wanted, stop_strings=(*base.stop_strings, *request.stop))
+        if self._options.client_sampling:
+            temperature = base.temperature if request.temperature is None else request.temperature
+            top_p = base.top_p if request.top_p is None else request.top_p
+            sampling = replace(sampling, temperature=temperature, top_p=top_p)
+        return sampling
+
+    def _continued(self, request: TurnRequest, keys: list[bytes]) -> _Recorded | None:
+        """The longest recorded chat that this one begins with."""
+        return next((self._recorded[key] for key in reversed(keys[:-1]) if key in self._recorded), None)
+
+    def _plan(self, request: TurnRequest, keys: list[bytes], found: _Recorded | None) -> _Plan:
+        """In another thread: reads what is recorded, changes nothing."""
+        tools = repr(request.tools)
+        if found is not None:
+            rendered = self._renderer.render(request.messages, request.tools, found.turns)
+            if rendered.says_turns_as_sampled and rendered.parts[:-1] == found.parts:
+                rest = self._after_turn(rendered.parts[-1], found)
+                return _Plan(found.node, self._renderer.encode(rest), rendered.parts, found.turns, None)
+            return self._branch(request, "tools" if tools != found.tools else "template")
+        if keys[-1] in self._seen:
+            return self._branch(request, "resampled")
+        return self._branch(request, "history" if keys[0] in self._beginnings else "new_context")
+
+    def _branch(self, request: TurnRequest, reason: str) -> _Plan:
+        rendered = self._renderer.render(request.messages, request.tools, ())
+        ids = self._renderer.encode(rendered.text)
+        parent, covered = self.tree.deepest_prefix(ids)
+        first = not self.tree.nodes
+        return _Plan(parent, ids[covered:], (rendered.text,), (), None if first else reason)
+
+    def _after_turn(self, rest: str, found: _Recorded) -> str:
+        """What follows the turn; an end mark that was sampled is not said twice."""
+        if found.ended:
+            for end in self._renderer.end_ids:
+                rest = rest.removeprefix(self._renderer.decode([end]))
+        return rest
+
+    async def _reply(
+        self, request: TurnRequest, plan: _Plan, node: int, completion: Completion, prompt_tokens: int
+    ) -> TurnReply:
+        ids = completion.token_ids
+        ended = len(ids) > 0 and ids[-1] in self._renderer.end_ids
+        text = await self._off_loop(lambda: self._renderer.decode(ids[:-1] if ended else ids))
+        content, calls, problems = parse_calls(text)
+        number = f"{self.name}+{node}"
+        calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(calls))
+        finish = "length" if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
+        reply = TurnReply(
+            reply_id=number,
+            text=text,
+            content=content,
+            tool_calls=calls,
+            finish_reason=finish,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(ids),
+            node=node,
+            problems=problems,
+        )
+        turn = SampledTurn(len(request.messages), text)
+        key = (await self._off_loop(lambda: prefix_keys((*request.messages, reply.message))))[-1]
+        self._recorded[key] = _Recorded(node, plan.parts, (*plan.turns, turn), repr(request.tools), ended)
+        return reply
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        if self._executor is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -1,0 +1,137 @@
+"""Agentic configs to worlds, tools, gateway and tasks. What can be checked without a model is checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from roll_async.agents.book import TrajectoryBook
+from roll_async.agents.gateway.server import PolicyGateway
+from roll_async.agents.groups import AgentParts, GroupFilter, GroupOptions, TagPlan
+from roll_async.agents.play import PlayOptions
+from roll_async.agents.protocol import is_agent
+from roll_async.agents.rendering import TemplateRenderer
+from roll_async.agents.session import SessionOptions
+from roll_async.agents.tasks import Tasks
+from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, check_tool, open_tools
+from roll_async.config.schema import AgenticConfig, EnvConfig
+from roll_async.envs.pool import WorldPool
+from roll_async.envs.registry import WorldSpec, build, check
+from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.rollout.chat_scheduler import sampling_of
+from roll_async.schema import Prompt
+
+_NOT_THERE = ("webshop", "code")
+
+
+def check_agents(config: AgenticConfig) -> None:
+    """Every world and tool exists and accepts its settings. Raises ValueError naming key, value and remedy."""
+    for tag, env in config.custom_envs.items():
+        if env.env_type in _NOT_THERE:
+            raise ValueError(f"custom_envs.{tag}.env_type: {env.env_type} is not there yet; give a dotted path")
+        check(world_spec(tag, env))
+        for spec in tool_specs(tag, env):
+            check_tool(spec)
+
+
+def world_spec(tag: str, env: EnvConfig) -> WorldSpec:
+    """Which world."""
+    return WorldSpec(env_type=env.env_type, values=dict(env.env_config), key=f"custom_envs.{tag}.env_config")
+
+
+def tool_specs(tag: str, env: EnvConfig) -> list[ToolSpec]:
+    """Which tools."""
+    return [
+        ToolSpec(tool_id=tool.tool_id, values=dict(tool.tool_args), key=f"custom_envs.{tag}.tools.{i}")
+        for i, tool in enumerate(env.tools)
+    ]
+
+
+async def agent_parts(config: AgenticConfig, stack: AsyncExitStack) -> AgentParts:
+    """Everything trajectories are made of, until the stack closes. Raises ValueError for what the user can fix."""
+    check_agents(config)
+    executor = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering"))
+    worlds = WorldPool(
+        max_per_worker=config.train_env_manager.max_env_num_per_worker, step_timeout_s=config.fault.env_timeout
+    )
+    stack.push_async_callback(worlds.close)
+    gateway = None
+    if any(is_agent(env.env_type) for env in config.custom_envs.values()):
+        gateway = PolicyGateway(model=config.exp_name)
+        await gateway.start()
+        stack.push_async_callback(gateway.close)
+    book = TrajectoryBook(Path(config.output_dir) / config.exp_name / "trajectories")
+    stack.callback(book.close)
+    return AgentParts(
+        tags={tag: await _tag_plan(config, tag, env, stack) for tag, env in config.custom_envs.items()},
+        renderer=TemplateRenderer(load_tokenizer(config.pretrain)),
+        worlds=worlds,
+        gateway=gateway,
+        executor=executor,
+        tell=book.add,
+    )
+
+
+async def _tag_plan(config: AgenticConfig, tag: str, env: EnvConfig, stack: AsyncExitStack) -> TagPlan:
+    spec, windowed = world_spec(tag, env), env.manager == "step"
+    tools = await open_tools(tool_specs(tag, env), stack)
+    return TagPlan(
+        spec=spec,
+        session=session_options(config, env),
+        play=PlayOptions(
+            max_turns=env.max_steps,
+            windowed=windowed,
+            history_length=env.history_length,
+            system_template=env.agent_system_template,
+            turn_template=env.agent_template,
+        ),
+        toolbox=Toolbox(tools, timeout_s=config.fault.env_timeout),
+        agent=build(spec) if is_agent(env.env_type) else None,
+        max_concurrent=env.max_concurrent,
+    )
+
+
+def session_options(config: AgenticConfig, env: EnvConfig) -> SessionOptions:
+    """Limits and sampling of one trajectory."""
+    sampling = sampling_of(config.actor_infer.generating_args)
+    return SessionOptions(
+        sampling=replace(sampling, max_new_tokens=env.max_tokens_per_step),
+        max_turns=env.max_steps,
+        max_context=config.sequence_length,
+        max_seconds=env.max_seconds or float("inf"),
+        windowed=env.manager == "step",
+    )
+
+
+def group_options(config: AgenticConfig) -> GroupOptions:
+    """Size of groups, and what is tried again."""
+    manager, groups = config.train_env_manager, config.algorithm.filter_groups
+    chosen = GroupFilter(
+        metric=groups.metric, variance_threshold=groups.variance_threshold, singletons=groups.singletons
+    )
+    trajectories = manager.group_size + manager.group_size_redundancy
+    return GroupOptions(
+        group_size=manager.group_size,
+        redundancy=manager.group_size_redundancy,
+        max_worlds=manager.num_env_groups * trajectories,
+        retries=config.fault.sample_retries,
+        filter=chosen if groups.enable else None,
+    )
+
+
+def training_tasks(config: AgenticConfig) -> Tasks:
+    """Without end."""
+    manager = config.train_env_manager
+    return Tasks(manager.tags, manager.num_groups_partition, seed=config.seed)
+
+
+def validation_tasks(config: AgenticConfig) -> Sequence[Prompt]:
+    """val_batch_size trajectories on worlds of their own; none without eval_steps."""
+    if not config.eval_steps:
+        return ()
+    manager = config.val_env_manager
+    tasks = Tasks(manager.tags, manager.num_groups_partition, seed=config.seed, validation=True)
+    return [tasks.at(i // manager.group_size) for i in range(config.val_batch_size)]
