@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_async.buffer.staleness import staleness
@@ -58,20 +58,33 @@ def newest_version(group: Group) -> WeightVersion | None:
 
 @dataclass(kw_only=True, slots=True)
 class LengthAudit:
-    """Sums of response lengths of finished samples, so that dropping long answers cannot go unseen. Samples that were
-    cut short are in none of them: the server manager counts their tokens.
+    """Response lengths of what was generated and of what was trained, so that dropping long answers cannot go unseen.
+
+    An answer that was cut short is at least as long as what there is of it: it counts as censored. Leaving these out
+    would hide exactly the long ones, which an early stop cuts.
     """
 
     generated_samples: int = 0
+    """Finished ones,"""
     generated_tokens: int = 0
+    """and their tokens."""
     trained_samples: int = 0
     trained_tokens: int = 0
     dropped_by_length: Counter[int] = field(default_factory=Counter)
+    finished: Counter[int] = field(default_factory=Counter)
+    """Finished samples by length."""
+    censored: Counter[int] = field(default_factory=Counter)
+    """Samples that were cut short, by the length they had then."""
+    _mean: float | None = None
 
     def generated(self, group: Group) -> None:
+        """Its finished samples, and those that were cut short."""
         lengths = finished_lengths(group)
         self.generated_samples += len(lengths)
         self.generated_tokens += sum(lengths)
+        self.finished.update(lengths)
+        self.censored.update(len(s.response_token_ids) for s in group.samples if s.finish_reason is FinishReason.ABORT)
+        self._mean = None
 
     def trained(self, group: Group) -> None:
         lengths = response_lengths(group)
@@ -80,6 +93,34 @@ class LengthAudit:
 
     def dropped(self, group: Group) -> None:
         self.dropped_by_length.update(length_bucket(length) for length in response_lengths(group))
+
+    @property
+    def mean_generated(self) -> float:
+        """Mean length of the answers the model gives, the rest of those cut short estimated from the others of that
+        length: the area under the Kaplan-Meier curve. 0 without finished samples.
+        """
+        if self._mean is None:
+            self._mean = censored_mean(self.finished, self.censored)
+        return self._mean
+
+
+def censored_mean(finished: Mapping[int, int], censored: Mapping[int, int]) -> float:
+    """Mean of values of which some are only known to be larger than a number (Kaplan-Meier, up to the largest value).
+
+    Worked example: finished 1, 3, 3 and one cut short at 2. Of 4, 1 ends at 1 and 3/4 go on; of the 2 left after the
+    cut both end at 3: 1 + 3/4 * (3 - 1) = 2.5.
+    """
+    at_risk = sum(finished.values()) + sum(censored.values())
+    mean, share, before = 0.0, 1.0, 0
+    if not sum(finished.values()):
+        return 0.0
+    for value in sorted({*finished, *censored}):
+        mean += share * (value - before)
+        ended = finished.get(value, 0)
+        share *= 1 - ended / at_risk
+        at_risk -= ended + censored.get(value, 0)
+        before = value
+    return mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,10 @@ class MessageQueue:
         self._choice = BatchChoice(options, self._book)
         self._next_id = self._next_index = 0
         self._requeued: list[tuple[int, int]] = []  # heap of (prompt index, attempt)
+        self._closed_slots: list[tuple[int, int]] = []
+        """(prompt index, attempt) of surplus groups that were aborted: slot and prompt come again with the next push.
+        Under the same weights they would only become surplus once more.
+        """
         self._done: frozenset[int] = frozenset()
         self._held: WeightVersion | None = None
         self._limit = self._last_taken = 0
@@ -84,7 +88,8 @@ class MessageQueue:
     def _may_come_again(self) -> bool:
         """After the end of the data: a group in flight may be released, a buffered one dropped over the bound."""
         counts, drops = self._book.counts, self._options.policy is not StalenessPolicy.WAIT
-        return bool(counts[GroupState.IN_FLIGHT] or (drops and counts[GroupState.BUFFERED]))
+        waits = counts[GroupState.IN_FLIGHT] or self._closed_slots
+        return bool(waits or (drops and counts[GroupState.BUFFERED]))
 
     def _free_slots(self) -> int:
         """min over the admission rule, the queue's own bound and soft_versions; 0 before the first weight push."""
@@ -92,7 +97,7 @@ class MessageQueue:
         waiting = counts[GroupState.IN_FLIGHT] + counts[GroupState.BUFFERED]
         if self._book.finished >= self.admission_limit:
             return 0  # over-sampled slots too: nothing they finish could be kept
-        free = self.admission_limit + options.oversample_groups - self._book.occupying
+        free = self.admission_limit + options.oversample_groups - self._book.occupying - len(self._closed_slots)
         free = min(free, options.queue_limit + options.oversample_groups - waiting)
         if waiting >= options.groups_per_batch and self._stale_waiting():
             return 0  # a batch can come without new groups, so holding them back cannot starve the trainer
@@ -124,6 +129,8 @@ class MessageQueue:
             if entry.surplus or self._choice.is_too_many(entry, self._last_taken):
                 self._audit.dropped(group)
                 self._dropped_surplus += 1
+                if not entry.surplus:
+                    self._book.mark_surplus(entry)
                 await self.release(group.group_id, Outcome.REQUEUED, "surplus", group=group)
                 return False
             if self._closed:
@@ -145,8 +152,7 @@ class MessageQueue:
         return True
 
     async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
-        """Give a slot back without a kept group. `group`: what was generated all the same, for the length audit;
-        samples that were cut short do not count there.
+        """Give a slot back without a kept group. `group`: what was generated all the same, for the length audit.
 
         Raises TooManyFailures when one group too many was quarantined.
         """
@@ -162,7 +168,7 @@ class MessageQueue:
                 self._book.forget(entry)
             case Outcome.REQUEUED:
                 self._book.move(entry, GroupState.DROPPED)
-                heapq.heappush(self._requeued, (index, entry.slot.attempt + 1))
+                self._comes_again(entry)
             case Outcome.FILTERED:
                 self._ledger.closed(index, group_id, "filtered", reason)
                 self._book.move(entry, GroupState.FILTERED)
@@ -175,6 +181,20 @@ class MessageQueue:
         if outcome is Outcome.FAILED and failed > allowed:
             last = "; ".join(self._failures[-3:])
             raise TooManyFailures(f"{failed} groups failed, more than fault.max_failed_groups={allowed}; last: {last}")
+
+    def _comes_again(self, entry: Entry) -> None:
+        """The prompt of an aborted group, at once; that of a surplus group with the next push."""
+        again = (entry.slot.prompt_index, entry.slot.attempt + 1)
+        if entry.surplus and len(self._closed_slots) < self._options.oversample_groups:
+            self._closed_slots.append(again)
+        else:
+            heapq.heappush(self._requeued, again)
+
+    def _open_slots(self) -> None:
+        """Closed slots are free again, and their prompts come first."""
+        for again in self._closed_slots:
+            heapq.heappush(self._requeued, again)
+        self._closed_slots.clear()
 
     async def early_stop(self, asked: Collection[int] = ()) -> list[int]:
         """Waits until a group in flight that is not in `asked` has become surplus (the batch is complete without it)
@@ -224,6 +244,9 @@ class MessageQueue:
                 self._last_taken = step
                 self._notify()
                 return [entry.group for entry in chosen if entry.group is not None]
+            if self._closed_slots and not self._book.counts[GroupState.IN_FLIGHT]:
+                self._open_slots()  # nothing else could bring the batch, nor the push after it
+                self._notify()
             if self._exhausted():
                 left = len(self._book.buffered_ids)
                 message = f"the data ended with {left} finished groups, fewer than the {wanted} of a batch"
@@ -264,7 +287,7 @@ class MessageQueue:
             self._notify()
 
     def _exhausted(self) -> bool:
-        ended = self._no_more_prompts and not self._requeued
+        ended = self._no_more_prompts and not self._requeued and not self._closed_slots
         return not self._book.counts[GroupState.IN_FLIGHT] and (ended or self._stopped_reserving)
 
     async def step_trained(self, step: int) -> None:
@@ -297,11 +320,14 @@ class MessageQueue:
         """Every engine serves `version`."""
         assert self._held is None or version >= self._held, f"version {version} after {self._held}"
         self._held, self._limit = version, self._options.admission_limit(version)
+        self._open_slots()
         self._notify()
 
     async def checkpoint_state(self) -> dict[str, object]:
         """Plain JSON: the position in the prompt stream, for a checkpoint of a run without a durable ledger."""
-        open_indexes = {e.slot.prompt_index for e in self._book.entries.values()} | {i for i, _ in self._requeued}
+        open_indexes = {e.slot.prompt_index for e in self._book.entries.values()} | {
+            i for i, _ in (*self._requeued, *self._closed_slots)
+        }
         return {"step": self._last_taken, "next_index": self._next_index, "open": sorted(open_indexes)}
 
     def restore(self, step: int, state: Mapping[str, object] | None = None) -> None:
@@ -380,7 +406,7 @@ class MessageQueue:
             dropped_stale=self._dropped_stale,
             dropped_surplus=self._dropped_surplus,
             late_results=self._late,
-            requeued_prompts=len(self._requeued),
+            requeued_prompts=len(self._requeued) + len(self._closed_slots),
             held_version=self._held,
             memory_bytes=sum(group_bytes(e.group) for e in entries if e.group is not None),
             oldest_in_flight_s=max(flying, default=0.0),
@@ -390,6 +416,7 @@ class MessageQueue:
             generated_tokens=self._audit.generated_tokens,
             trained_samples=self._audit.trained_samples,
             trained_tokens=self._audit.trained_tokens,
+            mean_generated_length=self._audit.mean_generated,
             dropped_by_length=dict(self._audit.dropped_by_length),
             failures=tuple(self._failures[-_NAMED_IN_REPORTS:]),
         )

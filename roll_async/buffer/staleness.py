@@ -50,6 +50,23 @@ def staleness_bound(*, ratio: float, sync_every: int) -> int:
     return ceil((1 + exact_ratio(ratio)) * sync_every) - 1
 
 
+KNOWN_TO_LEARN = 8
+"""Versions up to which training is known to work; what is beyond is never a default."""
+
+
+def default_max_versions(*, ratio: float, sync_every: int, groups_per_batch: int, oversample_groups: int) -> int:
+    """The bound of a run that names none: what admission produces, over-sampled groups included, so that what was begun
+    beyond a batch is the next steps' head start and not aborted: ceil((1 + r) * k + o / G) - 1. Never raised beyond 8.
+
+    Worked example: r = 1, k = 1, batches of 32 groups, 96 in flight: ceil(2 + 64 / 32) - 1 = 3.
+    """
+    plain = staleness_bound(ratio=ratio, sync_every=sync_every)
+    if not ratio or not oversample_groups:
+        return plain
+    raised = ceil((1 + exact_ratio(ratio)) * sync_every + Fraction(oversample_groups, groups_per_batch)) - 1
+    return max(plain, min(KNOWN_TO_LEARN, raised))
+
+
 def admission_limit(*, version: WeightVersion, ratio: float, sync_every: int, groups_per_batch: int) -> int:
     """Groups that may be admitted in total while every engine holds `version`: ceil((p + 1 + r) * W), p = version / k,
     W = k * G.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from roll_async.buffer.staleness import StalenessPolicy, admission_limit, staleness_bound
+from roll_async.buffer.staleness import StalenessPolicy, admission_limit, default_max_versions, staleness_bound
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 
@@ -114,12 +114,19 @@ class QueueOptions:
 
     @property
     def bound_versions(self) -> int:
-        """M: `max_versions`, or `staleness_bound`. 0 in a synchronous run (r = 0, k = 1), which is on-policy whatever
-        over-sampling leaves behind.
+        """M: `max_versions`, or `default_max_versions`. 0 in a synchronous run (r = 0, k = 1), which is on-policy
+        whatever over-sampling leaves behind.
         """
         if not self.async_generation_ratio and self.trigger_parameter_sync_step == 1:
             return 0
-        return self.staleness_bound if self.max_versions is None else self.max_versions
+        if self.max_versions is not None:
+            return self.max_versions
+        return default_max_versions(
+            ratio=self.async_generation_ratio,
+            sync_every=self.trigger_parameter_sync_step,
+            groups_per_batch=self.groups_per_batch,
+            oversample_groups=self.oversample_groups,
+        )
 
     @property
     def queue_limit(self) -> int:
@@ -173,6 +180,8 @@ class QueueStats:
     generated_tokens: int
     trained_samples: int
     trained_tokens: int
+    mean_generated_length: float = 0.0
+    """Tokens of an answer on average, those that were cut short estimated (`LengthAudit.mean_generated`)."""
     dropped_by_length: Mapping[int, int] = field(default_factory=dict)
     """Finished samples of dropped groups, by response length: key b counts lengths in (b / 2, b]."""
     failures: tuple[str, ...] = ()
@@ -180,7 +189,7 @@ class QueueStats:
 
     @property
     def length_bias(self) -> float:
-        """Mean response length of trained samples divided by that of generated samples; 1 when either is empty."""
-        if not self.trained_samples or not self.generated_tokens:
+        """Mean response length of trained samples divided by that of the model's answers; 1 when either is empty."""
+        if not self.trained_samples or not self.mean_generated_length:
             return 1.0
-        return (self.trained_tokens / self.trained_samples) / (self.generated_tokens / self.generated_samples)
+        return (self.trained_tokens / self.trained_samples) / self.mean_generated_length

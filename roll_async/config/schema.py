@@ -204,6 +204,19 @@ class PipelineConfig:
         )
 
     @property
+    def default_max_versions(self) -> int:
+        """The bound where none is set: staleness_bound, and above it what over-sampling begins ahead, up to 8:
+        ceil((1 + r) * k + over-sampled groups / G) - 1.
+        """
+        filters, bound = self.algorithm.filter_groups, self.staleness_bound
+        if not (filters.enable and self.is_async):
+            return bound
+        begun, groups = exact(self.async_generation_ratio), self.groups_per_batch
+        batches = (1 + begun) * self.async_training.trigger_parameter_sync_step
+        raised = ceil_of_product(batches + exact(filters.gen_batch_size - groups) / groups, 1) - 1
+        return max(bound, min(8, raised))
+
+    @property
     def queue_bound_groups(self) -> int:
         """ceil((1 + r) * W): groups admitted beyond the weight pushes that the engines hold."""
         return ceil_of_product(1 + exact(self.async_generation_ratio), self.sync_window_groups)

@@ -13,7 +13,8 @@ class StalenessConfig:
     updates the weights of version t - 1."""
 
     max_versions: int = derived(">= 0")
-    """Hard bound in weight versions: no older token is trained; default: staleness_bound."""
+    """Hard bound in weight versions: no older token is trained; default: staleness_bound, with over-sampling
+    (gen_batch_size) more, up to 8."""
     policy: Literal["wait", "drop", "token_mask"] = "wait"
     """Over the bound: the trainer waits so that it never happens; the group is discarded; the tokens leave the loss."""
     soft_versions: int | None = bounded(None, ">= 0")

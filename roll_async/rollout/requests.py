@@ -19,14 +19,7 @@ class GenerationFailed(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The request was discarded by a weight push (interrupt.mode abort); its prompt is to be generated anew.
-
-    `num_tokens`: what it had generated, so that the length audit knows of long answers that are always discarded.
-    """
-
-    def __init__(self, request_id: str, num_tokens: int = 0) -> None:
-        super().__init__(request_id)
-        self.num_tokens = num_tokens
+    """The request was discarded by a weight push (interrupt.mode abort); its prompt is to be generated anew."""
 
 
 @dataclass(eq=False, slots=True)

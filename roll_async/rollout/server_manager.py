@@ -412,10 +412,9 @@ class AsyncLLMServerManager:
             pending.keep(completion)
             self._retry(pending, link, f"did not end within {self._options.generation_timeout_s:g} s")
         elif self._interrupt_mode == "abort":
-            tokens += pending.num_generated
-            self._counts.gave_up(tokens)
+            self._counts.gave_up(pending.num_generated + tokens)
             if not pending.result.done():
-                pending.result.set_exception(Interrupted(pending.request.request_id, tokens))
+                pending.result.set_exception(Interrupted(pending.request.request_id))
         elif self._interrupt_mode is not None or attempt.stop is Stop.ASIDE:
             pending.keep(completion)
             self._requeue(pending)

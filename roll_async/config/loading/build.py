@@ -147,10 +147,10 @@ def _even(manager: EnvManagerConfig) -> tuple[int, ...]:
 
 
 def _fill_async(config: PipelineConfig) -> None:
-    _default(config.async_training.staleness, "max_versions", config.staleness_bound)
+    _default(config.algorithm.filter_groups, "gen_batch_size", config.groups_per_batch)
+    _default(config.async_training.staleness, "max_versions", config.default_max_versions)
     _default(config.async_training, "max_queue_size", config.queue_bound_groups)
     _default(config.async_training, "require_batches", config.mini_batches_per_batch)
-    _default(config.algorithm.filter_groups, "gen_batch_size", config.groups_per_batch)
 
 
 def _fill_weight_level(algorithm: AlgorithmConfig) -> None:

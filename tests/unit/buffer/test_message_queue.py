@@ -179,7 +179,7 @@ def test_what_is_too_old_is_dropped_under_policy_drop_and_its_prompt_comes_again
     run(go())
 
 
-def test_what_finishes_too_late_for_its_batch_is_counted_by_length_and_what_was_cut_short_is_not(run, finish, build):
+def test_what_finishes_too_late_is_counted_by_length_and_what_was_cut_short_as_censored(run, finish, build):
     async def go():
         queue = make_queue(oversample_groups=3)
         slots = await queue.reserve(10)
@@ -197,7 +197,10 @@ def test_what_finishes_too_late_for_its_batch_is_counted_by_length_and_what_was_
         assert (stats.dropped, stats.dropped_surplus, stats.dropped_stale) == (2, 1, 0)
         assert stats.dropped_by_length == {128: 2}
         assert (stats.generated_samples, stats.generated_tokens) == (4 + 2 + 1, 4 * 3 + 2 * 100 + 6)
-        assert stats.length_bias == pytest.approx(3 / (218 / 7)), "the batch is shorter than what was generated"
+        # Of 8 answers 4 end at 3, 1 at 6; of the 3 longer ones one is cut at 50, the other two reach 100.
+        model = 3 + 1 / 2 * 3 + 3 / 8 * 94
+        assert stats.mean_generated_length == pytest.approx(model)
+        assert stats.length_bias == pytest.approx(3 / model), "the batch is shorter than what the model answers"
 
     run(go())
 
@@ -219,10 +222,50 @@ def test_a_synchronous_batch_makes_the_rest_surplus_under_every_policy_and_none_
     run(go())
 
 
+def test_slot_and_prompt_of_a_surplus_group_stay_closed_until_the_next_push(run, finish):
+    async def go():
+        queue = make_queue(oversample_groups=2)
+        slots = await queue.reserve(10)
+        await finish(queue, *slots[:2])
+        await queue.take_batch(1)
+        for group_id in await queue.early_stop():
+            await queue.release(group_id, Outcome.REQUEUED)
+        assert await soon(queue.reserve(10)) is None, "under the same weights they would be surplus once more"
+        assert queue.stats().requeued_prompts == 2 and (await queue.checkpoint_state())["open"] == [0, 1, 2, 3]
+        await queue.step_trained(1)
+        assert await soon(queue.reserve(10)) is None
+        queue.weights_held(1)
+        again = await queue.reserve(10)
+        assert [(s.prompt_index, s.attempt) for s in again] == [(2, 1), (3, 1), (4, 0), (5, 0)]
+
+    run(go())
+
+
+def test_closed_prompts_come_again_at_once_when_the_trainer_has_nothing_else_to_wait_for(run, finish):
+    async def go():
+        queue = make_queue(oversample_groups=2)
+        slots = await queue.reserve(10)
+        await finish(queue, *slots[:2])
+        await queue.take_batch(1, 1)
+        queue.end_of_data()
+        for group_id in await queue.early_stop():
+            await queue.release(group_id, Outcome.REQUEUED)
+        await queue.take_batch(1, 1)
+        await queue.step_trained(1)  # its push fails, or comes later: the data is not over yet
+        taking = asyncio.ensure_future(queue.take_batch(2))
+        await asyncio.sleep(0)
+        assert not taking.done() and queue.stats().requeued_prompts == 2
+        queue.weights_held(1)
+        await finish(queue, *await queue.reserve(10))
+        assert [g.group_id for g in await taking] == [4, 5]
+
+    run(go())
+
+
 @pytest.mark.parametrize("policy", [StalenessPolicy.DROP, StalenessPolicy.TOKEN_MASK])
 def test_what_a_later_step_can_still_train_is_its_head_start_and_no_surplus(run, finish, policy):
     async def go():
-        queue = make_queue(oversample_groups=1, async_generation_ratio=1.0, policy=policy)
+        queue = make_queue(oversample_groups=1, async_generation_ratio=1.0, policy=policy, max_versions=1)
         slots = await queue.reserve(10)
         await finish(queue, *slots[:2])
         await queue.take_batch(1)

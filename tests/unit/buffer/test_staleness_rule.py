@@ -2,13 +2,16 @@
 
 import itertools
 import random
+from collections import Counter
 from fractions import Fraction
 from math import ceil
 
 import pytest
 
+from roll_async.buffer.freshness import censored_mean
 from roll_async.buffer.staleness import (
     admission_limit,
+    default_max_versions,
     due_step,
     exact_ratio,
     is_schedulable,
@@ -114,3 +117,33 @@ def test_options_that_contradict_each_other_are_refused_with_their_key():
         QueueOptions(groups_per_batch=4, max_queue_size=3)
     options = QueueOptions(groups_per_batch=4, async_generation_ratio=0.5, trigger_parameter_sync_step=2)
     assert (options.bound_versions, options.queue_limit, options.admission_limit(2)) == (2, 12, 20)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "every", "groups", "extra", "bound"),
+    [
+        (0.0, 1, 4, 8, 0),
+        (1.0, 1, 32, 0, 1),
+        (1.0, 1, 32, 64, 3),
+        (1.5, 1, 4, 6, 3),
+        (0.1, 10, 8, 8, 10),
+        (6.0, 1, 4, 12, 8),
+    ],
+)
+def test_over_sampling_raises_the_default_bound_by_what_it_begins_ahead_up_to_8(ratio, every, groups, extra, bound):
+    found = default_max_versions(ratio=ratio, sync_every=every, groups_per_batch=groups, oversample_groups=extra)
+    assert found == bound
+
+
+def test_the_mean_of_answers_of_which_some_were_cut_short_is_that_of_the_model():
+    """Against the answers themselves: cut at random they lose their tail, and the mean must not."""
+    rng = random.Random(1)
+    lengths = [min(4000, round(rng.lognormvariate(6, 1))) + 1 for _ in range(20_000)]
+    cuts = [rng.expovariate(1 / 800) + 1 for _ in lengths]
+    finished = Counter(n for n, cut in zip(lengths, cuts) if n <= cut)
+    censored = Counter(int(cut) for n, cut in zip(lengths, cuts) if n > cut)
+    truth = sum(lengths) / len(lengths)
+    seen = sum(n * count for n, count in finished.items()) / sum(finished.values())
+    assert seen < 0.7 * truth, "finished answers alone say something else"
+    assert censored_mean(finished, censored) == pytest.approx(truth, rel=0.05)
+    assert censored_mean({1: 1, 3: 2}, {2: 1}) == 2.5 and censored_mean({}, {5: 3}) == 0.0
