@@ -20,7 +20,7 @@ from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import pretended_gpus
-from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
+from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig, SglangConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.pipelines.turns import DeviceTurns
@@ -239,6 +239,7 @@ def _transport(config: PipelineConfig) -> str:
         trainer_devices=None if pretended else config.actor_train.device_mapping,
         engine_devices=None if pretended else config.actor_infer.device_mapping,
         num_gpus_per_node=config.num_gpus_per_node,
+        into_devices=not isinstance(config.actor_infer.strategy_args.strategy_config, SglangConfig),
     )
     logger.info("weight transport: %s (%s)", name, reason)
     return name

@@ -32,12 +32,23 @@ STAGED = frozenset({"shm", "filesystem", "gloo"})
 
 
 def choose_transport(
-    wanted: str, *, trainer_devices: Sequence[int] | None, engine_devices: Sequence[int] | None, num_gpus_per_node: int
+    wanted: str,
+    *,
+    trainer_devices: Sequence[int] | None,
+    engine_devices: Sequence[int] | None,
+    num_gpus_per_node: int,
+    into_devices: bool = True,
 ) -> tuple[str, str]:
-    """(transport, reason). Devices None: CPU. Raises ValueError when the wanted transport cannot connect them."""
+    """(transport, reason). Devices None: CPU. `into_devices`: the engine's workers take weights in themselves; where a
+    front end hands them on (SGLang), they go through host memory. Raises ValueError when the wanted transport cannot
+    connect the roles.
+    """
     trainer, engines = set(trainer_devices or ()), set(engine_devices or ())
     nodes, shared = sorted({d // num_gpus_per_node for d in trainer | engines}), sorted(trainer & engines)
     if wanted == "auto":
+        if trainer and engines and not into_devices:
+            name = "gloo" if len(nodes) > 1 else "shm"
+            return name, "the engine's front end takes the weights in and hands them to its workers"
         if shared:
             return "cuda_ipc", f"actor_train and actor_infer share devices {shared}"
         if trainer and engines:
@@ -47,6 +58,8 @@ def choose_transport(
         return "shm", "one host without devices on both sides, and engines generate while the weights travel"
     if wanted not in SENDERS:
         raise ValueError(f"weight_sync.transport {wanted!r} is not one of auto | {' | '.join(SENDERS)}")
+    if wanted in ("nccl", "cuda_ipc") and not into_devices:
+        raise ValueError(f"weight_sync.transport {wanted}: this engine takes weights in host memory; use auto")
     if wanted in ("nccl", "cuda_ipc") and not (trainer and engines):
         raise ValueError(f"weight_sync.transport {wanted} needs actor_train and actor_infer on GPUs; use auto")
     if wanted == "nccl" and shared:

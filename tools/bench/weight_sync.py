@@ -1,10 +1,13 @@
-"""Weights from a trainer process into an engine process, against a plain copy of the same bytes.
+"""Weights from trainer ranks to engine ranks, each a process of its own, against a plain copy of the same bytes.
 
-    python tools/bench/weight_sync.py [--mib 512] [--bucket-mib 128] [--transport shm] [--verify sample] [--rounds 7]
+    python tools/bench/weight_sync.py [--mib 256] [--bucket-mib 64] [--transport shm gloo] [--layouts 1:1x1 2:1x2 2:2x1]
+        [--verify sample] [--rounds 4] [--link-mib-s 0]
 
-The sender packs and digests bucket after bucket, the receiver (a process of its own) takes them in and digests them,
-then copies them into its model: what one push does, without the engines. Medians over the rounds; the first one,
-which allocates, is dropped. The budget holds for the transfer; engines stop for the swap only.
+A layout is `trainer ranks : replicas x tensor-parallel ranks`. Senders cut, pack and digest; receivers take in what
+they keep, digest it and put it into their model: one push without the engines. Medians over the rounds; the first
+one, which allocates, is dropped. All processes share the cores of this machine: `ratio` is the bandwidth of all bytes
+received together over that of a plain copy by one process. `--link-mib-s` makes every link as slow as that (16 MiB at a
+time, senders sleep): then bandwidth is not shared, and the time with 8 replicas over that with 1 shows the chain.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import resource
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,122 +27,221 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from roll_async.weight_sync.digest import Digest  # noqa: E402
-from roll_async.weight_sync.transports import SENDERS, STAGED, open_receiver, open_sender  # noqa: E402
+from roll_async.weight_sync import links  # noqa: E402
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan  # noqa: E402
+from roll_async.weight_sync.digest import of_replica, of_trainer  # noqa: E402
+from roll_async.weight_sync.layout import Cut, EngineLayout  # noqa: E402
+from roll_async.weight_sync.packing import TensorPart  # noqa: E402
+from roll_async.weight_sync.transports import STAGED, open_receiver, open_sender  # noqa: E402
 
-LAYER_SHAPES = ((4096, 1024), (1024, 4096), (1024, 1024), (1024,))
+LAYER = {"up_proj": (4096, 1024), "down_proj": (1024, 4096), "o_proj": (1024, 1024), "norm": (1024,)}
 """Tensors of one layer: about 9 Mi elements, as in a model of 0.6 B parameters."""
 
 
-def model_tensors(num_bytes: int, seed: int) -> list[tuple[str, torch.Tensor]]:
+def shapes(num_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
     """Named bf16 tensors of about `num_bytes` altogether."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors, total = [], 0
+    found, total, layer = [], 0, 0
     while total < num_bytes:
-        shape = LAYER_SHAPES[len(tensors) % len(LAYER_SHAPES)]
-        tensor = torch.rand(shape, generator=generator).bfloat16()
-        tensors.append((f"layers.{len(tensors)}.weight", tensor))
-        total += tensor.numel() * 2
-    return tensors
+        for name, shape in LAYER.items():
+            found.append((f"model.layers.{layer}.{name}.weight", shape))
+            total += torch.Size(shape).numel() * 2
+        layer += 1
+    return found
 
 
-def engine(pipe, transport: str, verify: str, num_bytes: int) -> None:
-    """The receiving process: answers every bucket, then the digest, then the swap."""
+def parts_of(num_bytes: int, rank: int, size: int) -> list[TensorPart]:
+    """What trainer rank `rank` holds: its rows or columns; norms are sent by one rank each."""
+    generator = torch.Generator().manual_seed(rank)
+    parts = []
+    for number, (name, shape) in enumerate(shapes(num_bytes)):
+        dim = 1 if "down_proj" in name or "o_proj" in name else 0
+        if len(shape) == 1 or size == 1:
+            if number % size == rank:
+                parts.append(TensorPart.whole(name, torch.rand(shape, generator=generator).bfloat16()))
+            continue
+        step = shape[dim] // size
+        cut = Cut(dim=dim, start=rank * step, stop=(rank + 1) * step)
+        tensor = torch.rand(cut.of(shape), generator=generator).bfloat16()
+        parts.append(TensorPart(name=name, shape=shape, cut=cut, tensor=tensor))
+    return parts
+
+
+def trainer(pipe, args, rank: int, size: int, layout: EngineLayout) -> None:
+    """One sending process: answers `next` with a block."""
     torch.set_num_threads(1)
-    model = dict(model_tensors(num_bytes, seed=0))
-    pipe.send("ready")
-    while pipe.recv() == "begin":
-        receiver, digest, staged = open_receiver(transport), Digest(verify), []
+    _slow_links(args.link_mib_s)
+    parts, sender, version = parts_of(args.mib << 20, rank, size), None, 0
+    while (word := pipe.recv()) is not None:
+        if word == "begin":
+            version += 1
+            plan = UpdatePlan(version=version, transport=args.transport, verify=args.verify, layout=layout)
+            block_bytes = (args.bucket_mib << 20) // size
+            sender = open_sender(plan, parts, source=rank, block_bytes=block_bytes, previous=sender)
+            pipe.send(plan)
+        else:
+            pipe.send(sender.next_block() if word == "next" else sender.sent)
+    sender.close()
+    pipe.send(_peak())
+
+
+def engine(pipe, args, rank: int, layout: EngineLayout) -> None:
+    """One receiving process: answers every bucket, then the digest, then the swap."""
+    torch.set_num_threads(1)
+    _slow_links(args.link_mib_s)
+    model = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes(args.mib << 20)}
+    pipe.send(_peak())
+    while (plan := pipe.recv()) is not None:
+        receiver = open_receiver(plan, rank=rank)
+        pipe.send("ready")
         while (bucket := pipe.recv()) is not None:
-            for slot, raw, tensor in receiver.read(bucket):
-                digest.update(slot, raw)
-                staged.append((slot.name, tensor))
+            receiver.take(bucket)
+            if plan.transport not in STAGED:
+                _swap(model, receiver, layout, rank)
             pipe.send("taken")
-        pipe.send(digest.hexdigest())
+        pipe.send(receiver.digest)
         pipe.recv()
-        for name, tensor in staged:
-            model[name].copy_(tensor)
+        _swap(model, receiver, layout, rank)
         receiver.close()
-        del staged, tensor, raw
         pipe.send("swapped")
+    pipe.send(_peak())
 
 
-def push(pipe, sender) -> tuple[float, float]:
-    """(seconds of the transfer, seconds of the swap) of one version."""
+def _swap(model, receiver, layout: EngineLayout, rank: int) -> None:
+    for name, tensor in receiver.tensors():
+        kept = layout.kept(name, tuple(tensor.shape), rank)
+        target = model[name]
+        if kept is not None:
+            place = (kept.dim, kept.start, kept.stop - kept.start)
+            target, tensor = target.narrow(*place), tensor.narrow(*place)
+        target.copy_(tensor)
+
+
+def _peak() -> int:
+    """Highest resident bytes of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _slow_links(mib_per_s: float) -> None:
+    """Every link sends its chunks no faster than this."""
+    if not mib_per_s:
+        return
+    chunks = links._Published.chunks
+
+    def slowly(self, segments):
+        for chunk, end in chunks(self, segments):
+            time.sleep(len(chunk) / (mib_per_s * 2**20))
+            yield chunk, end
+
+    links._Published.chunks = slowly
+
+
+def push(trainers, replicas) -> tuple[float, float, int]:
+    """(seconds of the transfer, of the swap, bytes sent by the trainer) of one version."""
     started = time.perf_counter()
-    pipe.send("begin")
-    bucket = sender.next_bucket()
-    while bucket is not None:
-        pipe.send(bucket)
-        bucket = sender.next_bucket()  # gathered while the receiver takes the one before
-        assert pipe.recv() == "taken"
-    pipe.send(None)
-    assert pipe.recv() == sender.digest
+    for pipe in trainers:
+        pipe.send("begin")
+    plan = [pipe.recv() for pipe in trainers][0]
+    names = [f"r{i}" for i in range(len(replicas))]
+    for i, pipes in enumerate(replicas):
+        for pipe in pipes:
+            pipe.send(replace(plan, replica=names[i], upstream=names[i - 1] if i else None))
+    engines = [pipe for pipes in replicas for pipe in pipes]
+    assert all(pipe.recv() == "ready" for pipe in engines)
+    index = num_bytes = 0
+    pending = _next(trainers)
+    while pending:
+        bucket = Bucket(index=index, blocks=pending)
+        for pipe in engines:
+            pipe.send(bucket)
+        pending = _next(trainers)  # filled while the receivers take the one before
+        assert all(pipe.recv() == "taken" for pipe in engines)
+        index, num_bytes = index + 1, num_bytes + bucket.num_bytes
+    for pipe in engines:
+        pipe.send(None)
+    held = {of_replica(pipe.recv() for pipe in pipes) for pipes in replicas}
+    for pipe in trainers:
+        pipe.send("digest")
+    assert held == {of_trainer([pipe.recv() for pipe in trainers])}, "a replica holds something else"
     transferred = time.perf_counter()
-    pipe.send("swap")
-    assert pipe.recv() == "swapped"
-    return transferred - started, time.perf_counter() - transferred
+    for pipe in engines:
+        pipe.send("swap")
+    assert all(pipe.recv() == "swapped" for pipe in engines)
+    return transferred - started, time.perf_counter() - transferred, num_bytes
 
 
-def plain_copy_s(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Seconds of one plain copy into memory that is already there."""
-    started = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - started
+def _next(trainers) -> tuple:
+    for pipe in trainers:
+        pipe.send("next")
+    return tuple(block for pipe in trainers if (block := pipe.recv()) is not None)
+
+
+def measure(args, layout_name: str) -> dict:
+    """One layout over one transport."""
+    ranks, engines = layout_name.split(":")
+    num_replicas, tensor = (int(n) for n in engines.split("x"))
+    layout, context = EngineLayout(tensor=tensor), multiprocessing.get_context("spawn")
+    processes = []
+
+    def start(target, *arguments):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=target, args=(there, args, *arguments), daemon=True))
+        processes[-1].start()
+        return here
+
+    trainers = [start(trainer, rank, int(ranks), layout) for rank in range(int(ranks))]
+    replicas = [[start(engine, rank, layout) for rank in range(tensor)] for _ in range(num_replicas)]
+    before = [pipe.recv() for pipes in replicas for pipe in pipes]
+    rounds = [push(trainers, replicas) for _ in range(args.rounds + 1)][1:]
+    for pipe in [*trainers, *(p for pipes in replicas for p in pipes)]:
+        pipe.send(None)
+    extra = [pipe.recv() - b for pipe, b in zip((p for pipes in replicas for p in pipes), before, strict=True)]
+    for process in processes:
+        process.join(timeout=30)
+    seconds, swap, num_bytes = (statistics.median(column) for column in zip(*rounds, strict=True))
+    received = sum(num_bytes for _ in range(num_replicas))
+    return {"seconds": seconds, "swap_s": swap, "bytes_sent": num_bytes, "bytes_received": received,
+            "engine_extra_bytes": max(extra)}  # fmt: skip
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes per second of one process that copies host memory."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - started)
+    return num_bytes / statistics.median(times[1:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=512)
-    parser.add_argument("--bucket-mib", type=int, default=128)
-    parser.add_argument("--transport", default="shm", choices=sorted(STAGED & SENDERS.keys() - {"filesystem"}))
-    parser.add_argument("--verify", default="sample", choices=["full", "sample", "none"])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--transport", nargs="+", default=["shm", "gloo"])
+    parser.add_argument("--layouts", nargs="+", default=["1:1x1", "2:1x2", "1:2x1"])
+    parser.add_argument("--verify", default="sample")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--link-mib-s", type=float, default=0.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    tensors = model_tensors(args.mib << 20, seed=1)
-    num_bytes = sum(t.numel() * t.element_size() for _, t in tensors)
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=engine, args=(other, args.transport, args.verify, args.mib << 20), daemon=True)
-    process.start()
-    pipe.recv()
-    source = torch.cat([t.reshape(-1) for _, t in tensors])
-    target = torch.zeros_like(source)
-    sender, rounds = None, []
-    for version in range(args.rounds + 1):
-        sender = open_sender(
-            args.transport,
-            tensors=lambda: iter(tensors),
-            version=version,
-            verify=args.verify,
-            bucket_bytes=args.bucket_mib << 20,
-            is_sender=True,
-            previous=sender,
-        )
-        # Side by side, because other work on the machine slows both.
-        rounds.append((*push(pipe, sender), plain_copy_s(source, target)))
-    pipe.send("end")
-    process.join(timeout=30)
-    assert sender is not None
-    sender.close()
-    transfer_s, swap_s, plain_s = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
-    ratio = statistics.median(plain / transfer for transfer, _, plain in rounds[1:])
-    line = {
-        "name": f"weight_sync_{args.transport}",
-        "value": round(num_bytes / transfer_s / 2**30, 2),
-        "unit": "GiB/s",
-        "ratio": round(ratio, 3),
-        "budget": 0.5,
-        "ok": ratio >= 0.5,
-        "plain_copy_gib_s": round(num_bytes / plain_s / 2**30, 2),
-        "swap_gib_s": round(num_bytes / swap_s / 2**30, 2),
-        "ratio_with_swap": round(plain_s / (transfer_s + swap_s), 3),
-        "verify": args.verify,
-        "mib": num_bytes >> 20,
-        "bucket_mib": args.bucket_mib,
-    }
-    print(json.dumps(line))
+    import os
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    copy = copy_bandwidth(args.mib << 20)
+    for transport in args.transport:
+        for layout in args.layouts:
+            case = argparse.Namespace(**{**vars(args), "transport": transport})
+            found = measure(case, layout)
+            ratio = found["bytes_received"] / found["seconds"] / copy
+            line = {
+                "name": f"weight_sync {transport} {layout}", "value": round(found["seconds"], 3), "unit": "s",
+                "ratio": round(ratio, 3), "budget": 0.5, "ok": ratio >= 0.5, "swap_s": round(found["swap_s"], 3),
+                "sent_mib": round(found["bytes_sent"] / 2**20), "engine_extra_mib": found["engine_extra_bytes"] >> 20,
+                "mib": args.mib, "bucket_mib": args.bucket_mib, "copy_gb_s": round(copy / 1e9, 2),
+                "link_mib_s": args.link_mib_s,
+            }  # fmt: skip
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

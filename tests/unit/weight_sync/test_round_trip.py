@@ -169,8 +169,9 @@ def test_senders_and_receivers_have_the_same_names():
     assert set(SENDERS) == set(RECEIVERS) >= STAGED
 
 
-def choose(wanted, trainer=None, engines=None, per_node=8):
-    return choose_transport(wanted, trainer_devices=trainer, engine_devices=engines, num_gpus_per_node=per_node)[0]
+def choose(wanted, trainer=None, engines=None, per_node=8, **options):
+    places = {"trainer_devices": trainer, "engine_devices": engines, "num_gpus_per_node": per_node}
+    return choose_transport(wanted, **places, **options)[0]
 
 
 def test_auto_takes_the_devices_own_ways_where_there_are_devices_and_host_memory_elsewhere():
@@ -181,6 +182,13 @@ def test_auto_takes_the_devices_own_ways_where_there_are_devices_and_host_memory
     assert choose("auto", range(8), range(4, 8)) == "cuda_ipc", "nested mappings share some devices"
     assert choose("auto", range(8), None) == "shm"
     assert choose("auto", range(16), None) == "gloo"
+
+
+def test_an_engine_whose_front_end_takes_the_weights_in_gets_them_in_host_memory():
+    assert choose("auto", [0], [1], into_devices=False) == "shm"
+    assert choose("auto", range(8), range(8, 16), into_devices=False) == "gloo"
+    with pytest.raises(ValueError, match="nccl: this engine takes weights in host memory; use auto"):
+        choose("nccl", [0], [1], into_devices=False)
 
 
 @pytest.mark.parametrize(
