@@ -5,12 +5,16 @@
 Without a config it runs configs/fully_async_cpu.yaml: the CPU demo, half a batch ahead, in streaming mode.
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":
+    if not any(arg.startswith("--config") for arg in sys.argv):
+        os.chdir(ROOT)  # the demo's assets and output are in the repository, wherever it is started from
     from roll_async.commands.fully_async import FullyAsyncMain
 
     sys.exit(FullyAsyncMain().run(sys.argv[1:]))

@@ -10,7 +10,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
+from roll_async.commands.command_line import HELP
+
 _SCRIPTS = Path(__file__).resolve().parents[2] / "tools" / "bench"
+
+
+@click.command(context_settings=HELP)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+def command(names: tuple[str, ...]) -> int:
+    """Run the scripts of tools/bench/ with these names, or all; one JSON line per case. Exit code 1: a budget missed.
+
+    \b
+    Example:
+      roll-async bench scheduler ledger
+    """
+    return run_bench(names)
 
 
 def run_bench(args: Sequence[str]) -> int:

@@ -7,18 +7,23 @@ holds the model twice in float32. Exit codes: 0 converted, 1 the disk failed or 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roll_async.commands.command_line import HELP, execute
 
 if TYPE_CHECKING:
     from roll_async.checkpoint.conversion import ConversionOptions
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_PATH = click.Path(path_type=Path)
 _MAX_LOGIT_DIFFERENCE = 1e-4
 """Of the largest logit; both sides compute in float32."""
 
@@ -27,10 +32,47 @@ class VerificationError(RuntimeError):
     """The written checkpoint is not its source."""
 
 
-def run_convert(args: Sequence[str]) -> int:
-    """The command; returns the exit code."""
-    arguments = _parser().parse_args(list(args))
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    source: Path
+    target: Path
+    dtype: str | None
+    adapter_path: Path | None
+    lora_alpha: float | None
+    like: Path | None
+    max_file_gb: float
+    verify: bool
+
+
+@click.command(context_settings=HELP)
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Cast to this; default: each tensor keeps its own.")
+@click.option("--adapter-path", type=_PATH, metavar="DIR", help="A PEFT LoRA adapter to merge into the weights.")
+@click.option(
+    "--lora-alpha", type=float, metavar="A", help="Merge adapters, scaled by A / rank (default: what the run recorded)."
+)
+@click.option(
+    "--like", type=_PATH, metavar="DIR", help="config.json and tokenizer for a Megatron SOURCE that carries none."
+)
+@click.option("--max-file-gb", type=float, default=4.0, show_default=True, metavar="N", help="Size of files.")
+@click.option("--verify", is_flag=True, help="Compare digests of all tensors, and logits.")
+def command(**options: Any) -> int:
+    """Hugging Face checkpoints to Megatron's torch_dist format and back.
+
+    The direction follows from what SOURCE is; TARGET is a folder that does not exist yet. No GPU is needed; memory is
+    one tensor, but for --verify, whose logits probe holds the model twice in float32.
+
+    \b
+    Example:
+      roll-async convert models/Qwen2.5-0.5B models/Qwen2.5-0.5B-megatron --dtype bf16 --verify
+
+    Exit codes: 0 converted, 1 the disk failed or the verification found a difference, 2 bad usage or input, 130
+    interrupted; in each case but 0 nothing is left under TARGET.
+    """
+    arguments = _Arguments(**options)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch, imported below: large pages for large tensors
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         _convert(arguments)
     except ValueError as error:
@@ -46,38 +88,17 @@ def run_convert(args: Sequence[str]) -> int:
     return 0
 
 
+def run_convert(args: Sequence[str]) -> int:
+    """The command; returns the exit code."""
+    return execute(command, args, "roll-async convert")
+
+
 def _fail(problem: str, code: int) -> int:
     print(f"roll-async convert: {problem}", file=sys.stderr)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="roll-async convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a Hugging Face or a Megatron torch_dist folder")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="a folder that does not exist yet")
-    parser.add_argument("--dtype", choices=list(_DTYPES), help="cast to this; default: each tensor keeps its own")
-    parser.add_argument(
-        "--adapter-path", type=Path, metavar="DIR", help="a PEFT LoRA adapter to merge into the weights"
-    )
-    parser.add_argument(
-        "--lora-alpha",
-        type=float,
-        metavar="A",
-        help="merge adapters, scaled by A / rank (default: what the run recorded)",
-    )
-    parser.add_argument(
-        "--like", type=Path, metavar="DIR", help="config.json and tokenizer for a Megatron SOURCE that carries none"
-    )
-    parser.add_argument(
-        "--max-file-gb", type=float, default=4.0, metavar="N", help="size of files; default %(default)s"
-    )
-    parser.add_argument("--verify", action="store_true", help="compare digests of all tensors, and logits")
-    return parser
-
-
-def _convert(arguments: argparse.Namespace) -> None:
+def _convert(arguments: _Arguments) -> None:
     import torch
 
     from roll_async.checkpoint.conversion import (

@@ -11,10 +11,13 @@ sys.exit(FullyAsyncMain(trainer=MyTrainer).run(sys.argv[1:]))
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.commands.run import run_command
+from roll_async.commands.command_line import execute
+from roll_async.commands.run import launcher
 from roll_async.launch.run import RunClasses
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.health import CustomMonitor
@@ -60,9 +63,9 @@ class FullyAsyncMain:
 
     def run(self, args: Sequence[str]) -> int:
         """`[--config NAME_OR_PATH | --config-path DIR --config-name NAME] [KEY=VALUE ...]` to an exit code; without a
-        config the CPU demo.
+        config the CPU demo. `--help` says more.
         """
-        chosen = any(arg.startswith("--config") for arg in args)
-        return run_command(
-            list(args) if chosen else ["--config", DEFAULT_CONFIG, *args], pipeline="rlvr", classes=self._classes
-        )
+        name = Path(sys.argv[0]).name
+        example = f"python {name} --config-path configs --config-name {DEFAULT_CONFIG} max_steps=5"
+        trains = launcher(name, pipeline="rlvr", classes=self._classes, default=DEFAULT_CONFIG, example=example)
+        return execute(trains, args, name)

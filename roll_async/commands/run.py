@@ -1,41 +1,92 @@
-"""The `run` command: check, start, train, leave a report. Exit codes as in docs_roll/metrics.md."""
+"""The `run` command and the launchers: check, start, train, leave a report. Exit codes as in docs_roll/metrics.md."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from roll_async.buffer.errors import StallError, first_cause
+from roll_async.commands.command_line import (
+    AS_TYPED,
+    EXIT_CODES,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_ROLE_FAILED,
+    EXIT_STALLED,
+    EXIT_USAGE,
+    execute,
+)
 from roll_async.config.api import ConfigError, dump, load_with_warnings
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.launch.signals import EndedAtOnce
 
 if TYPE_CHECKING:
-    from roll_async.cluster.runtime import RuntimeInfo
-    from roll_async.launch.roles import RolePlacements
-    from roll_async.launch.run import Assembled, RunClasses
-    from roll_async.observe.recorder import Recorder
+    from roll_async.launch.run import RunClasses
     from roll_async.observe.run_folder import RunFolder
-    from roll_async.pipelines.protocol import RunEnd
-    from roll_async.pipelines.rlvr import RLVRPipeline
 
 logger = logging.getLogger(__name__)
 
-EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0, 2, 3, 4, 130
-_CLOSE_WITHIN_S = 10.0
-"""After a second Ctrl-C; the reaper (`cluster/reaper.py`) ends what is left then."""
 _MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
+_PACKAGE = Path(__file__).resolve().parents[1]
+_RUN_HELP = """Train what a config says.
+
+The config is looked up in the working directory, then in configs/ of the repository, also without .yaml. KEY=VALUE
+overrides one of its keys; the value is YAML.
+
+\b
+Options:
+  --config NAME_OR_PATH                    the config
+  --config-path DIR --config-name NAME     the same in two parts
+
+\b
+Example:
+  {example}
+"""
 
 
-class EndedAtOnce(KeyboardInterrupt):
-    """A second Ctrl-C or SIGTERM."""
+def launcher(
+    name: str,
+    *,
+    pipeline: str | None,
+    classes: RunClasses | None = None,
+    default: str | None = None,
+    example: str | None = None,
+) -> click.Command:
+    """A command that trains. `pipeline`: the kind it runs; None = what the config is. `default`: its config when none
+    is given. `classes`: the user's own code, see `launch/run.py`.
+    """
+
+    @click.command(
+        name=name,
+        context_settings=AS_TYPED,
+        help=_RUN_HELP.format(example=example or f"{name} --config rlvr_config_async_cpu max_steps=5"),
+        epilog=EXIT_CODES,
+        options_metavar="[--config NAME_OR_PATH]",
+    )
+    @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]...")
+    def train(args: tuple[str, ...]) -> int:
+        chosen = default is None or any(arg.startswith("--config") for arg in args)
+        return run_command(args if chosen else ["--config", str(default), *args], pipeline=pipeline, classes=classes)
+
+    return train
+
+
+command = launcher("run", pipeline=None, example="roll-async run --config rlvr_config_async_cpu max_steps=5")
+
+
+def launch(name: str, args: Sequence[str], *, pipeline: str) -> int:
+    """What a start script does: its arguments to an exit code."""
+    example = f"python {name} --config rlvr_config_async_cpu.yaml max_steps=5"
+    return execute(launcher(name, pipeline=pipeline, example=example), args, name)
 
 
 def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasses | None = None) -> int:
@@ -106,11 +157,20 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
         if code == EXIT_INTERRUPTED:
             return code
         cause = first_cause(error)
-        logger.error("%s: %s", type(cause).__name__, cause)
+        logger.error("%s: %s%s", type(cause).__name__, cause, origin(cause))
         logger.info("where it came from:", exc_info=error)
         if code is None:
             raise
         return code
+
+
+def origin(error: BaseException) -> str:
+    """Where in this package an error was raised, to be put behind its message; empty when it was raised outside."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
+    if not own:
+        return ""
+    place = Path(own[-1].filename).relative_to(_PACKAGE.parent)
+    return f" [{place}:{own[-1].lineno}, in {own[-1].name}; the whole way is in run.log]"
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -129,6 +189,7 @@ def exit_code(error: BaseException) -> int | None:
 
 def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunClasses) -> int:
     from roll_async.cluster.runtime import ray_runtime
+    from roll_async.launch.lives import train
     from roll_async.launch.roles import place_roles
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.prometheus import PrometheusTracker
@@ -156,95 +217,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
-            end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))
+            end = asyncio.run(train(config, runtime, placements, (recorder, folder), classes))
     finally:
         recorder.close()
     return _report(config, folder, end)
 
-
-async def _train(
-    config: RLVRConfig | AgenticConfig,
-    runtime: RuntimeInfo,
-    placements: RolePlacements,
-    observers: tuple[Recorder, RunFolder],
-    classes: RunClasses,
-) -> RunEnd:
-    """Start the roles, train, export."""
-    from roll_async.cluster.garbage import start_without_collections
-    from roll_async.launch.run import build_run
-
-    loop = asyncio.get_running_loop()
-    recorder, folder = observers
-    async with AsyncExitStack() as stack:
-        starting: asyncio.Task[Assembled] = asyncio.ensure_future(
-            build_run(config, runtime, placements, stack, observers, classes)
-        )
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, starting.cancel)
-        try:
-            with start_without_collections(settled=True):
-                run = await starting
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-        recorder.begin()
-        try:
-            with obeying_signals(run.pipeline, config.checkpoint.output_dir):
-                end = await run.pipeline.run()
-                await run.export_hf(str(folder.path / "hf"))
-        finally:
-            if run.pipeline.rescued is not None:
-                _say(_way_on(config, run.pipeline.rescued))
-    return end
-
-
-@contextmanager
-def obeying_signals(pipeline: RLVRPipeline, checkpoints: str) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after the step under way, its state saved. The second ends the block of
-    this task at once with EndedAtOnce; if closing the roles takes more than seconds, the process, and the reaper them.
-    """
-    loop, running = asyncio.get_running_loop(), asyncio.current_task()
-    assert running is not None
-    signals = 0
-
-    def tell() -> None:
-        nonlocal signals
-        signals += 1
-        if signals == 1:
-            _say("stopping after the step under way; the state will be saved (once more: end at once, save nothing)")
-            pipeline.request_stop()
-            return
-        if signals == 2:
-            trained = f"the last whole step was {pipeline.trained_step}"
-            _say(f"ending at once: what the newest checkpoint in {checkpoints} does not hold is not saved; {trained}")
-            loop.call_later(_CLOSE_WITHIN_S, os._exit, EXIT_INTERRUPTED)
-        running.cancel()
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, tell)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if signals < 2:
-            raise
-        raise EndedAtOnce from None
-
-
-def _say(line: str) -> None:
-    print(f"\n{line}", file=sys.stderr, flush=True)
-
-
-def _way_on(config: RLVRConfig | AgenticConfig, rescued: str) -> str:
-    """What is left of a run that failed, and how to go on."""
-    from roll_async.checkpoint.run_checkpoints import RunCheckpoints
-
-    checkpoint = config.checkpoint
-    newest = RunCheckpoints(folder=Path(checkpoint.output_dir), max_to_keep=checkpoint.max_to_keep).find("latest")
-    if newest is None:
-        return f"{rescued}; there is no checkpoint"
-    return f"{rescued}; go on after {newest} with checkpoint.resume_from=latest"
-
-
-def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:
     from roll_async.observe import report
     from roll_async.pipelines.protocol import RunEnd
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import click
+
+from roll_async.commands.command_line import HELP, execute, print_pairs
 from roll_async.config.api import ConfigError, load_with_warnings
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.schema import RLVRConfig
@@ -21,27 +26,121 @@ from roll_async.simulator.world import SimOutcome, simulate
 _EXIT_BROKEN = 1
 
 
-class _Usage(ValueError):
-    pass
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The command line."""
+
+    config: str | None
+    overrides: list[str]
+    seed: int | None
+    kills: bool
+    trace: Path | None
+    steps: int
+    mean_length: float | None
+    sigma: float
+    decode_speed: float
+    decode_slowdown: float
+    train_speed: float
+    sync_s: float
+    swap_s: float
+    reward_s: float
+    filtered_share: float | None
+    split: Split | None
+    json: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise _Usage(message)
+class _Split(click.ParamType):
+    name = "TRAIN:INFER"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Split:
+        train, colon, infer = str(value).partition(":")
+        if not colon or not train.isdigit() or not infer.isdigit() or not int(train) or not int(infer):
+            self.fail(f"'{value}' is not TRAIN:INFER, as in 16:8", param, ctx)
+        return Split(train=int(train), infer=int(infer))
+
+
+class _Number(click.ParamType):
+    """A finite number within bounds, with the bound in the message."""
+
+    name = "NUMBER"
+
+    def __init__(
+        self, *, above: float | None = None, at_least: float | None = None, below: float | None = None
+    ) -> None:
+        self._above, self._at_least, self._below = above, at_least, below
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"'{value}' is not a number", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"'{value}' is not a finite number", param, ctx)
+        if self._above is not None and number <= self._above:
+            self.fail(f"{value} is not above {self._above:g}", param, ctx)
+        if self._at_least is not None and number < self._at_least:
+            self.fail(f"{value} is below {self._at_least:g}", param, ctx)
+        if self._below is not None and number >= self._below:
+            self.fail(f"{value} is not below {self._below:g}", param, ctx)
+        return number
+
+
+_POSITIVE, _NOT_NEGATIVE, _SHARE = _Number(above=0), _Number(at_least=0), _Number(at_least=0, below=1)
+
+
+@click.command(context_settings=HELP)
+@click.argument("items", nargs=-1, metavar="[CONFIG [KEY=VALUE]...]")
+@click.option("--seed", type=int, help="Without CONFIG: the random world of this number.")
+@click.option("--kills", is_flag=True, help="With --seed: the process is killed and started again.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write the spans of the run for ui.perfetto.dev.")
+@click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True, help="Training steps.")
+@click.option("--mean-length", type=_POSITIVE, help="Tokens of an answer; default: a quarter of response_length.")
+@click.option("--sigma", type=_NOT_NEGATIVE, default=1.0, show_default=True, help="Spread of the log of the length.")
+@click.option("--decode-speed", type=_POSITIVE, default=50.0, show_default=True, help="Tokens/s of a request alone.")
+@click.option("--decode-slowdown", type=_NOT_NEGATIVE, default=0.0, show_default=True, help="Per further request.")
+@click.option("--train-speed", type=_POSITIVE, default=20000.0, show_default=True, help="Tokens/s of all trainers.")
+@click.option("--sync-s", type=_NOT_NEGATIVE, default=0.0, show_default=True, help="Seconds of a weight push.")
+@click.option("--swap-s", type=_NOT_NEGATIVE, default=0.0, show_default=True, help="Of it with engines stopped.")
+@click.option("--reward-s", type=_NOT_NEGATIVE, default=0.0, show_default=True, help="Seconds to score a sample.")
+@click.option("--filtered-share", type=_SHARE, help="Of groups, by filter_groups; default: 1 - G / gen_batch_size.")
+@click.option("--split", type=_Split(), help="Devices of both sides instead of the config's.")
+@click.option("--json", is_flag=True, help="One JSON object instead of the table.")
+def command(items: tuple[str, ...], **options: Any) -> int:
+    """The schedule of CONFIG on a virtual clock: step time, staleness and how busy both sides are, beside theory.
+
+    With --seed N alone: the random world N of the property tests, whose invariants are checked.
+
+    \b
+    Example:
+      roll-async simulate configs/fully_async_cpu.yaml async_generation_ratio=2 --decode-speed 80
+      roll-async simulate --seed 17 --trace trace.json
+
+    Exit codes: 0 simulated, 1 a random world broke an invariant, 2 bad usage or config.
+    """
+    config = items[0] if items else None
+    if config is None and options["seed"] is None:
+        raise click.UsageError("give a CONFIG, or --seed N")
+    if config is not None and options["kills"]:
+        raise click.UsageError("--kills goes with --seed alone")
+    for override in items[1:]:
+        if not OVERRIDE.match(override):
+            raise click.UsageError(f"'{override}' is not KEY=VALUE")
+    return _simulate(_Options(config=config, overrides=list(items[1:]), **options))
 
 
 def run_simulate(args: Sequence[str]) -> int:
-    """Exit 0: simulated; 1: a random world broke an invariant; 2: bad usage or config, one line on stderr."""
+    """The command; returns the exit code."""
+    return execute(command, args, "roll-async simulate")
+
+
+def _simulate(options: _Options) -> int:
     logger = logging.getLogger("roll_async")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # faults of a simulated world are no news
     try:
-        options = _parse(args)
-        if options.seed is not None and options.config is None:
+        if options.config is None:
             return _random_world(options)
-        return _config(options)
-    except _Usage as error:
-        print(f"roll-async simulate: {error}", file=sys.stderr)
+        return _config(options, options.config)
     except ConfigError as error:
         print(error, file=sys.stderr)
     except (ValueError, OSError) as error:
@@ -51,38 +150,9 @@ def run_simulate(args: Sequence[str]) -> int:
     return 2
 
 
-def _parse(args: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="roll-async simulate", description=__doc__, add_help=True)
-    parser.add_argument("config", nargs="?", help="a config; further KEY=VALUE override it")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--seed", type=int, help="without CONFIG: the random world of this number")
-    parser.add_argument("--kills", action="store_true", help="with --seed: the process is killed and started again")
-    parser.add_argument("--trace", type=Path, help="write the spans of the run for ui.perfetto.dev")
-    parser.add_argument("--steps", type=_positive_int, default=40, help="training steps (40)")
-    parser.add_argument("--mean-length", type=_positive, help="tokens of an answer (a quarter of response_length)")
-    parser.add_argument("--sigma", type=_not_negative, default=1.0, help="spread of the log of the length (1.0)")
-    parser.add_argument("--decode-speed", type=_positive, default=50.0, help="tokens/s of a request alone (50)")
-    parser.add_argument("--decode-slowdown", type=_not_negative, default=0.0, help="per further request (0)")
-    parser.add_argument("--train-speed", type=_positive, default=20000.0, help="tokens/s of all trainers (20000)")
-    parser.add_argument("--sync-s", type=_not_negative, default=0.0, help="seconds of a weight push (0)")
-    parser.add_argument("--swap-s", type=_not_negative, default=0.0, help="of it with engines stopped (0)")
-    parser.add_argument("--reward-s", type=_not_negative, default=0.0, help="seconds to score a sample (0)")
-    parser.add_argument("--filtered-share", type=_share, help="of groups, by filter_groups (1 - G / gen_batch_size)")
-    parser.add_argument("--split", type=_split, help="TRAIN:INFER devices instead of the config's")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    options = parser.parse_intermixed_args(list(args))
-    if options.config is None and options.seed is None:
-        raise _Usage("give a CONFIG, or --seed N")
-    if options.config is not None and options.kills:
-        raise _Usage("--kills goes with --seed alone")
-    for override in options.overrides:
-        if not OVERRIDE.match(override):
-            raise _Usage(f"'{override}' is not KEY=VALUE")
-    return options
-
-
-def _random_world(options: argparse.Namespace) -> int:
+def _random_world(options: _Options) -> int:
     """Replay one schedule of the property tests."""
+    assert options.seed is not None
     scenario = (random_killed_scenario if options.kills else random_scenario)(options.seed)
     outcome = simulate(scenario)
     if options.trace is not None:
@@ -99,11 +169,11 @@ def _random_world(options: argparse.Namespace) -> int:
     return _EXIT_BROKEN if outcome.findings else 0
 
 
-def _config(options: argparse.Namespace) -> int:
+def _config(options: _Options, path: str) -> int:
     """The schedule of a config, beside the synchronous one and theory."""
-    config = load_with_warnings(options.config, options.overrides).config
+    config = load_with_warnings(path, options.overrides).config
     if not isinstance(config, RLVRConfig):
-        raise _Usage(f"{options.config}: only rlvr configs are simulated, this one is agentic")
+        raise ValueError(f"{path}: only rlvr configs are simulated, this one is agentic")
     speeds = Speeds(
         mean_length=options.mean_length or config.response_length / 4,
         sigma=options.sigma,
@@ -136,7 +206,10 @@ def _config(options: argparse.Namespace) -> int:
         "speedup_colocated": round(colocated.step_s / figures.step_s, 3),
         **_theory(scenario, split),
     }
-    print(json.dumps(result) if options.json else _table(scenario, result, split))
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print_pairs(_rows(scenario, result, split))
     return 0
 
 
@@ -150,10 +223,10 @@ def _theory(scenario: Scenario, split: Split) -> dict[str, float]:
     }
 
 
-def _table(scenario: Scenario, result: dict[str, float], split: Split) -> str:
+def _rows(scenario: Scenario, result: dict[str, float], split: Split) -> list[tuple[str, str]]:
     queue, sync = scenario.queue, scenario.sync
     mean = scenario.lengths.mean_of_cut()
-    rows = [
+    return [
         ("devices", f"{split.train} train, {split.infer} generate in {len(scenario.engines)} replicas"),
         ("batch", f"{queue.groups_per_batch} groups of {scenario.scheduler.samples_per_group}"),
         ("slots", f"{scenario.slots}, answers {mean:.0f} tokens on average, at most {scenario.lengths.max_tokens}"),
@@ -174,8 +247,6 @@ def _table(scenario: Scenario, result: dict[str, float], split: Split) -> str:
         ("theory, any ratio", f"{result['theory_speedup_bound']:.2f} = 1 + K*L/(N*(mu + mu_train)) over all in turn"),
         ("theory, this ratio", f"{result['theory_speedup_at_ratio']:.2f} with the best split"),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def _filter_line(scenario: Scenario) -> str:
@@ -194,47 +265,3 @@ def _write_trace(outcome: SimOutcome, path: Path) -> None:
         now = metrics["time_s"]
         trace.span("steps", f"step {metrics['step']:.0f}", now - metrics["time/step_s"], now, **metrics)
     trace.write()
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    number = _number(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return number
-
-
-def _share(text: str) -> float:
-    number = _not_negative(text)
-    if number >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not below 1")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-    if number != number or number in (float("inf"), float("-inf")):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a finite number")
-    return number
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
-
-
-def _split(text: str) -> Split:
-    train, colon, infer = text.partition(":")
-    if not colon or not train.isdigit() or not infer.isdigit() or not int(train) or not int(infer):
-        raise argparse.ArgumentTypeError(f"'{text}' is not TRAIN:INFER, as in 16:8")
-    return Split(train=int(train), infer=int(infer))

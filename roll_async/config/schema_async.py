@@ -136,5 +136,7 @@ class FaultPolicy:
     """Attempts of a sample after a failed reward or environment, with backoff."""
     max_engine_restarts: int = bounded(3, ">= 0")
     """Per replica."""
+    max_run_restarts: int = bounded(0, ">= 0")
+    """When a trainer rank or the rollout process dies: all roles are started again from the newest checkpoint."""
     max_failed_groups: int = bounded(100, ">= 0")
     """Quarantined groups before the run ends."""

@@ -39,16 +39,20 @@ class Recorder:
         self._trace = trace
         self._logging_steps = logging_steps
         self._started = time.monotonic()
+        self._begun = False
+        self.restarts = 0
+        """How often all roles were started again (fault.max_run_restarts)."""
 
     def begin(self) -> None:
-        """Start the clock of `time_s`: roles are up, training begins."""
-        self._started = time.monotonic()
+        """Start the clock of `time_s`: roles are up, training begins. It goes on over restarts."""
+        if not self._begun:
+            self._begun, self._started = True, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One training step. Asserts that every key promised in docs_roll/metrics.md is there."""
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
-        full = {"step": step, "time_s": time.monotonic() - self._started, **metrics}
+        full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
         self._folder.append_metrics(full)
         if step % self._logging_steps == 0:
             for tracker in self._trackers:

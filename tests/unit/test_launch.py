@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from roll_async.buffer.errors import LedgerError, StallError
-from roll_async.commands import run as launch
+from roll_async.commands.run import exit_code
+from roll_async.launch.signals import EndedAtOnce, obeying_signals
 
 
 def test_every_error_has_its_exit_code_also_in_a_group():
@@ -17,7 +18,7 @@ def test_every_error_has_its_exit_code_also_in_a_group():
     }  # fmt: skip
     for error, code in codes.items():
         nested = BaseExceptionGroup("inner", [BaseExceptionGroup("outer", [error, ValueError("a later one")])])
-        assert launch.exit_code(error) == launch.exit_code(nested) == code
+        assert exit_code(error) == exit_code(nested) == code
 
 
 class Run:
@@ -32,7 +33,7 @@ class Run:
         self.stops += 1
 
     async def go(self, *signals):
-        with launch.obeying_signals(self, "folder"):
+        with obeying_signals(self, "folder"):
             try:
                 for number in signals:
                     os.kill(os.getpid(), number)
@@ -46,7 +47,7 @@ class Run:
 def test_a_second_signal_ends_a_stop_that_does_not_end_and_says_what_is_lost(capsys):
     for signals in ((signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)):
         run = Run()
-        with pytest.raises(launch.EndedAtOnce):
+        with pytest.raises(EndedAtOnce):
             asyncio.run(run.go(*signals))
         assert run.closed and run.stops == 1
         first, second = capsys.readouterr().err.split("\n\n")

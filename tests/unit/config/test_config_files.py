@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_async.commands.validate import run_show, run_validate
+from roll_async.commands.show import run_show
+from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, dump, load, load_with_warnings
 from roll_async.config.lookup import resolve_config
 

@@ -56,8 +56,8 @@ def test_a_dapo_config_is_simulated_with_its_filter_and_the_share_it_drops_is_to
     ("args", "message"),
     [
         ([], "give a CONFIG, or --seed N"),
-        (["--seed", "x"], "invalid int value"),
-        (["--sneed", "1"], "unrecognized arguments"),
+        (["--seed", "x"], "not a valid integer"),
+        (["--sneed", "1"], "No such option"),
         ([CONFIG, "nonsense"], "'nonsense' is not KEY=VALUE"),
         ([CONFIG, "--split", "3"], "'3' is not TRAIN:INFER"),
         ([CONFIG, "--sigma", "nan"], "'nan' is not a finite number"),

@@ -1,0 +1,91 @@
+"""What all commands share: how they are parsed, how bad usage ends, and how results look.
+
+Results are plain lines in a pipe and tables on a terminal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+
+import click
+
+EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0, 2, 3, 4, 130
+EXIT_CODES = "Exit codes: 0 finished, 2 bad usage or config, 3 a role failed, 4 stalled, 130 interrupted (state saved)."
+HELP = {"help_option_names": ["-h", "--help"]}
+AS_TYPED = {**HELP, "ignore_unknown_options": True}
+"""For commands whose arguments are KEY=VALUE and files, read by `config/`, which names what it does not know."""
+
+
+class Commands(click.Group):
+    """Commands by name, each imported when it is used."""
+
+    def __init__(self, modules: Mapping[str, tuple[str, str]], **attributes: object) -> None:
+        """`modules`: command to (module with an attribute `command`, one line for the list)."""
+        super().__init__(context_settings=HELP, **attributes)  # type: ignore[arg-type]
+        self._modules = modules
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of use."""
+        return list(self._modules)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """None for an unknown name."""
+        if cmd_name not in self._modules:
+            return None
+        return import_module(self._modules[cmd_name][0]).command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of `--help`, without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self._modules.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Names the nearest command when there is none of that name."""
+        if args and args[0] not in self._modules:
+            near = difflib.get_close_matches(args[0], self._modules, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(self._modules)}"
+            raise click.UsageError(f"unknown command '{args[0]}'; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def execute(command: click.Command, args: Sequence[str], name: str) -> int:
+    """Run a command to its exit code. Bad usage is one line on stderr and exit code 2."""
+    try:
+        result = command.main(list(args), prog_name=name, standalone_mode=False)
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else name
+        print(f"{where}: {error.format_message()} (try: {where} --help)", file=sys.stderr)
+        return EXIT_USAGE
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except click.Abort:
+        return EXIT_INTERRUPTED
+    return result if isinstance(result, int) else EXIT_FINISHED
+
+
+def print_pairs(rows: Sequence[tuple[str, str]], title: str = "") -> None:
+    """Names and values: aligned lines in a pipe, a table on a terminal."""
+    if sys.stdout.isatty():
+        print_table(("", ""), rows, title)
+        return
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """A table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

@@ -1,0 +1,66 @@
+"""Ctrl-C and SIGTERM: the first ends a run after the step under way, the second at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+EXIT_INTERRUPTED = 130
+_CLOSE_WITHIN_S = 10.0
+"""After a second signal; the reaper (`cluster/reaper.py`) ends what is left then."""
+
+
+class EndedAtOnce(KeyboardInterrupt):
+    """A second Ctrl-C or SIGTERM."""
+
+
+class Stoppable(Protocol):
+    """What a signal is for; see `pipelines/rlvr.py`."""
+
+    @property
+    def trained_step(self) -> int: ...
+
+    def request_stop(self) -> None: ...
+
+
+@contextmanager
+def obeying_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
+    """The first signal ends the run after the step under way, its state saved. The second ends the block of this task
+    at once with EndedAtOnce; if closing the roles takes longer than _CLOSE_WITHIN_S, the process exits and the reaper
+    ends the roles.
+    """
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    assert running is not None
+    signals = 0
+
+    def tell() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            say("stopping after the step under way; the state will be saved (once more: end at once, save nothing)")
+            pipeline.request_stop()
+            return
+        if signals == 2:
+            trained = f"the last whole step was {pipeline.trained_step}"
+            say(f"ending at once: what the newest checkpoint in {checkpoints} does not hold is not saved; {trained}")
+            loop.call_later(_CLOSE_WITHIN_S, os._exit, EXIT_INTERRUPTED)
+        running.cancel()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, tell)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if signals < 2:
+            raise
+        raise EndedAtOnce from None
+
+
+def say(line: str) -> None:
+    """A line on the console, below the live line of the run."""
+    print(f"\n{line}", file=sys.stderr, flush=True)
