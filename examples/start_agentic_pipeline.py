@@ -11,6 +11,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":
-    from roll_async.launch import run_command
+    from roll_async.commands.run import launch
 
-    sys.exit(run_command(sys.argv[1:], pipeline="agentic"))
+    sys.exit(launch("start_agentic_pipeline.py", sys.argv[1:], pipeline="agentic"))

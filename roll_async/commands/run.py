@@ -32,10 +32,12 @@ from roll_async.launch.signals import EndedAtOnce
 if TYPE_CHECKING:
     from roll_async.launch.run import RunClasses
     from roll_async.observe.run_folder import RunFolder
+    from roll_async.pipelines.protocol import RunEnd
 
 logger = logging.getLogger(__name__)
 
 _MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
+_EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_lake_async_cpu.yaml"}
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RUN_HELP = """Train what a config says.
 
@@ -85,7 +87,7 @@ command = launcher("run", pipeline=None, example="roll-async run --config rlvr_c
 
 def launch(name: str, args: Sequence[str], *, pipeline: str) -> int:
     """What a start script does: its arguments to an exit code."""
-    example = f"python {name} --config rlvr_config_async_cpu.yaml max_steps=5"
+    example = f"python {name} --config {_EXAMPLES[pipeline]} max_steps=5"
     return execute(launcher(name, pipeline=pipeline, example=example), args, name)
 
 
@@ -222,6 +224,8 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         recorder.close()
     return _report(config, folder, end)
 
+
+def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:
     from roll_async.observe import report
     from roll_async.pipelines.protocol import RunEnd
 

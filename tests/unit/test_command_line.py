@@ -12,7 +12,7 @@ from roll_async.commands.run import origin
 from roll_async.launch.gate import refuse_unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHERS = ("start_rlvr_pipeline.py", "fully_async_main.py", "fully_async_custom.py")
+LAUNCHERS = ("start_rlvr_pipeline.py", "start_agentic_pipeline.py", "fully_async_main.py", "fully_async_custom.py")
 
 
 def python(*args, cwd):
