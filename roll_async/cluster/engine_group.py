@@ -19,6 +19,7 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import call
 from roll_async.cluster.folders import demand_model
 from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster.network import use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
@@ -55,6 +56,9 @@ class EngineReplica:
 
     def __init__(self, strategy: str, settings: EngineSettings) -> None:
         self._strategy, self._settings = strategy, settings
+
+    async def node_address(self) -> str:
+        return use_node_address()
 
     async def start(self) -> EngineCapabilities:
         """Load the model."""
@@ -126,9 +130,9 @@ class RayEngineClient:
     """A replica seen from the driver. Implements `rollout/protocol.py: Replica`."""
 
     def __init__(
-        self, name: str, actor: ActorHandle, capabilities: EngineCapabilities, *, rpc_timeout_s: float
+        self, name: str, actor: ActorHandle, capabilities: EngineCapabilities, host: str, *, rpc_timeout_s: float
     ) -> None:
-        self.name = name
+        self.name, self.host = name, host
         self.capabilities = capabilities
         self._actor, self._rpc_timeout_s = actor, rpc_timeout_s
 
@@ -147,11 +151,12 @@ class RayEngineClient:
         actor = replicas.remote(order.strategy, settings)
         assert isinstance(actor, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
+            host = await call(name, "node_address", actor.node_address.remote(), timeout_s=order.rpc_timeout_s)
             capabilities = await call(name, "start", actor.start.remote(), timeout_s=order.rpc_timeout_s)
         except BaseException:
             ray.kill(actor)
             raise
-        return cls(name, actor, capabilities, rpc_timeout_s=order.rpc_timeout_s)
+        return cls(name, actor, capabilities, host, rpc_timeout_s=order.rpc_timeout_s)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._ask("submit", self._actor.submit.remote(list(requests)))

@@ -25,6 +25,7 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleGone, call
 from roll_async.cluster.folders import SharedFolders, demand_model
 from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster.network import use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import log_lines
@@ -97,8 +98,8 @@ class MegatronRank:
             probe.bind((host, 0))
             return probe.getsockname()[1]
 
-    def node_ip(self) -> str:
-        return ray.util.get_node_ip_address()
+    def node_address(self) -> str:
+        return use_node_address()
 
     def start(self, world_size: int, master_addr: str, master_port: int) -> list[str]:
         """Join the group and load the model; blocks until every rank is there. What it chose, for the log."""
@@ -203,6 +204,8 @@ class RayTrainerGroup:
         self._ranks = ranks
         self._bucket_bytes, self._rpc_timeout_s = bucket_bytes, rpc_timeout_s
         self._host = LOOPBACK
+        self.hosts: frozenset[str] = frozenset()
+        """Addresses of the nodes the ranks run on."""
         self._lost: StallError | RoleGone | None = None
 
     @classmethod
@@ -230,8 +233,10 @@ class RayTrainerGroup:
         group = cls(role.name, ranks, bucket_bytes=role.bucket_bytes, rpc_timeout_s=role.rpc_timeout_s)
         try:
             await group._all("demand_folders", lambda r: r.demand_folders.remote(folders))
+            addresses = await group._all("node_address", lambda r: r.node_address.remote())
+            group.hosts = frozenset(addresses)
             if not embedded:
-                group._host = await group._first("node_ip", ranks[0].node_ip.remote())
+                group._host = addresses[0]
             port = await group._first("free_port", ranks[0].free_port.remote(group._host))
             started = await group._all("start", lambda r: r.start.remote(len(ranks), group._host, port))
         except BaseException:

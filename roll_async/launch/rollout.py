@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +68,8 @@ class RolloutOrder:
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
     turns: DeviceTurns | None = None
     """Of training roles and engines on shared devices."""
+    trainer_hosts: frozenset[str] = frozenset()
+    """Addresses of the nodes of the source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,7 @@ class StartedRollout:
     async def couple(self, order: RolloutOrder) -> RolloutSide:
         """Queue, rollouter and synchronizer of one run."""
         config = order.config
+        hosts = order.trainer_hosts | {c.host for c in self.engines.manager.clients}  # type: ignore[attr-defined]
         roles = RolloutRoles(
             engines=self.engines,
             groups=self.tasks.source(order),
@@ -100,7 +103,9 @@ class StartedRollout:
             position=order.position,
             turns=order.turns,
         )
-        return wire_rollout(roles, RolloutOptions.of(config, _transport(config)), Classes(rollouter=order.rollouter))
+        return wire_rollout(
+            roles, RolloutOptions.of(config, _transport(config, hosts)), Classes(rollouter=order.rollouter)
+        )
 
 
 class RolloutStarter:
@@ -232,8 +237,16 @@ def _ledger(config: PipelineConfig) -> Ledger:
     return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
 
 
-def _transport(config: PipelineConfig) -> str:
+def _transport(config: PipelineConfig, hosts: Set[str]) -> str:
+    """How weights travel. Without devices only the processes tell whether they share a host's memory."""
+    wanted, several = config.weight_sync.transport, f"trainer and engines run on hosts {', '.join(sorted(hosts))}"
     pretended = pretended_gpus() > 0
+    on_devices = not pretended and bool(config.actor_train.device_mapping and config.actor_infer.device_mapping)
+    if len(hosts) > 1 and wanted == "shm":
+        raise ValueError(f"weight_sync.transport shm: {several}; use auto")
+    if len(hosts) > 1 and wanted == "auto" and not on_devices:
+        logger.info("weight transport: gloo (%s)", several)
+        return "gloo"
     name, reason = choose_transport(
         config.weight_sync.transport,
         trainer_devices=None if pretended else config.actor_train.device_mapping,

@@ -121,6 +121,7 @@ async def couple(
         tools=classes.tools,
         tool_callback=classes.tool_callback,
         turns=roles.turns,
+        trainer_hosts=actor.hosts,
     )
     side = await roles.rollout.couple(order)
     checkpoint = LoopCheckpoint(config, saved, learner, side.queue, checkpoints, samples)

@@ -1,0 +1,40 @@
+"""By which address and interface the other nodes reach a role process.
+
+Gloo and NCCL look the host's name up, and on many hosts it is 127.0.1.1, or an address of another network. Ray knows
+better: its nodes talk to each other. What it says is handed on before a library is asked to connect.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+import ray
+
+HOST_VARIABLE = "ROLL_ASYNC_HOST_IP"
+"""Read by `weight_sync/pairs.py`."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface with this IPv4 address; None when it is none of this host's (behind a NAT)."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family is socket.AF_INET and a.address == address for a in addresses):
+            return name
+    return None
+
+
+def use_node_address() -> str:
+    """Make this process and its children speak to others by the address Ray knows its node by. Returns it. What the
+    user set (`system_envs`) stays; a run on one machine is confined to loopback already.
+    """
+    address = ray.util.get_node_ip_address()
+    if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
+        return address
+    os.environ.setdefault(HOST_VARIABLE, address)
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    if (name := interface_of(address)) is not None:
+        for variable in _INTERFACES:
+            os.environ.setdefault(variable, name)
+    return address
