@@ -22,10 +22,17 @@ if [[ -n "${WANDB_API_KEY:-}" ]]; then
   overrides+=("tracking.track_with=wandb")
 fi
 
+# Where the job runs, relative names are meant from a copy of WORKING_DIR that Ray removes with the job.
+OUTPUT_DIR=${OUTPUT_DIR:-"${HOME}/verl/output"}
+
 if [[ "${RAY_ADDRESS}" == local ]]; then
   unset RAY_ADDRESS
   exec "${PYTHON}" "${ROOT}/examples/start_rlvr_pipeline.py" --config "${CONFIG}" ${overrides[@]+"${overrides[@]}"} "$@"
 fi
-exec ray job submit --no-wait --address "${RAY_ADDRESS}" \
-  --runtime-env "${RUNTIME_ENV}" --working-dir "${WORKING_DIR}" -- \
-  python3 examples/start_rlvr_pipeline.py --config "${CONFIG}" ${overrides[@]+"${overrides[@]}"} "$@"
+JOB_ENV=$(mktemp "${TMPDIR:-/tmp}/job_env.XXXXXX.yaml") # holds keys: readable by nobody else, and removed
+trap 'rm -f "${JOB_ENV}"' EXIT
+"${PYTHON}" "${ROOT}/examples/dapo/job_env.py" "${RUNTIME_ENV}" > "${JOB_ENV}"
+ray job submit --no-wait --address "${RAY_ADDRESS}" \
+  --runtime-env "${JOB_ENV}" --working-dir "${WORKING_DIR}" -- \
+  python3 examples/start_rlvr_pipeline.py --config "${CONFIG}" "output_dir=${OUTPUT_DIR}" \
+  ${overrides[@]+"${overrides[@]}"} "$@"

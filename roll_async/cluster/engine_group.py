@@ -92,7 +92,10 @@ class EngineReplica:
     async def sleep(self, level: int) -> EngineMemory:
         """What it still holds."""
         await self._engine.sleep(level)
-        return self._engine.memory()
+        memory = self._engine.memory()
+        if level == 1 and self._settings.device == "cpu":  # the weights wait where they are: in host memory
+            memory = replace(memory, weights_bytes=0, host_weights_bytes=memory.weights_bytes)
+        return memory
 
     async def wake(self, tags: Sequence[str]) -> EngineMemory:
         """What it then holds."""

@@ -44,9 +44,14 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
     """Start or join Ray for the length of the block; afterwards no process of ours is left.
 
     `num_processes`: role processes that must fit on the embedded node. `env`: environment of every role process.
-    Raises ConnectionError when RAY_ADDRESS names no reachable cluster.
+    Raises ConnectionError when RAY_ADDRESS names no reachable cluster, ValueError when it is that of a job server.
     """
     address = os.environ.get("RAY_ADDRESS")
+    if address and address.startswith(("http://", "https://")):
+        raise ValueError(
+            f"RAY_ADDRESS={address} is the address of Ray's job server: hand the run over with `ray job submit`, unset "
+            "RAY_ADDRESS to run on this machine, or set it to HOST:6379 to join the cluster from here"
+        )
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **env}}

@@ -1,5 +1,6 @@
 """The start scripts of the recipes: what they hand to the program is a valid run, by default and with overrides."""
 
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
@@ -98,21 +100,80 @@ def test_the_three_variants_of_dapo_differ_where_the_documents_say(start, script
         assert line in done.stdout, line
 
 
-def test_a_run_is_submitted_to_the_cluster_with_folder_and_environment(start, tmp_path):
-    (tmp_path / "ray").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "ray").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = start(
-        "dapo/run_dapo_qwen2.5_32b.sh", "max_steps=7", RAY_ADDRESS="", RAY_IP="10.0.0.1", PATH=path, TRAIN_FILE=""
+@pytest.fixture
+def submitted(tmp_path):
+    """Type shell lines at the repository's root with a `ray` that tells what it was given instead of submitting it."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    told = tmp_path / "told.json"
+    (bin_folder / "ray").write_text(
+        f"#!{sys.executable}\nimport json, pathlib, sys\nwords = sys.argv[1:]\n"
+        "env = pathlib.Path(words[words.index('--runtime-env') + 1])\n"
+        f"told = {{'words': words, 'env': env.read_text(), 'mode': env.stat().st_mode & 0o777, 'path': str(env)}}\n"
+        f"pathlib.Path({str(told)!r}).write_text(json.dumps(told))\n"
     )
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.split("\n")
-    assert words[:4] == ["job", "submit", "--no-wait", "--address"] and words[4] == "http://10.0.0.1:8265"
-    assert words[words.index("--runtime-env") + 1] == f"{ROOT}/examples/dapo/runtime_env.yaml"
+    (bin_folder / "ray").chmod(0o755)
+
+    def type_lines(lines):
+        inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY", "MODEL_PATH")}
+        env = {**inherited, "HOME": str(tmp_path), "PYTHON": sys.executable}
+        env["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, env=env, cwd=ROOT, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(told.read_text())
+
+    return type_lines
+
+
+def test_the_documents_quick_start_submits_a_run_with_folder_environment_and_a_place_that_lasts(submitted, tmp_path):
+    """Line by line as the DAPO document has it, in one shell."""
+    told = submitted(
+        """
+        export WANDB_API_KEY=secret
+        export RAY_ADDRESS="http://${RAY_IP:-localhost}:8265"
+        export WORKING_DIR="${PWD}"
+        export RUNTIME_ENV="./recipe/dapo/runtime_env.yaml"
+        bash recipe/dapo/run_dapo_qwen2.5_32b.sh max_steps=7
+        """
+    )
+    words, env = told["words"], yaml.safe_load(told["env"])
+    assert words[:4] == ["job", "submit", "--no-wait", "--address"] and words[4] == "http://localhost:8265"
     assert words[words.index("--working-dir") + 1] == str(ROOT)
     after = words[words.index("--") + 1 :]
     assert after[:4] == ["python3", "examples/start_rlvr_pipeline.py", "--config", "dapo_qwen2.5_32b.yaml"]
-    assert "max_steps=7" in after
+    assert {"max_steps=7", "tracking.track_with=wandb", f"output_dir={tmp_path}/verl/output"} <= set(after)
+    assert env["env_vars"]["WANDB_API_KEY"] == "secret" and "wandb" in env["pip"]
+    assert env["env_vars"]["TORCH_NCCL_AVOID_RECORD_STREAMS"] == "1" and "/output/" in env["excludes"]
+    assert told["mode"] == 0o600 and not Path(told["path"]).exists(), "the key is on no disk any more"
+    assert "secret" not in " ".join(words)
+
+
+def test_without_a_key_no_tracker_is_chosen_and_no_package_installed(submitted):
+    told = submitted("RAY_ADDRESS= RAY_IP=10.0.0.1 OUTPUT_DIR=/shared/out bash recipe/dapo/run_dapo_qwen2.5_32b.sh")
+    assert told["words"][4] == "http://10.0.0.1:8265" and "output_dir=/shared/out" in told["words"]
+    assert "tracking.track_with=wandb" not in told["words"] and "wandb" not in told["env"].lower()
+
+
+def test_the_address_of_a_job_server_left_in_the_shell_is_explained(tmp_path):
+    """The next command of a reader who exported RAY_ADDRESS as the DAPO document says."""
+    command = [
+        sys.executable,
+        "-c",
+        "from roll_async.cluster.runtime import ray_runtime\nwith ray_runtime(num_processes=1, env={}): pass",
+    ]
+    env = {**os.environ, "RAY_ADDRESS": "http://localhost:8265", "PYTHONPATH": str(ROOT)}
+    pytest.importorskip("ray")
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+    assert "is the address of Ray's job server: hand the run over with `ray job submit`" in done.stderr
+
+
+def test_the_links_and_paths_of_the_documents_lead_to_the_recipes():
+    assert (ROOT / "recipe").is_symlink() and os.readlink(ROOT / "recipe") == "examples"
+    for name in (
+        "async_dapo/process_skywork.py", "async_dapo/process_aime24.py", "async_dapo/math_verify_service.py",
+        "async_dapo/test_7b.sh", "dapo/prepare_dapo_data.sh", "dapo/runtime_env.yaml", "dapo/run_dapo_qwen2.5_32b.sh",
+    ):  # fmt: skip
+        assert (ROOT / "recipe" / name).is_file(), name
 
 
 def test_the_scripts_pass_shellcheck():
