@@ -22,6 +22,7 @@ from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
+from roll_async.cluster.role_log import open_role_log
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, WeightVersion
@@ -55,6 +56,7 @@ class EngineReplica:
     """One replica in its own process, plain asyncio inside."""
 
     def __init__(self, strategy: str, settings: EngineSettings) -> None:
+        open_role_log()
         self._strategy, self._settings = strategy, settings
 
     async def node_address(self) -> str:

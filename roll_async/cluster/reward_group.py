@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleFailed, call
 from roll_async.cluster.folders import demand_model
+from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
 from roll_async.schema import Prompt, Reward, Sample
 
@@ -40,6 +41,7 @@ class RewardHost:
     """The worker pools of all domains on one node."""
 
     def __init__(self, rewards: Mapping[str, RewardConfig], tokenizer_folder: str) -> None:
+        open_role_log()
         self._rewards, self._tokenizer_folder = rewards, tokenizer_folder
         self._answers: list[Answer] = []
         self._news = asyncio.Event()

@@ -1,10 +1,35 @@
-"""What a role process logs while it starts, brought to the log of the run."""
+"""What role processes say: a file per role in the run folder, and what is logged at the start also in run.log."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from roll_async.observe.run_folder import log_to
+
+FOLDER_VARIABLE = "ROLL_ASYNC_LOG_FOLDER"
+"""Environment of every role: `logs/` of the run folder."""
+
+
+def open_role_log() -> None:
+    """Everything this process and its children write to standard output and error, libraries in C included, goes to
+    `logs/NAME.log` of the run folder, NAME as the role is called in errors. Where nobody named a folder, or it is not
+    on this host, Ray's own files keep it.
+    """
+    folder, name = os.environ.get(FOLDER_VARIABLE), ray.get_runtime_context().get_actor_name()
+    if not folder or not name or not Path(folder).is_dir():
+        return
+    path = Path(folder) / f"{name}.log"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    log_to([path])
 
 
 class _Lines(logging.Handler):

@@ -28,7 +28,7 @@ from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
-from roll_async.cluster.role_log import log_lines
+from roll_async.cluster.role_log import log_lines, open_role_log
 from roll_async.cluster.runtime import LOOPBACK
 from roll_async.config.schema import RLVRConfig, VllmConfig, WorkerConfig
 from roll_async.inference.settings import EngineSettings
@@ -83,6 +83,7 @@ class MegatronRank:
     """One rank: a synchronous `MegatronWorker` in its own process."""
 
     def __init__(self, role: TrainingRole, placement: ProcessPlacement) -> None:
+        open_role_log()
         self._role, self._placement = role, placement
         self._export = None
 

@@ -190,6 +190,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunClasses) -> int:
+    from roll_async.cluster.role_log import FOLDER_VARIABLE
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.lives import train
     from roll_async.launch.roles import place_roles
@@ -216,7 +217,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         f"output in {folder.path}",
         flush=True,
     )
-    env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    env = {
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        FOLDER_VARIABLE: str(folder.role_logs()),
+    }
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
             end = asyncio.run(train(config, runtime, placements, (recorder, folder), classes))

@@ -50,6 +50,12 @@ class RunFolder:
         numbers = itertools.count(1)
         return next(p for n in numbers if not (p := self.path / pattern.format(n)).exists())
 
+    def role_logs(self) -> Path:
+        """`logs/`: what ranks, engines and reward hosts write, a file each."""
+        folder = (self.path / "logs").absolute()
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def log_files(self, *more_names: str) -> list[Path]:
         """run.log and files of these names."""
         return [self.path / name for name in ("run.log", *more_names)]

@@ -116,6 +116,8 @@ def test_tp2_with_sequence_parallel_and_two_replicas_over_two_hosts_is_on_policy
         assert manifest["step"] == step and manifest["world_size"] == 2
         assert all((part / name).is_file() for name in manifest["files"])
     assert (folder / "hf" / "config.json").is_file()
+    roles = {"actor_train-0", "actor_train-1", "actor_infer-0", "actor_infer-1", "rewards-0"}
+    assert {p.stem for p in (folder / "logs").iterdir()} == roles
     assert not list(cluster.folder.glob("node*/out")), "a role wrote where its raylet was started"
 
 
