@@ -28,7 +28,7 @@ from roll_async.envs.worlds.frozen_lake import FrozenLake, FrozenLakeOptions
 from roll_async.envs.worlds.moves import STEPS, WORDS
 
 VERSION = 1
-STEPS_WARM, BATCH, RATE = 700, 24, 2e-3
+STEPS_WARM, BATCH, RATE = 500, 12, 4e-3
 RANDOM_MOVES, CALLS = 0.55, 0.15
 MAX_TURNS = 10
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
@@ -64,16 +64,16 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """A randomly initialised Qwen2 of about half a million parameters."""
+    """A randomly initialised Qwen2 of about 0.1 million parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=128,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -160,7 +160,7 @@ def warm_start(source: Path, target: Path) -> float:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS_WARM, pct_start=0.1)
     rng, world, loss = random.Random(1), FrozenLake(FrozenLakeOptions(words="short")), torch.zeros(())
     for step in range(STEPS_WARM):
-        rows = [encoded(tokenizer, walk(world, rng), tools=False) for _ in range(BATCH * 3 // 4)]
+        rows = [encoded(tokenizer, walk(world, rng), tools=False) for _ in range(BATCH)]
         rows += [encoded(tokenizer, product(rng), tools=True) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
         tokens, labels = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)

@@ -1,0 +1,82 @@
+"""A world with seeded faults, and agents of a user's own."""
+
+import os
+import random
+import time
+from dataclasses import dataclass
+
+import aiohttp
+
+from roll_async.agents.protocol import AgentResult
+from roll_async.envs.protocol import GraderFailed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyOptions:
+    hang_share: float = 0.0
+    crash_share: float = 0.0
+    ungraded_share: float = 0.0
+    turns: int = 3
+
+
+class Faulty:
+    """Three turns, then solved when the last answer holds a `t`. Faults are drawn anew by every world."""
+
+    Options = FaultyOptions
+
+    def __init__(self, options):
+        self._options, self._rng = options, random.Random(os.urandom(8))
+
+    def reset(self, *, seed=None, options=None):
+        self._left = self._options.turns
+        return f"seed {seed}", {"state": "start"}
+
+    def step(self, action):
+        if self._rng.random() < self._options.hang_share:
+            time.sleep(600)
+        if self._rng.random() < self._options.crash_share:
+            os._exit(1)
+        self._left -= 1
+        if not self._left and self._rng.random() < self._options.ungraded_share:
+            raise GraderFailed("the judge is away")
+        reward = 1.0 if not self._left and "t" in action else 0.0
+        return f"{self._left} left", reward, not self._left, False, {"state": f"{self._left}"}
+
+    def close(self):
+        pass
+
+
+class Quick(Faulty):
+    """The same in the event loop: for tests without hung and crashing steps."""
+
+    quick = True
+
+
+class TwoTurnAgent:
+    """An agent that knows only HTTP."""
+
+    async def run(self, task, endpoint):
+        messages = [{"role": "user", "content": f"seed {task.seed}"}]
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {endpoint.api_key}"}) as http:
+            for _ in range(2):
+                body = {"model": endpoint.model, "messages": messages}
+                async with http.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
+                    response.raise_for_status()
+                    said = (await response.json())["choices"][0]["message"]
+                messages += [said, {"role": "user", "content": "go on"}]
+        return AgentResult(reward=float("t" in said["content"]))
+
+
+class EndlessAgent(TwoTurnAgent):
+    """Never stops by itself."""
+
+    async def run(self, task, endpoint):
+        while True:
+            await super().run(task, endpoint)
+
+
+class BrokenAgent:
+    """Raises before it has done anything."""
+
+    async def run(self, task, endpoint):
+        raise KeyError("config")

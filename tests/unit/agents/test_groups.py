@@ -1,0 +1,304 @@
+"""Groups of trajectories: faults of infrastructure are no rewards, and nothing that was not sampled is trained."""
+
+import asyncio
+import random
+from array import array
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from roll_async.agents.gateway.server import PolicyGateway
+from roll_async.agents.groups import AgentGroups, AgentParts, GroupFilter, GroupOptions, TagPlan
+from roll_async.agents.play import PlayOptions
+from roll_async.agents.rendering import TemplateRenderer
+from roll_async.agents.session import SessionOptions
+from roll_async.agents.tasks import Tasks, task_of
+from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, open_tools
+from roll_async.buffer.group_codec import decode_group, encode_group
+from roll_async.envs.pool import WorldPool
+from roll_async.envs.registry import WorldSpec, build
+from roll_async.rollout.group_source import GroupFate
+from roll_async.rollout.requests import Interrupted
+from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+class Manager:
+    """The part of a server manager that trajectories use. Says `say(request, turn)`, encoded character by character."""
+
+    def __init__(self, tokenizer, say, *, delay_s=0.0, interrupt_every=0):
+        self._tokenizer, self._say, self._delay_s, self._interrupt_every = tokenizer, say, delay_s, interrupt_every
+        self.sampled, self.asked, self.forgotten, self.aborted = {}, 0, [], []
+        self._rng = random.Random(0)
+
+    async def generate(self, request, *, conversation, foreground):
+        self.asked += 1
+        number = self.asked
+        await asyncio.sleep(self._delay_s)
+        if self._interrupt_every and number % self._interrupt_every == 0:
+            raise Interrupted(request.request_id)
+        ids = array("i", self._tokenizer(self._say(request))["input_ids"] + [self._tokenizer.eos_token_id])
+        ids = ids[: request.sampling.max_new_tokens]
+        logprobs = array("f", [-self._rng.random() for _ in ids])
+        key = (request.prompt_token_ids.tobytes(), ids.tobytes(), logprobs.tobytes())
+        self.sampled[key] = conversation
+        return Completion(
+            request_id=request.request_id,
+            token_ids=ids,
+            logprobs=logprobs,
+            version_runs=((3, len(ids)),),
+            finish_reason=FinishReason.STOP,
+            generation_s=0.0,
+        )
+
+    async def abort(self, request_ids):
+        self.aborted += request_ids
+
+    def forget_affinity(self, key):
+        self.forgotten.append(key)
+
+    def check(self, group):
+        """Every trained token and log-prob is what was sampled after exactly the tokens before it."""
+        for sample in group.samples:
+            ids = sample.prompt_token_ids + sample.response_token_ids
+            for turn in sample.turns:
+                first = len(sample.prompt_token_ids) + turn.start
+                logprobs = sample.behaviour_logprobs[turn.start : turn.start + turn.num_tokens]
+                key = (ids[:first].tobytes(), ids[first : first + turn.num_tokens].tobytes(), logprobs.tobytes())
+                assert self.sampled[key] == sample.trajectory
+            assert sum(sample.loss_mask) == sum(turn.num_tokens for turn in sample.turns)
+
+
+def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), manager=None, **options):
+    """`work(groups, tasks, manager)` on AgentGroups of one tag."""
+    plan_options = {key: options.pop(key) for key in ("max_turns", "windowed", "history_length") if key in options}
+    group = {"group_size": 3, "retries": 2, **options}
+
+    async def main():
+        rng = random.Random(0)
+        chosen = manager or Manager(tokenizer, say or (lambda request: rng.choice(["the", "ab"])))
+        async with AsyncExitStack() as stack:
+            worlds = WorldPool(step_timeout_s=1.5)
+            stack.push_async_callback(worlds.close)
+            gateway = PolicyGateway()
+            await gateway.start()
+            stack.push_async_callback(gateway.close)
+            spec = WorldSpec(env_type=env_type, values=values or {})
+            from roll_async.agents.protocol import is_agent
+
+            turns = plan_options.get("max_turns", 8)
+            plan = TagPlan(
+                spec=spec,
+                session=SessionOptions(
+                    sampling=SamplingParams(max_new_tokens=300),
+                    max_turns=turns,
+                    max_context=3000,
+                    windowed=plan_options.get("windowed", False),
+                ),
+                play=PlayOptions(**{"max_turns": turns, **plan_options}),
+                toolbox=Toolbox(await open_tools(tools, stack), timeout_s=5),
+                agent=build(spec) if is_agent(env_type) else None,
+            )
+            parts = AgentParts(tags={"T": plan}, renderer=TemplateRenderer(tokenizer), worlds=worlds, gateway=gateway)
+            groups = AgentGroups(chosen, parts, GroupOptions(**group))
+            return await work(groups, Tasks(("T",), (1,), seed=1), chosen)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def tokenizer(sessions):
+    return sessions([])[2]
+
+
+def test_a_group_shares_its_world_and_survives_the_ledger(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=7, attempt=1, admitted_version=3)
+        assert outcome.fate is GroupFate.KEPT
+        group = outcome.group
+        assert len(group.trajectories) == 3 and {len(rows) for rows in group.trajectories} == {1}
+        firsts = {tuple(rows[0].prompt_token_ids) for rows in group.trajectories}
+        assert len(firsts) == 1 and f"seed {task_of(group.prompt).seed}" in tokenizer.decode(firsts.pop())
+        for (row,) in group.trajectories:
+            assert row.reward.score == sum(turn.reward for turn in row.turns) and len(row.turns) == 3
+            assert row.outcome is (Outcome.SOLVED if row.reward.score else Outcome.FAILED)
+            assert row.reward.metrics["acc"] == row.reward.score
+        assert decode_group(*encode_group(group)) == group
+        manager.check(group)
+        assert sorted(manager.forgotten) == sorted(r[0].trajectory for r in group.trajectories)
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick")
+
+
+def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(tokenizer):
+    async def work(groups, tasks, manager):
+        outcomes = await asyncio.gather(*(groups.run_group(tasks.at(i), group_id=i) for i in range(8)))
+        kept = [outcome.group for outcome in outcomes if outcome.fate is GroupFate.KEPT]
+        assert len(kept) >= 4
+        for group in kept:
+            assert all(s.outcome.is_trusted and s.reward is not None for s in group.samples)
+            manager.check(group)
+        for outcome in outcomes:
+            if outcome.fate is GroupFate.FAILED:
+                assert "trajectories ended with trust" in outcome.reason and outcome.group is None
+        metrics = groups.counts().metrics
+        assert metrics["agent/outcomes/infra_error"] > 0 and metrics["agent/outcomes/grader_error"] > 0
+        assert metrics["agent/retries"] > 0 and metrics["agent/lost_world_processes"] > 0
+        shares = [value for key, value in metrics.items() if key.startswith("agent/outcomes/")]
+        assert sum(shares) == pytest.approx(1)
+
+    values = {"hang_share": 0.1, "crash_share": 0.05, "ungraded_share": 0.15}
+    run_groups(tokenizer, work, env_type="faulty_worlds.Faulty", values=values, retries=4)
+
+
+def test_a_world_that_always_fails_fails_its_group_with_its_reason(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.FAILED and "grader_error: the judge is away" in outcome.reason
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Faulty", values={"ungraded_share": 1.0}, retries=1)
+
+
+def test_redundant_trajectories_give_way_to_the_first_that_end(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert len(outcome.group.trajectories) == 2
+        assert len(manager.forgotten) == 5
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", group_size=2, redundancy=3)
+
+
+def test_an_aborted_group_comes_again_and_leaves_no_request(tokenizer):
+    async def work(groups, tasks, manager):
+        running = asyncio.ensure_future(groups.run_group(tasks.at(0), group_id=5))
+        while not manager.asked:
+            await asyncio.sleep(0.01)
+        await groups.abort_groups([5, 99])
+        outcome = await asyncio.wait_for(running, 5)
+        assert outcome.fate is GroupFate.REQUEUED and manager.aborted
+
+    manager = Manager(tokenizer, lambda request: "the", delay_s=30)
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
+
+
+def test_a_weight_push_that_discards_costs_a_turn_and_not_a_trajectory(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.KEPT
+        manager.check(outcome.group)
+        assert groups.counts().metrics["agent/resampled_turns"] >= 2
+
+    manager = Manager(tokenizer, lambda request: "the", interrupt_every=4)
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
+
+
+def test_the_step_manager_makes_one_row_per_turn_with_a_window_of_history(tokenizer):
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        manager.check(group)
+        for rows in group.trajectories:
+            assert [row.turns[0].index for row in rows] == [0, 1, 2] and len({r.reward.score for r in rows}) == 1
+            last = tokenizer.decode(rows[2].prompt_token_ids)
+            assert "1 left" in last and "2 left\n> the" in last and "seed" not in last
+        assert groups.counts().metrics["agent/branches/window"] == 6
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", say=lambda r: "the", windowed=True, history_length=1)
+
+
+def test_turns_are_limited_and_the_state_at_the_end_is_graded(tokenizer):
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        assert {s.outcome for s in group.samples} == {Outcome.TRUNCATED_TURNS}
+        assert {s.reward.score for s in group.samples} == {0.0} and {len(s.turns) for s in group.samples} == {2}
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", max_turns=2)
+
+
+def test_tools_of_one_turn_run_together_and_malformed_calls_are_told(tokenizer):
+    calls = [
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "12*12"}}</tool_call>'
+        '<tool_call>{"name": "abacus", "arguments": {}}</tool_call><tool_call>{oops</tool_call>',
+        "<answer>144</answer>",
+    ]
+
+    def say(request):
+        return calls["144" in tokenizer.decode(request.prompt_token_ids)]
+
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        manager.check(group)
+        for sample in group.samples:
+            text = tokenizer.decode(sample.response_token_ids)
+            assert "<tool_response>\n144\n</tool_response>" in text and len(sample.turns) == 2
+            assert "there is no tool 'abacus'" in text and "the call is not valid JSON" in text
+        counts = groups.counts()
+        assert (counts.tool_calls, counts.tool_failures) == (9, 6)
+
+    tools = (ToolSpec(tool_id="calculator", values={}),)
+    run_groups(tokenizer, work, env_type="math", say=say, tools=tools)
+
+
+def test_a_world_with_tools_of_its_own_is_played_by_calls(tokenizer):
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        text = tokenizer.decode(group.samples[0].response_token_ids)
+        assert text.count("<tool_response>\nYou are in the ") == 7
+
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    run_groups(tokenizer, work, env_type="text_game", say=lambda r: call)
+
+
+def test_an_agent_of_ones_own_is_trained_through_its_endpoint(tokenizer):
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        manager.check(group)
+        for sample in group.samples:
+            assert len(sample.turns) == 2 and sample.outcome in (Outcome.SOLVED, Outcome.FAILED)
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent")
+
+
+def test_limits_end_any_agent_and_one_that_breaks_is_no_failure_of_the_policy(tokenizer):
+    async def endless(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        assert {s.outcome for s in group.samples} == {Outcome.TRUNCATED_TURNS}
+        manager.check(group)
+
+    async def broken(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.FAILED and "agent_error: KeyError: 'config'" in outcome.reason
+
+    run_groups(tokenizer, endless, env_type="faulty_worlds.EndlessAgent", max_turns=5)
+    run_groups(tokenizer, broken, env_type="faulty_worlds.BrokenAgent", retries=0)
+
+
+def test_groups_without_spread_are_filtered_by_trajectories(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.FILTERED and outcome.reason == "dropped_equal"
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", say=lambda r: "the", filter=GroupFilter())
+
+
+def test_validation_has_worlds_of_its_own_and_does_not_count_as_training(tokenizer):
+    async def work(groups, tasks, manager):
+        held_out = Tasks(("T",), (1,), seed=1, validation=True)
+        prompts = [held_out.at(i) for i in range(4)]
+        answered = await groups.validate(prompts, SamplingParams(max_new_tokens=50), name="validation.1")
+        assert [prompt.row_id for prompt, _ in answered] == [prompt.row_id for prompt in prompts]
+        assert groups.counts().metrics["agent/attempts"] == 0
+        assert not {task_of(p).seed for p in prompts} & {task_of(tasks.at(i)).seed for i in range(1000)}
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick")
+
+
+def test_tasks_follow_the_partition_and_the_seed():
+    tasks = Tasks(("A", "B"), (3, 1), seed=42)
+    assert Counter(tasks.at(i).domain for i in range(40)) == {"A": 30, "B": 10}
+    assert tasks.at(17) == Tasks(("A", "B"), (3, 1), seed=42).at(17) != Tasks(("A", "B"), (3, 1), seed=43).at(17)
