@@ -1,11 +1,14 @@
 """Kills a training run with SIGKILL at random instants, starts it again each time, and checks what was trained.
 
     python tools/kill_runs.py --kills 20 [--seed 0] [--output FOLDER] [KEY=VALUE ...]
+    python tools/kill_runs.py --heal
 
 Every third kill hits the rollout process, which holds queue and ledger, the others the driver; after the former the run
 must end by itself and say so. Relative to the restored step every prompt is trained exactly once: at the end every step
 has exactly G prompts, no prompt belongs to two steps, and none below the newest trained one is missing without being on
-its way. Checked in three independent places: the ledger, the dumped samples, metrics.jsonl. Exit code 0 = all hold.
+its way. With --heal a trainer rank and the rollout process of one run are killed, which must go on by itself
+(fault.max_run_restarts=2). Checked in three independent places: the ledger, the dumped samples, metrics.jsonl. Exit
+code 0 = all hold.
 Needs `make demo-assets`.
 """
 
@@ -87,6 +90,25 @@ class KilledRun:
         victim = "the rollout process" if rollout else "the driver"
         return f"{victim} {delay_s:.2f} s {where}, {self.last_step()} steps in the metrics"
 
+    def heal(self, max_steps: int) -> str:
+        """One start with fault.max_run_restarts=2: a trainer rank is killed, then the rollout process; what it printed.
+        The run must end by itself with exit code 0.
+        """
+        self._overrides.append("fault.max_run_restarts=2")
+        process, lines, victims = self.start(max_steps), [], [_trainer_rank, _rollout_process]
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            seen = sum(text.startswith("starting all roles again") for text in lines)
+            if line.startswith("step ") and len(victims) == 2 - seen:
+                os.kill(victims.pop(0)(process.pid), signal.SIGKILL)
+        output = "".join(lines)
+        if process.wait() != 0 or victims:
+            raise AssertionError(
+                f"the run ended with {process.returncode}, {len(victims)} kills left:\n{output[-3000:]}"
+            )
+        return output
+
     def finish(self, max_steps: int) -> None:
         process = self.start(max_steps)
         output, _ = process.communicate()
@@ -145,9 +167,33 @@ class KilledRun:
 
 def _rollout_process(driver: int) -> int:
     """Its pid."""
+    return _actor(driver, "ray::RolloutHost")
+
+
+def _trainer_rank(driver: int) -> int:
+    """Its pid."""
+    return _actor(driver, "ray::MegatronRank")
+
+
+def _actor(driver: int, name: str) -> int:
+    """Pid of the one Ray actor of this class that the driver started."""
     family = psutil.Process(driver).children(recursive=True)
-    (found,) = [p.pid for p in family if p.cmdline() and p.cmdline()[0].startswith("ray::RolloutHost")]
+    (found,) = [p.pid for p in family if p.cmdline() and p.cmdline()[0].startswith(name)]
     return found
+
+
+def heal_and_check(output: Path, overrides: list[str]) -> list[str]:
+    """A trainer rank and the rollout process of one run are killed; the problems found in what it trained."""
+    run, max_steps = KilledRun(output, overrides), 10
+    told = run.heal(max_steps)
+    problems = run.check(max_steps)
+    restarts = [m["run/restarts"] for m in run._metrics()]
+    if restarts != sorted(restarts) or restarts[-1] != 2:
+        problems.append(f"metrics: run/restarts {restarts}")
+    if told.count("fault.max_run_restarts: ") != 2:
+        problems.append("the console did not name both restarts")
+    print(f"healed twice, {max_steps} steps: {problems or 'every prompt exactly once'}", flush=True)
+    return problems
 
 
 def kill_and_check(output: Path, kills: int, seed: int, overrides: list[str]) -> list[str]:
@@ -167,11 +213,14 @@ def kill_and_check(output: Path, kills: int, seed: int, overrides: list[str]) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--heal", action="store_true", help="one run with fault.max_run_restarts=2 instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
     args = parser.parse_args()
     output = args.output or Path(tempfile.mkdtemp(prefix="kill_runs_"))
+    if args.heal:
+        return 1 if heal_and_check(output, args.overrides) else 0
     return 1 if kill_and_check(output, args.kills, args.seed, args.overrides) else 0
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from roll_async.algorithms.objective import LossSettings
 from roll_async.config.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.host_state import HostState
 from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.optimizer_state import parameter_states
-from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings, ParallelSizes
+from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 

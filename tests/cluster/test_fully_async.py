@@ -46,11 +46,22 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
 
 
 @pytest.mark.slow
+def test_a_run_whose_trainer_and_rollout_process_die_goes_on_by_itself(demo_assets, tmp_path):
+    data = f"actor_train.data_args.file_name={demo_assets}/train.jsonl"
+    overrides = [f"pretrain={demo_assets}/model", data, "validation=null"]
+    assert _kill_runs().heal_and_check(tmp_path, overrides) == []
+
+
+@pytest.mark.slow
 def test_runs_killed_at_random_instants_train_every_prompt_exactly_once(demo_assets, tmp_path):
     """Three kills; `python tools/kill_runs.py` does twenty."""
+    data = f"actor_train.data_args.file_name={demo_assets}/train.jsonl"
+    overrides = [f"pretrain={demo_assets}/model", data, "validation=null"]
+    assert _kill_runs().kill_and_check(tmp_path, 3, seed=20, overrides=overrides) == []
+
+
+def _kill_runs():
     spec = importlib.util.spec_from_file_location("kill_runs", ROOT / "tools" / "kill_runs.py")
     kill_runs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kill_runs)
-    data = f"actor_train.data_args.file_name={demo_assets}/train.jsonl"
-    overrides = [f"pretrain={demo_assets}/model", data, "validation=null"]
-    assert kill_runs.kill_and_check(tmp_path, 3, seed=20, overrides=overrides) == []
+    return kill_runs

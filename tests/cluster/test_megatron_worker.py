@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
+from roll_async.algorithms.objective import LossSettings
 from roll_async.config.policy_loss_options import PpoOptions
-from roll_async.trainer.megatron.settings import LossSettings, MegatronSettings, OptimizerSettings
+from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from roll_async.algorithms.objective import LossSettings
 from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, PipelineConfig, WorkerConfig
 
 
@@ -63,35 +64,6 @@ class OptimizerSettings:
             overlap_grad_reduce=strategy.overlap_grad_reduce,
             overlap_param_gather=strategy.overlap_param_gather,
             cpu_offload=strategy.optimizer_cpu_offload,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossSettings:
-    """The policy loss; names as in roll_async.algorithms."""
-
-    pg_variant: str
-    pg_options: object
-    loss_agg_mode: str = "token-mean"
-    normalizer_length: int = 1
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    ppo_epochs: int = 1
-
-    @classmethod
-    def of(cls, config: PipelineConfig) -> LossSettings:
-        """As the config has it."""
-        algorithm = config.algorithm
-        return cls(
-            pg_variant=algorithm.pg_variant,
-            pg_options=algorithm.pg_options,
-            loss_agg_mode=algorithm.loss_agg_mode,
-            normalizer_length=config.longest_response,
-            entropy_coef=algorithm.entropy_loss_coef,
-            kl_coef=algorithm.kl_loss_coef,
-            kl_estimator=algorithm.kl_estimator,
-            ppo_epochs=algorithm.ppo_epochs,
         )
 
 

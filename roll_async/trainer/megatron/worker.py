@@ -21,6 +21,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from roll_async.algorithms.aggregation import Denominators, aggregate, count_denominators, reduce_metrics  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
+from roll_async.algorithms.objective import policy_loss  # noqa: E402
 from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.schema import ExpertRows  # noqa: E402
@@ -32,7 +33,6 @@ from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch, StepRows  # noqa: E402
 from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
 from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
-from roll_async.trainer.megatron.policy_step import policy_loss  # noqa: E402
 from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
 from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
 from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa: E402
@@ -159,7 +159,7 @@ class MegatronWorker:
         def loss_for(denominators: Denominators) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
                 current = self._runner.logprobs(batch, output, with_entropy=True)
-                return policy_loss(batch, current, settings, denominators)
+                return policy_loss(batch.fields, batch.mask, current, settings, denominators)
 
             return loss_of
 

@@ -6,6 +6,7 @@ policy * correction weights + kl_coef * KL(reference) - entropy_coef * entropy, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,15 +16,51 @@ from roll_async.algorithms.correction import interpolate_proximal
 from roll_async.algorithms.kl import kl_estimate
 from roll_async.algorithms.logprobs import TokenLogprobs
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from roll_async.trainer.megatron.micro_batches import MicroBatch
-from roll_async.trainer.megatron.settings import LossSettings
+from roll_async.config.schema import PipelineConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSettings:
+    """The policy loss; names as in roll_async.algorithms."""
+
+    pg_variant: str
+    pg_options: object
+    loss_agg_mode: str = "token-mean"
+    normalizer_length: int = 1
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    ppo_epochs: int = 1
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> LossSettings:
+        """As the config has it."""
+        algorithm = config.algorithm
+        return cls(
+            pg_variant=algorithm.pg_variant,
+            pg_options=algorithm.pg_options,
+            loss_agg_mode=algorithm.loss_agg_mode,
+            normalizer_length=config.longest_response,
+            entropy_coef=algorithm.entropy_loss_coef,
+            kl_coef=algorithm.kl_loss_coef,
+            kl_estimator=algorithm.kl_estimator,
+            ppo_epochs=algorithm.ppo_epochs,
+        )
 
 
 def policy_loss(
-    batch: MicroBatch, current: TokenLogprobs, settings: LossSettings, denominators: Denominators
+    fields: Mapping[str, Tensor],
+    mask: Tensor,
+    current: TokenLogprobs,
+    settings: LossSettings,
+    denominators: Denominators,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """([] share of the step's loss, metric sums). Fields of the micro-batch are those of `PolicyRows`."""
-    f, mask = batch.fields, batch.mask
+    """([] share of the step's loss, metric sums). Shapes: B rows, T positions.
+
+    `fields`: the tensors [B,T] of a micro-batch by name, as in `trainer/protocol.py: PolicyRows` (`scores` is [B]).
+    `mask`: [B,T] bool, the trained tokens. `denominators`: of the whole batch.
+    """
+    f = fields
     proximal = f.get("proximal_logprobs")
     if proximal is None:
         proximal = interpolate_proximal(

@@ -1,0 +1,64 @@
+"""How far it is from the start script to what a reader looks for, and how many files a change touches."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "roll_async"
+
+START = "examples/start_rlvr_pipeline.py"
+TO_THE_LOOP = (
+    (START, "launch("),
+    ("roll_async/commands/run.py", "asyncio.run(train("),
+    ("roll_async/launch/lives.py", "run.pipeline.run()"),
+    ("roll_async/pipelines/rlvr.py", "async def _run("),
+)
+"""(file, what it calls of the next one). Protocols are followed to what `wire` couples."""
+TO_A_WEIGHT_PUSH = (
+    *TO_THE_LOOP[:-1],
+    ("roll_async/pipelines/rlvr.py", "self.trainer.run()"),
+    ("roll_async/pipelines/train_loop.py", "synchronizer.push("),
+    ("roll_async/weight_sync/synchronizer.py", "async def push("),
+)
+TO_THE_LOSS = (
+    *TO_A_WEIGHT_PUSH[:-2],
+    ("roll_async/pipelines/train_loop.py", "learner.learn("),
+    ("roll_async/trainer/learner.py", "actor.update_policy("),
+    ("roll_async/cluster/trainer_group.py", "self._worker.update_policy("),  # Ray's border
+    ("roll_async/trainer/megatron/worker.py", "policy_loss("),
+    ("roll_async/algorithms/objective.py", "POLICY_LOSSES["),
+)
+
+
+def files_that_name(pattern):
+    texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    return {name for name, text in texts.items() if re.search(rf"\b({pattern})", text)}
+
+
+def hops(chain):
+    """Files after the start script; every one must really hand over to the next."""
+    for file, call in chain:
+        assert call in (ROOT / file).read_text(), f"{file} does not say {call}"
+    return len(chain) - 1
+
+
+def test_the_loop_is_three_files_from_the_start_script_and_a_weight_push_five():
+    assert hops(TO_THE_LOOP) == 3
+    assert hops(TO_A_WEIGHT_PUSH) == 5
+
+
+def test_from_the_loop_to_the_number_that_is_differentiated_there_are_five_files():
+    assert hops(TO_THE_LOSS) == 8
+    assert len(TO_THE_LOSS) - len(TO_THE_LOOP) == 5
+
+
+def test_a_loss_is_two_files():
+    for name in ("sapo|SapoOptions", "gmpo|GmpoOptions"):
+        assert files_that_name(name) == {"algorithms/policy_losses.py", "config/policy_loss_options.py"}
+
+
+def test_a_config_key_is_its_schema_line_and_the_class_that_uses_it():
+    assert files_that_name("whiten_advantages") == {"config/schema_algorithm.py", "trainer/learner.py"}
+    assert files_that_name("sync_retry_delay") == {"config/schema_async.py", "weight_sync/synchronizer.py"}
+    assert len(files_that_name("max_run_restarts")) <= 3
+    assert len(files_that_name("max_engine_restarts")) <= 3
