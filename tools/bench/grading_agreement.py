@@ -1,4 +1,4 @@
-"""How often our verdicts are right: answers of GSM8K test and AIME 2024 in each form a model writes them, near misses as
+"""How often our verdicts are right: answers of GSM8K test and AIME 2024 in each form models write them, near misses as
 negatives, against the label and against math-verify on the whole response; programs right and wrong in each row form.
 Every difference from math-verify is listed with its reason.
 
@@ -18,7 +18,16 @@ from roll_async.rewards.code_sandbox import CodeSandbox
 from roll_async.rewards.math_rule import MathRule, reference_answer
 
 MIN_RIGHT = 0.999
-UNITS = (r"\text{ dollars}", r"\text{ cm}", " apples", r"\%", r"^\circ", r"\text{ years old}", " km/h", r"\,\mathrm{kg}")
+UNITS = (
+    r"\text{ dollars}",
+    r"\text{ cm}",
+    " apples",
+    r"\%",
+    r"^\circ",
+    r"\text{ years old}",
+    " km/h",
+    r"\,\mathrm{kg}",
+)
 PAIRS = (
     ("({a},{b})", r"\left( {a} , {b} \right)"),
     (r"[{a},{b})", r"\left[{a}, {b}\right)"),
