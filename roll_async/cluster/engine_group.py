@@ -23,6 +23,7 @@ from roll_async.cluster.network import use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import open_role_log
+from roll_async.inference.processes import ProcessId, process_ids, until_gone
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, WeightVersion
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 _CONCURRENT_CALLS = 64
 """Calls open at once on one replica: one collect, a few submits and aborts, never one per request."""
+
+_GONE_WITHIN_S = 60.0
 
 _CPU_NICENESS = 5
 """Where trainer and engines share cores, the trainer comes first: the engines work ahead, and what they do meanwhile on
@@ -49,6 +52,8 @@ class EngineOrder:
     env: Mapping[str, str]
     rpc_timeout_s: float
     """Seconds of one call, the start included."""
+    after: tuple[ProcessId, ...] = ()
+    """Processes of the replica that was here before: it starts when they are gone."""
 
 
 @ray.remote(max_restarts=0)
@@ -62,8 +67,9 @@ class EngineReplica:
     async def node_address(self) -> str:
         return use_node_address()
 
-    async def start(self) -> EngineCapabilities:
-        """Load the model."""
+    async def start(self, after: Sequence[ProcessId]) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
+        """Load the model, when the processes of `after` have given their memory back. Also what runs then."""
+        await until_gone(after, _GONE_WITHIN_S)
         demand_model(self._settings.model_folder)
         if self._settings.device == "cpu":
             os.nice(_CPU_NICENESS)
@@ -74,7 +80,7 @@ class EngineReplica:
             engine = create_engine(self._strategy, self._settings)
             await engine.start()
         self._engine, self._host = engine, EngineHost(engine)
-        return engine.capabilities
+        return engine.capabilities, process_ids()
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._host.submit(requests)
@@ -139,6 +145,8 @@ class RayEngineClient:
     ) -> None:
         self.name, self.host = name, host
         self.capabilities = capabilities
+        self.processes: tuple[ProcessId, ...] = ()
+        """The actor's and those of its engine, on the replica's node."""
         self._actor, self._rpc_timeout_s = actor, rpc_timeout_s
 
     @classmethod
@@ -157,11 +165,14 @@ class RayEngineClient:
         assert isinstance(actor, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
             host = await call(name, "node_address", actor.node_address.remote(), timeout_s=order.rpc_timeout_s)
-            capabilities = await call(name, "start", actor.start.remote(), timeout_s=order.rpc_timeout_s)
+            started = actor.start.remote(order.after)
+            capabilities, processes = await call(name, "start", started, timeout_s=order.rpc_timeout_s)
         except BaseException:
             ray.kill(actor)
             raise
-        return cls(name, actor, capabilities, host, rpc_timeout_s=order.rpc_timeout_s)
+        client = cls(name, actor, capabilities, host, rpc_timeout_s=order.rpc_timeout_s)
+        client.processes = processes
+        return client
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._ask("submit", self._actor.submit.remote(list(requests)))

@@ -202,6 +202,8 @@ class VllmConfig:
     """Share the prompt's KV cache among the samples of a group."""
     quantization: Literal["fp8"] | None = None
     """Number format of the engine's weights, null = as loaded."""
+    core_in_process: bool = True
+    """On CPU and with one device per engine: vLLM's core shares the replica's process; false = a process of its own."""
     extra: Mapping[str, object] = section(dict)
     """Handed to vLLM unchanged and unchecked."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from roll_async.config.versions import refuse_unknown_release
 from roll_async.inference.protocol import Engine
 from roll_async.inference.settings import EngineSettings
 
@@ -15,6 +16,7 @@ ENGINES = {
 
 
 def create_engine(strategy: str, settings: EngineSettings) -> Engine:
-    """Build (not start) the engine of a strategy. Raises ValueError when its library is not installed."""
+    """Build (not start) the engine of a strategy. Raises ValueError for a release of its library that was never run."""
+    refuse_unknown_release(strategy)
     module, name = ENGINES[strategy].rsplit(".", 1)
     return getattr(import_module(module), name)(settings)

@@ -58,8 +58,6 @@ class EngineLoad:
     waiting: int
     free_kv_fraction: float
     """Share of the KV cache that no unfinished request can claim, 0..1."""
-    preemptions: int = 0
-    """Requests that lost their KV cache to others since the start and computed it again: too many run at once."""
     held: frozenset[str] | None = None
     """Requests that the replica has and whose end it has not handed over; None when nobody looked. A request that was
     acknowledged before and is not among them has ended: its reply is on its way, or was lost.

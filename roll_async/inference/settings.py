@@ -94,6 +94,7 @@ class EngineSettings:
                     "enforce_eager": strategy.enforce_eager,
                     "enable_prefix_caching": strategy.enable_prefix_caching,
                     "quantization": strategy.quantization,
+                    "core_in_process": strategy.core_in_process,
                 }
             case SglangConfig():
                 common |= {

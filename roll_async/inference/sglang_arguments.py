@@ -55,6 +55,7 @@ def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_
             "attention_backend": settings.attention_backend or "torch_native",
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
+            "sleep_on_idle": True,  # its scheduler would spin on a core that others need
             "max_total_tokens": max(settings.max_model_len + 1, settings.cpu_kv_cache_bytes // kv_bytes_per_token),
         }
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from roll_async.inference.processes import own_children
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 def prepare_environment(settings: EngineSettings) -> None:
     """Set what vLLM and CUDA read at import. Call it in the engine's process before anything imports vllm."""
+    own_children()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     if settings.device == "cpu":

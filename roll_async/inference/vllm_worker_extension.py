@@ -17,11 +17,14 @@ if not torch.cuda.is_available():
     # vLLM's AMX attention kernels run without asking the kernel for permission to use AMX tiles and die with SIGILL.
     torch.cpu._init_amx()
 
+from roll_async.inference.processes import end_with_owner
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.storages import Storages
 from roll_async.weight_sync.bucket import UpdatePlan
 from roll_async.weight_sync.receiving import Receiver
 from roll_async.weight_sync.transports import STAGED, open_receiver
+
+end_with_owner()
 
 
 class WeightUpdateExtension:

@@ -4,8 +4,14 @@ ignored.
 
 from __future__ import annotations
 
-from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, PipelineConfig, VllmConfig, WorkerConfig
-from roll_async.inference.backends import ENGINES
+from roll_async.config.schema import (
+    MegatronInferConfig,
+    MegatronTrainConfig,
+    PipelineConfig,
+    SglangConfig,
+    VllmConfig,
+    WorkerConfig,
+)
 from roll_async.weight_sync.transports import SENDERS
 
 
@@ -69,18 +75,24 @@ def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | Meg
 
 def _engine(config: PipelineConfig) -> list[str]:
     problems = []
-    strategy = config.actor_infer.strategy_args.strategy_name
-    if strategy not in ENGINES:
-        problems.append(
-            f"actor_infer.strategy_args.strategy_name={strategy} is not there yet; use {' or '.join(ENGINES)}"
-        )
     if config.actor_train.router_replay:
         problems += _cannot_record(config)
+    problems += _quantized_on_cpu(config)
     if config.weight_sync.transport not in ("auto", *SENDERS):
         problems.append(
             f"weight_sync.transport={config.weight_sync.transport} is not there yet; use auto or {' or '.join(SENDERS)}"
         )
     return problems
+
+
+def _quantized_on_cpu(config: PipelineConfig) -> list[str]:
+    strategy = config.actor_infer.strategy_args.strategy_config
+    if not isinstance(strategy, VllmConfig | SglangConfig) or strategy.quantization is None:
+        return []
+    if config.actor_infer.device_mapping is not None:
+        return []
+    key = "actor_infer.strategy_args.strategy_config.quantization"
+    return [f"{key}={strategy.quantization}: the engines have no such kernels on CPU; remove it, or set device_mapping"]
 
 
 def _cannot_record(config: PipelineConfig) -> list[str]:

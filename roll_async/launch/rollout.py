@@ -21,6 +21,7 @@ from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig, SglangConfig
+from roll_async.inference.processes import ProcessId
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.pipelines.turns import DeviceTurns
@@ -147,13 +148,16 @@ class RolloutStarter:
 
         return StartedTasks(prompts=train, source=source, validation=held_out)
 
-    async def _start_engine(self, placement: ProcessPlacement, number: int = 0) -> RayEngineClient:
+    async def _start_engine(
+        self, placement: ProcessPlacement, number: int = 0, after: tuple[ProcessId, ...] = ()
+    ) -> RayEngineClient:
         role = self._config.actor_infer
         order = EngineOrder(
             strategy=role.strategy_args.strategy_name,
             settings=EngineSettings.of(self._config, replica=placement.index, restart=number),
             env={**self._config.system_envs, **role.system_envs},
             rpc_timeout_s=self._config.fault.rpc_timeout,
+            after=after,
         )
         client = await RayEngineClient.start(order, placement, self._pool, number)
         self._engines[client.name] = client
@@ -164,7 +168,7 @@ class RolloutStarter:
         """A new process where the old one was; whatever is left of that goes first."""
         self._engines[name].kill()
         placement = next(p for p in self._placements if replica_name(p) == name)
-        return await self._start_engine(placement, number)
+        return await self._start_engine(placement, number, self._engines[name].processes)
 
     async def _start_scorer(self, config: RLVRConfig) -> RayScorer:
         plan = HostPlan(

@@ -29,7 +29,6 @@ VARIANTS = {
     "vllm_core_process": ("vllm", {"core_in_process": False}),
     "vllm_tp2": ("vllm", {"tensor_parallel_size": 2}),
     "hf_infer": ("hf_infer", {}),
-    "sglang": ("sglang", {}),
 }
 """Strategy and settings of each engine that keeps the protocol."""
 LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
@@ -74,14 +73,17 @@ def tensors_of(model):
 
 
 @torch.no_grad()
-def reference_logprobs(model, prompt, tokens, sampling):
-    """[R] log-probs of `tokens` under temperature, then top-k, then top-p, from one full forward pass."""
+def reference_logprobs(model, prompt, tokens, sampling, *, joint=False):
+    """[R] log-probs of `tokens` under temperature, then top-k, then top-p, from one full forward pass. `joint`: top-p
+    looks at the distribution before top-k.
+    """
     logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
     logits = logits / (sampling.temperature or 1.0)
+    whole = logits
     if sampling.top_k > 0:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
     if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
+        ordered, order = (whole if joint else logits).sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         drop = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= sampling.top_p)
         logits = logits.masked_fill(drop, -torch.inf)
@@ -136,7 +138,10 @@ class Replica:
 
     def assert_sampled_from(self, model, request, completion):
         tokens = list(completion.token_ids)
-        wanted = reference_logprobs(self.models[model], list(request.prompt_token_ids), tokens, request.sampling)
+        joint = self.strategy == "sglang"
+        wanted = reference_logprobs(
+            self.models[model], list(request.prompt_token_ids), tokens, request.sampling, joint=joint
+        )
         assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=TOLERANCE, rtol=0), (
             (torch.tensor(completion.logprobs) - wanted).abs().max()
         )
@@ -169,12 +174,17 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def sglang_stubs():
-    """Modules that SGLang imports and a CPU does not have, for this process and its children, until the module ends."""
-    folder, before = str(Path(__file__).resolve().parent / "sglang_stubs"), os.environ.get("PYTHONPATH")
-    sys.path.insert(0, folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([before] if before else [])])
+    """SGLang, which lies beside the other packages because nothing else should find Triton, and stand-ins for modules
+    that it imports and a CPU does not have: for this process and its children, until the module ends.
+    """
+    folders = [str(Path(__file__).resolve().parent / "sglang_stubs"), str(Path(sys.prefix) / "sglang")]
+    before, path = os.environ.get("PYTHONPATH"), list(sys.path)
+    sys.path[:0] = folders
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
     yield
-    sys.path.remove(folder)
+    sys.path[:] = path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "sgl_kernel", "IPython")]:
+        del sys.modules[name]
     if before is None:
         del os.environ["PYTHONPATH"]
     else:

@@ -168,8 +168,7 @@ def test_the_address_of_a_job_server_left_in_the_shell_is_explained(tmp_path):
 
 
 def test_the_links_and_paths_of_the_documents_lead_to_the_recipes():
-    scripts = sorted((ROOT / "examples" / "dapo").iterdir())
-    assert [p.resolve() for p in sorted((ROOT / "recipe" / "dapo").iterdir()) if p.is_symlink()] == scripts
+    assert (ROOT / "recipe").is_symlink() and os.readlink(ROOT / "recipe") == "examples"
     for name in (
         "async_dapo/process_skywork.py", "async_dapo/process_aime24.py", "async_dapo/math_verify_service.py",
         "async_dapo/test_7b.sh", "dapo/prepare_dapo_data.sh", "dapo/runtime_env.yaml", "dapo/run_dapo_qwen2.5_32b.sh",

@@ -1,11 +1,13 @@
 """Settings that are checked and cannot be honoured are refused with key, value and remedy."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from roll_async.config.api import load
 from roll_async.inference.settings import EngineSettings
+from roll_async.inference.sglang_arguments import engine_arguments
 from roll_async.launch.gate import refuse_unsupported
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -65,3 +67,29 @@ def test_the_hf_engine_attends_as_asked(given, taken):
 def test_logits_of_less_precision_are_refused():
     found = refused("actor_train.logits_in_fp32=false")
     assert found == "actor_train.logits_in_fp32=false: log-probs always come from fp32 logits; remove it"
+
+
+@pytest.mark.parametrize("strategy", ["vllm", "sglang"])
+def test_a_quantized_engine_is_refused_on_cpu_and_not_ignored(strategy):
+    args = f"actor_infer.strategy_args={{strategy_name: {strategy}, strategy_config: {{quantization: fp8}}}}"
+    with pytest.raises(ValueError, match=r"strategy_config.quantization=fp8: the engines have no such kernels on CPU"):
+        refuse_unsupported(load(str(CPU), (args,)))
+    assert not refused(f"{VLLM}.quantization=fp8")
+
+
+def test_every_key_of_sglang_reaches_the_engine():
+    keys = {
+        "max_running_requests": 33, "chunked_prefill_size": 512, "disable_cuda_graph": "true",
+        "attention_backend": "flashinfer", "mem_fraction_static": 0.7, "tensor_parallel_size": 1,
+        "disable_radix_cache": "true", "context_length": 1024, "load_format": "dummy",
+    }  # fmt: skip
+    keys = ", ".join(f"{key}: {value}" for key, value in keys.items())
+    args = f"actor_infer.strategy_args={{strategy_name: sglang, strategy_config: {{{keys}}}}}"
+    settings = EngineSettings.of(load(str(CPU), (args,)), replica=0, restart=0)
+    arguments = engine_arguments(settings, vocab_size=100, kv_bytes_per_token=64)
+    assert arguments["max_running_requests"] == 33 and arguments["chunked_prefill_size"] == 512
+    assert arguments["attention_backend"] == "flashinfer" and arguments["disable_cuda_graph"]
+    assert arguments["disable_radix_cache"] and arguments["context_length"] == 1025
+    assert arguments["load_format"] == "dummy"
+    on_gpu = engine_arguments(replace(settings, device="cuda"), vocab_size=100, kv_bytes_per_token=64)
+    assert on_gpu["mem_fraction_static"] == 0.7

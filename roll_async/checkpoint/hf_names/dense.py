@@ -55,7 +55,6 @@ QKV_BIAS = (
         transform=Transform.QKV,
         tp_dim=0,
         optional=True,
-        needed_by="add_qkv_bias",
     ),
 )
 

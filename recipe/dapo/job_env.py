@@ -1,1 +1,0 @@
-../../examples/dapo/job_env.py

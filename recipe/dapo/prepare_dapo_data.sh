@@ -1,1 +1,0 @@
-../../examples/dapo/prepare_dapo_data.sh

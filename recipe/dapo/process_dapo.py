@@ -1,1 +1,0 @@
-../../examples/dapo/process_dapo.py

@@ -1,1 +1,0 @@
-../../examples/dapo/run_dapo_early_qwen2.5_32b.sh

@@ -1,1 +1,0 @@
-../../examples/dapo/run_dapo_wo_ds_qwen2.5_32b.sh

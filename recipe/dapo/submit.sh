@@ -1,1 +1,0 @@
-../../examples/dapo/submit.sh

@@ -1,0 +1,1 @@
+"""SGLang imports what it shows notebooks with; nothing of it is called here."""

@@ -1,0 +1,3 @@
+"""Two names that SGLang imports."""
+
+HTML = display = None

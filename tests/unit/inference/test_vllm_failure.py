@@ -1,0 +1,43 @@
+from roll_async.inference.vllm_failure import first_exception
+
+WORKER = """\
+WorkerProc failed to start.
+Traceback (most recent call last):
+  File "multiproc_executor.py", line 924, in worker_main
+    worker = WorkerProc(*args, **kwargs)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 594.00 MiB.
+GPU 0 has a total capacity of 79.19 GiB
+EngineCore failed to start.
+"""
+CORE = """\
+EngineCore failed to start.
+Traceback (most recent call last):
+  File "core.py", line 1500, in run_engine_core
+    raise e from None
+Exception: WorkerProc initialization failed due to an exception in a background process.
+"""
+CHAINED = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in load
+KeyError: 'model.layers.0'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "b.py", line 1, in load
+RuntimeError: cannot load
+"""
+
+
+def test_the_first_process_that_failed_tells_the_cause_and_not_those_that_noticed():
+    cause = first_exception(WORKER + CORE)
+    assert cause.startswith("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 594.00 MiB.\nGPU 0 has")
+    assert "WorkerProc initialization" not in cause
+
+
+def test_of_a_chain_of_exceptions_the_first_is_the_cause():
+    assert first_exception(CHAINED) == "KeyError: 'model.layers.0'"
+
+
+def test_a_process_that_was_killed_logs_nothing():
+    assert first_exception("") is None and first_exception("ERROR: something\n") is None

@@ -1,0 +1,123 @@
+"""What each way to run vLLM costs on CPU: its core in the replica's process, in a process of its own, two ranks.
+
+    python tools/bench/engine_cores.py [--requests 256] [--tokens 64] [--running 128]
+
+Each case is a process of its own: seconds until the engine has started, resident memory of all its processes, tokens
+per second of one round of requests (the best of three), milliseconds of a weight push between `pause` and `resume`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+CASES = {
+    "core in the replica's process": {},
+    "core in a process of its own": {"core_in_process": False},
+    "tensor parallel 2": {"tensor_parallel_size": 2},
+}
+
+
+async def measure(folder: str, changes: dict, args: argparse.Namespace) -> dict:
+    import psutil
+
+    from roll_async.inference.backends import create_engine
+    from roll_async.inference.protocol import PauseMode
+    from roll_async.inference.settings import EngineSettings
+    from roll_async.schema import GenerateRequest, SamplingParams
+    from roll_async.weight_sync.transports import open_sender
+
+    started = time.perf_counter()
+    settings = EngineSettings(
+        model_folder=folder, dtype="fp32", device="cpu", max_model_len=256, max_running=args.running, **changes
+    )
+    engine = create_engine("vllm", settings)
+    await engine.start()
+    start_s = time.perf_counter() - started
+
+    async def one_round(name: str) -> float:
+        requests = [
+            GenerateRequest(
+                request_id=f"{name}/{i}",
+                prompt_token_ids=array("i", [3 + i % 500, 4, 5]),
+                sampling=SamplingParams(max_new_tokens=args.tokens),
+            )
+            for i in range(args.requests)
+        ]
+        began = time.perf_counter()
+        completions = await asyncio.gather(*map(engine.generate, requests))
+        return sum(len(c.token_ids) for c in completions) / (time.perf_counter() - began)
+
+    speed = max([await one_round(str(i)) for i in range(4)][1:])
+    me = psutil.Process()
+    resident = sum(p.memory_info().rss for p in [me, *me.children(recursive=True)])
+    tensors = model_of(folder)
+    sender = open_sender(
+        "shm", tensors=lambda: iter(tensors), version=1, verify="full", bucket_bytes=1 << 24, is_sender=True
+    )
+    await engine.begin_update(sender.plan)
+    while (bucket := sender.next_bucket()) is not None:
+        await engine.load_bucket(bucket)
+    assert await engine.finish_update() == sender.digest
+    began = time.perf_counter()
+    await engine.pause(PauseMode.ABORT)
+    await engine.commit(1)
+    await engine.resume()
+    pause_ms = (time.perf_counter() - began) * 1e3
+    await engine.close()
+    sender.close()
+    return {"start_s": start_s, "resident_mib": resident / 2**20, "tokens_per_s": speed, "pause_ms": pause_ms}
+
+
+def save_model(folder: str) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.Qwen2Config(
+        vocab_size=512, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, dtype="float32", **sizes
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def model_of(folder: str) -> list:
+    from transformers import AutoModelForCausalLM
+
+    return [(n, p.detach()) for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--running", type=int, default=128)
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--folder")
+    args = parser.parse_args()
+    if args.case:
+        print("RESULT", json.dumps(asyncio.run(measure(args.folder, CASES[args.case], args))), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder)
+        for case in CASES:
+            command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--folder", folder]
+            output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+            result = next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT ")
+            for name, value in json.loads(result).items():
+                print(
+                    json.dumps({"name": f"vLLM, {case}: {name}", "value": round(value, 1), "unit": name.split("_")[-1]})
+                )
+
+
+if __name__ == "__main__":
+    main()
