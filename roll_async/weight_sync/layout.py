@@ -13,12 +13,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
 from itertools import pairwise
 
-_ROWS = re.compile(r"\.(q_proj|gate_proj|up_proj|w1|w3)\.(weight|bias)$")
-_KV_ROWS = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
-_COLUMNS = re.compile(r"\.(o_proj|down_proj|w2)\.weight$")
-_VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
+
+class _Kind(Enum):
+    """How engines split a tensor."""
+
+    ROWS = re.compile(r"\.(q_proj|gate_proj|up_proj|w1|w3)\.(weight|bias)$")
+    KV_ROWS = re.compile(r"\.(k_proj|v_proj)\.(weight|bias)$")
+    COLUMNS = re.compile(r"\.(o_proj|down_proj|w2)\.weight$")
+    VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
+
+
+@lru_cache(maxsize=1 << 16)
+def _kind(name: str) -> _Kind | None:
+    return next((kind for kind in _Kind if kind.value.search(name)), None)
+
+
 _VOCABULARY_MULTIPLE = 64
 """vLLM and SGLang pad the vocabulary to a multiple of it before they split it."""
 
@@ -51,14 +64,15 @@ class EngineLayout:
         """The part of an HF tensor that tensor-parallel rank `rank` keeps; None = all of it."""
         if self.tensor == 1 or (self.expert_parallel and ".experts." in name):
             return None
-        if _VOCABULARY.search(name):
-            return self._vocabulary(shape[0], rank)
-        if _KV_ROWS.search(name):
-            return self._even(0, shape[0], min(self.tensor, self.num_kv_heads), rank)
-        if _ROWS.search(name):
-            return self._even(0, shape[0], self.tensor, rank)
-        if _COLUMNS.search(name):
-            return self._even(1, shape[1], self.tensor, rank)
+        match _kind(name):
+            case _Kind.VOCABULARY:
+                return self._vocabulary(shape[0], rank)
+            case _Kind.KV_ROWS:
+                return self._even(0, shape[0], min(self.tensor, self.num_kv_heads), rank)
+            case _Kind.ROWS:
+                return self._even(0, shape[0], self.tensor, rank)
+            case _Kind.COLUMNS:
+                return self._even(1, shape[1], self.tensor, rank)
         return None
 
     def _even(self, dim: int, size: int, parts: int, rank: int) -> Cut | None:
