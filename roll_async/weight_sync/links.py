@@ -408,6 +408,8 @@ def reachable_host() -> str:
     """The address other hosts reach this one by; loopback when the run is confined to it."""
     if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
         return "127.0.0.1"
+    if known := os.environ.get("ROLL_ASYNC_HOST_IP"):  # what the cluster's own processes call this host
+        return known
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # documentation address: picks the outgoing interface, sends nothing
