@@ -1,6 +1,6 @@
 """The runtime environment of a submitted job: RUNTIME_ENV with what this shell knows and the job needs.
 
-    python3 examples/dapo/job_env.py examples/dapo/runtime_env.yaml
+    python3 examples/dapo/job_env.py examples/dapo/runtime_env.yml
 
 WANDB_API_KEY goes to the job with the package wandb, tokens and addresses of the Hugging Face hub go with it. They are
 in the job's description then, which everyone who can see the cluster's dashboard can read.

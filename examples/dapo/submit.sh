@@ -5,7 +5,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 RAY_ADDRESS=${RAY_ADDRESS:-"http://${RAY_IP:-localhost}:8265"}
 WORKING_DIR=${WORKING_DIR:-"${ROOT}"}
-RUNTIME_ENV=${RUNTIME_ENV:-"${ROOT}/examples/dapo/runtime_env.yaml"}
+RUNTIME_ENV=${RUNTIME_ENV:-"${ROOT}/examples/dapo/runtime_env.yml"}
 PYTHON=${PYTHON:-python3}
 
 overrides=()

@@ -24,9 +24,11 @@ from roll_async.commands.command_line import (
     EXIT_USAGE,
     execute,
 )
-from roll_async.config.api import ConfigError, dump, load_with_warnings
+from roll_async.config.api import dump
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.launch.gate import admit, demand_inputs
+from roll_async.launch.inputs import resolve_names
 from roll_async.launch.signals import EndedAtOnce
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
 _EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_lake_async_cpu.yaml"}
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RUN_HELP = """Train what a config says.
@@ -96,43 +97,23 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
     starts. `classes`: the user's own code, see `launch/run.py`.
     """
     try:
-        path, overrides = resolve_config(list(args), pipeline)
-        loaded = load_with_warnings(path, overrides, pipeline)
-    except ConfigError as error:
+        config = prepare(args, pipeline)
+    except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
+    return _run(config, classes)
+
+
+def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
+    """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
+    stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
+    """
+    path, overrides = resolve_config(list(args), pipeline)
+    loaded = admit(path, overrides, pipeline)
+    demand_inputs(loaded)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
-    try:
-        from roll_async.launch.gate import refuse_unsupported
-
-        refuse_unsupported(loaded.config)
-        _check_inputs(loaded.config)
-    except ValueError as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return _run(loaded.config, classes)
-
-
-def _check_inputs(config: RLVRConfig | AgenticConfig) -> None:
-    """What must be on this disk before anything is started. A name without a slash may be a hub name."""
-    folders = {config.pretrain, *(w.model_args.model_name_or_path for _, w in config.roles())}
-    for folder in sorted(folders):
-        looks_local = folder.startswith((".", "/")) or folder.count("/") > 1
-        if looks_local and not (Path(folder) / "config.json").is_file():
-            hint = next((f"; make it with: {maker}" for key, maker in _MAKERS.items() if key in folder), "")
-            raise ValueError(f"model folder {folder} does not exist or holds no config.json{hint}")
-    if isinstance(config, AgenticConfig):
-        from roll_async.launch.agents import check_agents
-
-        check_agents(config)
-        return
-    data = [config.actor_train.data_args, config.validation.data_args if config.validation else None]
-    for file in (f for part in data if part is not None for f in part.file_name):
-        if not Path(file).is_file():
-            from roll_async.prompts.rows import missing_file
-
-            raise ValueError(missing_file(file))
+    return resolve_names(loaded.config)
 
 
 def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:

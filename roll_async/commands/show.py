@@ -6,8 +6,9 @@ import click
 
 from roll_async.commands.command_line import AS_TYPED
 from roll_async.commands.validate import parse, print_escaped, report
-from roll_async.config.api import ConfigError, load_with_warnings
+from roll_async.config.api import ConfigError
 from roll_async.config.loading.emit import derived_comments, dump
+from roll_async.launch.gate import admit
 
 _SHOW_USAGE = "usage: roll-async show CONFIG [KEY=VALUE...] [--pipeline rlvr|agentic]"
 
@@ -38,7 +39,7 @@ def run_show(args: list[str]) -> int:
         print_escaped(f"roll-async show: {error}\n{_SHOW_USAGE}", sys.stderr)
         return 2
     try:
-        loaded = load_with_warnings(paths[0], overrides, pipeline)
+        loaded = admit(paths[0], overrides, pipeline)
     except ConfigError as error:
         report(error.diagnostics, sys.stderr)
         return 2

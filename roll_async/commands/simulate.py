@@ -14,9 +14,10 @@ from typing import Any
 import click
 
 from roll_async.commands.command_line import HELP, execute, print_pairs
-from roll_async.config.api import ConfigError, load_with_warnings
+from roll_async.config.api import ConfigError
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.schema import RLVRConfig
+from roll_async.launch.gate import admit
 from roll_async.observe.trace import Trace
 from roll_async.simulator.figures import figures_of
 from roll_async.simulator.from_config import Speeds, Split, scenario_of, split_of, synchronous, workload_of
@@ -171,7 +172,7 @@ def _random_world(options: _Options) -> int:
 
 def _config(options: _Options, path: str) -> int:
     """The schedule of a config, beside the synchronous one and theory."""
-    config = load_with_warnings(path, options.overrides).config
+    config = admit(path, options.overrides).config
     if not isinstance(config, RLVRConfig):
         raise ValueError(f"{path}: only rlvr configs are simulated, this one is agentic")
     speeds = Speeds(

@@ -6,10 +6,11 @@ from typing import TextIO
 import click
 
 from roll_async.commands.command_line import AS_TYPED
-from roll_async.config.api import ConfigError, load_with_warnings
+from roll_async.config.api import ConfigError
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.loading.diagnostics import Diagnostic, printable
 from roll_async.config.schema import RLVRConfig
+from roll_async.launch.gate import admit
 
 _VALIDATE_USAGE = "usage: roll-async validate CONFIG... [KEY=VALUE...] [--pipeline rlvr|agentic]"
 
@@ -46,7 +47,7 @@ def run_validate(args: list[str]) -> int:
 
 def _validate_one(path: str, overrides: list[str], pipeline: str | None) -> bool:
     try:
-        loaded = load_with_warnings(path, overrides, pipeline)
+        loaded = admit(path, overrides, pipeline)
     except ConfigError as error:
         report(error.diagnostics, sys.stdout)
         count = sum(d.is_error for d in error.diagnostics)

@@ -34,6 +34,8 @@ class Loaded:
 
     config: RLVRConfig | AgenticConfig
     warnings: tuple[Diagnostic, ...]
+    root: Node
+    """What was written, under canonical names and with its places."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> RLVRConfig | AgenticConfig:
@@ -80,7 +82,7 @@ def _load(path: Path, overrides: Sequence[str], pipeline: str | None) -> Loaded:
     config = build(KIND_CLASSES[kind], values, path.stem)
     assert isinstance(config, RLVRConfig | AgenticConfig)
     _stop_if(check_rules(config, root, found), warnings)
-    return Loaded(config=config, warnings=tuple([*warnings, *find_warnings(config, root)]))
+    return Loaded(config=config, warnings=tuple([*warnings, *find_warnings(config, root)]), root=root)
 
 
 def _stop_if(errors: list[Diagnostic], warnings: list[Diagnostic]) -> None:

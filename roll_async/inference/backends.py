@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from roll_async.config.versions import refuse_unknown_release
-from roll_async.inference.protocol import Engine
-from roll_async.inference.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from roll_async.inference.protocol import Engine
+    from roll_async.inference.settings import EngineSettings
 
 ENGINES = {
     "vllm": "roll_async.inference.vllm_engine.VllmEngine",

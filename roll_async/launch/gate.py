@@ -1,10 +1,21 @@
-"""Settings that a checked config may hold and this version cannot honour: refused before anything starts, never
-ignored.
+"""The gate: what `run` and the launchers accept, and hence what `validate`, `show` and `simulate` accept.
+
+A config that passes the loader may still hold what this version cannot honour, devices that no transport connects, or
+parallel sizes that the model does not divide by. All of it is refused here, before anything starts, with the place in
+the file, the key and the remedy; docs_roll/status.md lists what is not there yet.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from roll_async.config.api import ConfigError, Diagnostic, Loaded, load_with_warnings
+from roll_async.config.loading.node import nearest
 from roll_async.config.schema import (
+    AgenticConfig,
+    HfInferConfig,
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
@@ -12,14 +23,98 @@ from roll_async.config.schema import (
     VllmConfig,
     WorkerConfig,
 )
-from roll_async.weight_sync.transports import SENDERS
+from roll_async.launch.inputs import missing_inputs
+from roll_async.launch.model_fit import misfits
+from roll_async.weight_sync.transports import SENDERS, choose_transport
+
+
+def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
+    """The config at `path` if a launcher would start it. Raises ConfigError with everything that is in the way: of the
+    loader, C001 to C150, or of the gate, C201 a setting that is not there yet or would have no effect, C202 devices and
+    transport, C203 parallel sizes against the model.
+    """
+    loaded = load_with_warnings(path, overrides, pipeline)
+    found = [Diagnostic(id=id, key=key, message=text, **_place(loaded, key)) for id, key, text in refusals(loaded)]
+    if found:
+        raise ConfigError((*loaded.warnings, *found))
+    return loaded
+
+
+def demand_inputs(loaded: Loaded) -> None:
+    """Raises ConfigError (C204) for model folders, prompt files and worlds that are not on this machine: only where the
+    run is to start, for a config is looked at elsewhere, too.
+    """
+    found = missing_inputs(loaded.config)
+    if isinstance(loaded.config, AgenticConfig):
+        from roll_async.launch.agents import check_agents
+
+        try:
+            check_agents(loaded.config)
+        except ValueError as error:
+            found.append(_keyed(str(error)))
+    if found:
+        errors = (Diagnostic(id="C204", key=key, message=text, **_place(loaded, key)) for key, text in found)
+        raise ConfigError((*loaded.warnings, *errors))
+
+
+def refusals(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
+    """(id, key, message) of everything the gate refuses."""
+    config = loaded.config
+    for problem in _unsupported(config):
+        yield ("C201", *_keyed(problem))
+    yield from (("C202", *_keyed(problem)) for problem in _devices(config))
+    try:
+        yield from (("C203", key, message) for key, message in misfits(config))
+    except ValueError as error:
+        yield "C203", "pretrain", str(error)
 
 
 def refuse_unsupported(config: PipelineConfig) -> None:
-    """Raise ValueError naming key, value and remedy of the first such setting; docs_roll/status.md lists them."""
-    problems = [*_roles(config), *_engine(config)]
-    if problems:
+    """Raise ValueError naming key, value and remedy of every setting that this version cannot honour."""
+    if problems := _unsupported(config):
         raise ValueError("; ".join(problems))
+
+
+def _unsupported(config: PipelineConfig) -> list[str]:
+    return [*_roles(config), *_engine(config)]
+
+
+def _keyed(problem: str) -> tuple[str, str]:
+    """`KEY=VALUE ...` or `KEY: ...` as (key, what is said about it)."""
+    match = re.match(r"([A-Za-z_][A-Za-z0-9_.]*)(?:=|: | )", problem)
+    return (match[1], problem[match.end() :]) if match else ("(file)", problem)
+
+
+def _place(loaded: Loaded, key: str) -> dict[str, str | int]:
+    node = nearest(loaded.root, key.split("."))
+    return {"file": node.file, "line": node.line}
+
+
+def _devices(config: PipelineConfig) -> Iterator[str]:
+    """Devices that no transport connects, and processes whose devices lie on two nodes."""
+    try:
+        choose_transport(
+            config.weight_sync.transport,
+            trainer_devices=config.actor_train.device_mapping,
+            engine_devices=config.actor_infer.device_mapping,
+            num_gpus_per_node=config.num_gpus_per_node,
+            into_devices=not isinstance(config.actor_infer.strategy_args.strategy_config, SglangConfig),
+        )
+    except ValueError as error:
+        yield str(error).replace("weight_sync.transport ", "weight_sync.transport: ", 1)
+    engines = config.actor_infer
+    if engines.device_mapping is None:
+        return
+    size, per_node = len(engines.device_mapping) // config.num_servers, config.num_gpus_per_node
+    for first in range(0, len(engines.device_mapping), size):
+        devices = engines.device_mapping[first : first + size]
+        nodes = sorted({d // per_node for d in devices})
+        if len(nodes) > 1:
+            yield (
+                f"actor_infer.device_mapping: devices {list(devices)} of one replica lie on nodes {nodes} of {per_node}"
+                " devices; order them so that the devices of a replica share a node"
+            )
+            return
 
 
 def _roles(config: PipelineConfig) -> list[str]:
@@ -41,7 +136,7 @@ def _without_effect(name: str, role: WorkerConfig) -> list[str]:
     """Values that nothing would act on."""
     problems = []
     attention, strategy = role.model_args.attn_implementation, role.strategy_args.strategy_name
-    flash = attention == "fa2" and _on_transformer_engine(role)
+    flash = attention == "fa2" and (_on_transformer_engine(role) or _on_flash_attention(role))
     if attention != "auto" and strategy != "hf_infer" and not flash:
         problems.append(
             f"{name}.model_args.attn_implementation={attention} has no effect, {strategy} chooses its own; use auto"
@@ -58,12 +153,18 @@ def _on_transformer_engine(role: WorkerConfig) -> bool:
     return megatron and strategy.transformer_impl != "local" and role.device_mapping is not None
 
 
+def _on_flash_attention(role: WorkerConfig) -> bool:
+    """Whether the engine takes flash attention by itself, as vLLM does on GPUs."""
+    return isinstance(role.strategy_args.strategy_config, VllmConfig) and role.device_mapping is not None
+
+
 def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | MegatronInferConfig) -> list[str]:
     problems = []
     if isinstance(strategy, MegatronTrainConfig):
         if strategy.overlap_param_gather and not (strategy.use_distributed_optimizer and strategy.overlap_grad_reduce):
             problems.append(
-                f"{name}..overlap_param_gather=true needs use_distributed_optimizer and overlap_grad_reduce: true"
+                f"{name}.strategy_args.strategy_config.overlap_param_gather=true needs use_distributed_optimizer: true "
+                "and overlap_grad_reduce: true; set it to false"
             )
         if role.model_args.lora_rank > 0 and strategy.transformer_impl == "transformer_engine":
             problems.append(
@@ -78,10 +179,22 @@ def _engine(config: PipelineConfig) -> list[str]:
     if config.actor_train.router_replay:
         problems += _cannot_record(config)
     problems += _quantized_on_cpu(config)
-    if config.weight_sync.transport not in ("auto", *SENDERS):
+    transport = config.weight_sync.transport
+    if transport not in ("auto", *SENDERS):
+        problems.append(f"weight_sync.transport={transport} is not there yet; use auto")
+    generating = config.actor_infer.generating_args
+    if not generating.logprobs:
         problems.append(
-            f"weight_sync.transport={config.weight_sync.transport} is not there yet; use auto or {' or '.join(SENDERS)}"
+            "actor_infer.generating_args.logprobs=false has no effect: engines always report log-probs; remove it"
         )
+    if isinstance(config.actor_infer.strategy_args.strategy_config, HfInferConfig):
+        if generating.stop_strings:
+            problems.append("actor_infer.generating_args.stop_strings: hf_infer samples without them; use vllm")
+        if generating.repetition_penalty != 1:
+            value = f"{generating.repetition_penalty:g}"
+            problems.append(
+                f"actor_infer.generating_args.repetition_penalty={value}: hf_infer samples without it; use vllm"
+            )
     return problems
 
 

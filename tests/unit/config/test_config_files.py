@@ -14,11 +14,7 @@ from roll_async.config.api import ConfigError, dump, load, load_with_warnings
 from roll_async.config.lookup import resolve_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-SHIPPED = sorted(
-    p
-    for p in [*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/**/*.yaml")]
-    if p.name != "runtime_env.yaml"  # read by Ray, not by us
-)
+SHIPPED = sorted([*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/**/*.yaml")])
 SEED_PATHS = (
     "configs/rlvr_config_async.yaml",
     "examples/qwen2.5-7B-rlvr_megatron/rlvr_config_async.yaml",

@@ -1,0 +1,1 @@
+../../examples/dapo/job_env.py

@@ -1,0 +1,1 @@
+../../examples/dapo/prepare_dapo_data.sh

@@ -1,0 +1,1 @@
+../../examples/dapo/process_dapo.py

@@ -1,0 +1,1 @@
+../../examples/dapo/run_dapo_qwen2.5_32b.sh

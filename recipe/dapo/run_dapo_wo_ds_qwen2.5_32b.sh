@@ -1,0 +1,1 @@
+../../examples/dapo/run_dapo_wo_ds_qwen2.5_32b.sh

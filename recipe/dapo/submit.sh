@@ -1,0 +1,1 @@
+../../examples/dapo/submit.sh

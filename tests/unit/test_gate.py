@@ -1,0 +1,189 @@
+"""One gate: validate, show, simulate and the launchers accept the same configs, and refuse the others alike."""
+
+import io
+import re
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from roll_async.commands.run import prepare
+from roll_async.commands.show import run_show
+from roll_async.commands.simulate import run_simulate
+from roll_async.commands.validate import run_validate
+from roll_async.config.api import ConfigError, load
+from roll_async.config.schema import RLVRConfig
+from roll_async.launch.gate import admit
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))]
+SEVEN, CPU = ROOT / "configs/rlvr_config_async.yaml", ROOT / "configs/rlvr_config_async_cpu.yaml"
+MOE = ROOT / "configs/qwen3_30b_a3b_moe.yaml"
+ENGINE, TRAIN = "actor_infer.strategy_args.strategy_config", "actor_train.strategy_args.strategy_config"
+VLLM = "actor_infer.strategy_args.strategy_name=vllm"
+
+
+def printed(command, args) -> tuple[int, list[str]]:
+    """Exit code and lines of both streams."""
+    text = io.StringIO()
+    with redirect_stdout(text), redirect_stderr(text):
+        code = command([str(a) for a in args])
+    return code, text.getvalue().splitlines()
+
+
+def launcher(path: Path, *overrides: str):
+    kind = "rlvr" if isinstance(load(path), RLVRConfig) else "agentic"
+    return prepare(["--config", str(path), *overrides], kind)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_shipped_config_passes_the_gate_of_its_launcher(path):
+    loaded = admit(path)
+    assert admit(path, pipeline="rlvr" if isinstance(loaded.config, RLVRConfig) else "agentic").config == loaded.config
+
+
+def test_validate_accepts_everything_that_is_shipped():
+    code, lines = printed(run_validate, SHIPPED)
+    assert code == 0 and sum(line.startswith("ok: ") for line in lines) == len(SHIPPED)
+
+
+def inputs_of(path: Path, folder: Path) -> list[str]:
+    """Stand-ins for the model and the data of a shipped config, as overrides."""
+    model, data = folder / "model", folder / "rows.jsonl"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{" + ", ".join(f'"{k}": {v}' for k, v in SIZES.items()) + "}")
+    data.write_text("{}\n")
+    config, names = load(path), []
+    if isinstance(config, RLVRConfig):
+        names = ["actor_train.data_args", *(["validation.data_args"] if config.validation is not None else [])]
+    return [f"pretrain={model}", *(f"{name}.file_name={data}" for name in names)]
+
+
+SIZES = {
+    "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 1024,
+    "vocab_size": 1024, "num_experts": 128, "moe_intermediate_size": 768,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_launcher_starts_what_it_is_given(path, tmp_path):
+    """All but the devices is real: the arguments, the gate, the folders, the names."""
+    config = launcher(path, *inputs_of(path, tmp_path))
+    assert config.actor_infer.model_args.model_name_or_path == str(tmp_path / "model")
+
+
+def test_the_first_command_of_the_readme_passes_the_gate(tmp_path):
+    config = prepare(["--config", "rlvr_config_async.yaml", *inputs_of(SEVEN, tmp_path)], "rlvr")
+    assert config.exp_name == "rlvr_config_async" and config.actor_train.num_ranks == 16
+
+
+SYNCHRONOUS = ["async_generation_ratio=0", "correction={weight_level: none}"]
+HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
+REFUSED = [
+    (SEVEN, ["actor_train.logits_in_fp32=false"]),
+    (SEVEN, [*SYNCHRONOUS, "actor_infer.generating_args.logprobs=false"]),
+    (SEVEN, ["actor_train.model_args.attn_implementation=sdpa"]),
+    (CPU, ["actor_train.model_args.attn_implementation=fa2"]),
+    (SEVEN, ["weight_sync.transport=shm"]),
+    (SEVEN, ["weight_sync.transport=nccl"]),
+    (SEVEN, [VLLM, "weight_sync.transport=cuda_ipc"]),
+    (CPU, ["weight_sync.transport=cuda_ipc"]),
+    (SEVEN, [f"{TRAIN}.tensor_model_parallel_size=8"]),
+    (SEVEN, [VLLM, f"{ENGINE}.tensor_parallel_size=8"]),
+    (SEVEN, [f"{TRAIN}.pipeline_model_parallel_size=8"]),
+    (SEVEN, [f"{TRAIN}.expert_model_parallel_size=2"]),
+    (SEVEN, ["actor_train.router_replay=true"]),
+    (SEVEN, [f"{TRAIN}.overlap_param_gather=true"]),
+    (MOE, [f"{TRAIN}.sequence_parallel=false"]),
+    (MOE, [f"{ENGINE}.enable_prefix_caching=false"]),
+    (CPU, [HF, "actor_infer.generating_args.stop_strings=[a]"]),
+    (CPU, [HF, "actor_infer.generating_args.repetition_penalty=1.1"]),
+]  # fmt: skip
+
+
+def name(x: Path | list[str]) -> str:
+    return x[-1][-50:] if isinstance(x, list) else x.stem
+
+
+@pytest.mark.parametrize(("path", "overrides"), REFUSED, ids=name)
+def test_all_commands_and_launchers_refuse_in_the_same_words(path, overrides):
+    with pytest.raises(ConfigError) as raised:
+        launcher(path, *overrides)
+    errors = [str(d) for d in raised.value.diagnostics if d.is_error]
+    assert errors and all(re.search(r": error C20[123]: [a-z0-9_.]+: ", line) for line in errors)
+    for command in (run_validate, run_show, run_simulate):
+        code, lines = printed(command, [path, *overrides])
+        assert code == 2 and [line for line in lines if ": error " in line] == errors, command
+
+
+RULES = [
+    (SEVEN, ["rollout_batch_size=63"]),  # C121
+    (SEVEN, ["response_length=8191"]),  # C107
+    (SEVEN, ["async_generation_ratio=9"]),  # C133
+    (SEVEN, ["actor_infer.device_mapping=8-15"]),  # C111
+    (SEVEN, ["actor_infer.generating_args.temperature=0"]),  # C149 names a range, not a value
+    (SEVEN, ["pg_variant=tis", "algorithm.correction.weight_level=token"]),  # C146
+    (SEVEN, ["is_num_return_sequences_expand=false"]),  # C137
+    (SEVEN, ["actor_infer.generating_args.num_return_sequences=4"]),  # C124
+    (SEVEN, ["actor_train.world_size=3"]),  # C110
+    (CPU, ["async_training.interrupt.mode=keep", HF]),  # C136
+    (SEVEN, ["async_training.staleness_threshold=0.5"]),  # C003, names another key
+    (SEVEN, ["seed='3'"]),  # C003
+    (SEVEN, ["adv_estimatr=grpo"]),  # C001
+    (SEVEN, ["pg_variant=tsi"]),  # C004
+]
+
+
+def typed(key: str, message: str, given: list[str]) -> list[str] | None:
+    """The remedy of a message as a user would type it, in place of what caused it; None when it names none."""
+    if found := re.search(r"did you mean '([^']+)'\?", message):
+        if "is not one of" in message:
+            return [f"{key}={found[1]}"]
+        return [f"{found[1]}={given[-1].partition('=')[2]}"]
+    if message.endswith("use async_generation_ratio"):
+        return [f"{key}=null", f"async_generation_ratio={given[-1].partition('=')[2]}"]
+    if "drop one of the three" in message:
+        return ["response_length=null"]
+    if "remove the quotes" in message:
+        return [given[-1].replace("'", "")]
+    if found := re.search(r"(?:set|or set) ([a-z_]+(?:\.[a-z_0-9]+)*): ([^\s,;]+)", message):
+        return [f"{found[1]}={found[2]}"]
+    if found := re.search(r"set it to ([a-z0-9.]+)", message):
+        return [f"{key}={found[1]}"]
+    if re.search(r"remove it|drop it|drop world_size", message):
+        return [f"{key}=null"]
+    if found := re.search(r"[;:] ?(?:[a-z]+ )?use (\S+)$", message) or re.search(r"use (> 0)$", message):
+        return [f"{key}=1" if found[1] == "> 0" else remedy_value(key, found[1])]
+    return None
+
+
+def remedy_value(key: str, value: str) -> str:
+    """`use vllm` and `use megatron_infer` name a strategy."""
+    if value in ("vllm", "megatron_infer"):
+        return f"{key.split('.')[0]}.strategy_args={{strategy_name: {value}}}"
+    return f"{key}={value}"
+
+
+@pytest.mark.parametrize(("path", "overrides"), [*REFUSED, *RULES], ids=name)
+def test_every_remedy_works_when_it_is_typed(path, overrides):
+    given = list(overrides)
+    for _ in range(4):  # one remedy may uncover the next problem
+        try:
+            admit(path, given)
+        except ConfigError as error:
+            problem = next(d for d in error.diagnostics if d.is_error)
+            remedy = typed(problem.key, problem.message, given)
+            assert remedy is not None, f"no remedy in: {problem}"
+            # A name that is no key cannot stay; everything else is overruled by what is typed behind it.
+            given = [g for g in given if problem.id != "C001" or not g.startswith(problem.key)] + remedy
+        else:
+            return
+    pytest.fail(f"still refused: {given}: {problem}")
+
+
+def test_a_missing_folder_is_an_error_where_a_run_starts_and_not_where_a_config_is_looked_at(tmp_path):
+    override = f"pretrain={tmp_path}/nothing"
+    with pytest.raises(ConfigError, match=r"C204: pretrain: model folder .*nothing does not exist"):
+        launcher(CPU, override)
+    code, lines = printed(run_validate, [CPU, override])
+    assert code == 0 and lines[-1].startswith("ok: ")
