@@ -77,6 +77,18 @@ def test_the_command_for_a_laptop_that_a_script_names_is_the_same_algorithm_on_t
         assert line in done.stdout, line
 
 
+def test_the_laptop_run_on_real_rows_asks_the_service_and_runs_ahead_like_the_full_one(start, service):
+    """The service that the script asks for its health is a real one."""
+    url = service.url
+    done = start(
+        "async_dapo/test_7b.sh", CONFIG="async_dapo_gsm8k_cpu.yaml", n_resp_per_prompt="4", MATH_VERIFY_URL=url
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("type: math_service", f'api_url: "{url}"', "data/gsm8k/train.jsonl", "async_generation_ratio: 1",
+                 "mode: resume", "clip_high: 0.28", "loss_agg_mode: token-mean"):  # fmt: skip
+        assert line in done.stdout, line
+
+
 def test_the_asynchronous_recipe_does_not_start_without_the_service(start, free_port):
     done = start("async_dapo/test_7b.sh", MATH_VERIFY_URL=f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 2 and "no math verify service" in done.stderr and "started" not in done.stdout
