@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 SGLANG := sglang==0.5.23 triton==3.7.1 gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 \
           zstandard==0.25.0
 
-.PHONY: setup demo demo-assets test lint clean
+.PHONY: setup demo demo-assets demo-agentic test lint clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ demo: demo-assets
 	  $(PY) examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml \
 	    actor_infer.strategy_args='{strategy_name: hf_infer}'; \
 	fi
+
+demo-agentic: setup
+	@$(PY) tools/make_agentic_assets.py --output output/agentic_assets
+	$(PY) examples/start_agentic_pipeline.py --config agentic_frozen_lake_async_cpu.yaml
+	$(PY) examples/start_agentic_pipeline.py --config agentic_calculator_cpu.yaml
 
 test: setup
 	@$(PY) -m pytest tests

@@ -13,6 +13,7 @@ COMMANDS = {
     "show": ("roll_async.commands.show", "print a config with all defaults and derived values"),
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),
+    "serve-policy": ("roll_async.commands.serve_policy", "a fixed model at the endpoints that agents are trained at"),
     "bench": ("roll_async.commands.bench", "the budgets of docs_roll/benchmarks.md"),
 }
 _HELP = """Asynchronous reinforcement-learning post-training: Megatron trains, vLLM or SGLang generates.

@@ -1,0 +1,96 @@
+"""The gateway on a real engine: an `openai` client's loop, and the log-probs checked against the model itself."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from roll_async.agents.gateway.server import PolicyGateway
+from roll_async.agents.policies import OneEnginePolicy
+from roll_async.agents.rendering import TemplateRenderer
+from roll_async.agents.session import Session, SessionOptions
+from roll_async.schema import Outcome, Reward, SamplingParams
+
+
+@pytest.fixture
+def tiny_model(tmp_path, sessions):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = sessions([])[2]
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+    )
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path), model, tokenizer
+
+
+class Recording(OneEnginePolicy):
+    """Remembers what the engine sampled, as the engine told it."""
+
+    sampled: list
+
+    async def generate(self, request, **more):
+        completion = await super().generate(request, **more)
+        self.sampled.append((request.prompt_token_ids, completion.token_ids, completion.logprobs))
+        return completion
+
+
+def test_an_unmodified_openai_client_is_trained_on_exactly_what_the_engine_sampled(tiny_model, exact):
+    openai = pytest.importorskip("openai")
+    torch = pytest.importorskip("torch")
+    from roll_async.inference.backends import create_engine
+    from roll_async.inference.settings import EngineSettings
+
+    folder, model, tokenizer = tiny_model
+    settings = EngineSettings(model_folder=folder, dtype="fp32", device="cpu", max_model_len=400, max_running=4)
+
+    async def work():
+        engine = create_engine("hf_infer", settings)
+        await engine.start()
+        policy = Recording(engine.generate)
+        policy.sampled = []
+        with ThreadPoolExecutor(1) as executor:
+            options = SessionOptions(sampling=SamplingParams(max_new_tokens=12), max_turns=8, max_context=400)
+            session = Session("t", policy, TemplateRenderer(tokenizer), options, executor)
+            gateway = PolicyGateway()
+            await gateway.start()
+            endpoint = gateway.open(session)
+            messages = [{"role": "user", "content": "hello"}]
+            try:
+                async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+                    for number in range(4):
+                        reply = await client.chat.completions.create(model="policy", messages=messages)
+                        said = reply.choices[0].message
+                        messages += [said.model_dump(exclude_none=True), {"role": "user", "content": f"and {number}?"}]
+                    messages[1] = {"role": "assistant", "content": "rewritten"}
+                    await client.chat.completions.create(model="policy", messages=messages)
+            finally:
+                await gateway.close()
+                await engine.close()
+        return session, policy
+
+    session, policy = asyncio.run(work())
+    assert dict(session.tree.branches) == {"history": 1}
+    rows = exact(session, policy)
+    assert [row.num_turns for row in rows] == [4, 1]
+    for row in session.tree.rows("t", reward=Reward(score=1.0), outcome=Outcome.SOLVED):
+        ids = torch.tensor([*row.prompt_token_ids, *row.response_token_ids])[None]
+        with torch.no_grad():
+            logprobs = model(ids).logits.float().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        first = len(row.prompt_token_ids) - 1
+        for place, trained in enumerate(row.loss_mask):
+            if trained:
+                assert abs(float(logprobs[first + place]) - row.behaviour_logprobs[place]) < 1e-4
