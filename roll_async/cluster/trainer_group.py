@@ -61,7 +61,7 @@ class TrainingRole:
     @classmethod
     def of(cls, config: RLVRConfig, name: str, worker: WorkerConfig) -> TrainingRole:
         """One training role, as the config has it."""
-        engine = EngineSettings.of(config)
+        engine = EngineSettings.of(config, replica=0, restart=0)  # the same for all of them
         # Only vLLM's workers receive their own parts; the other engines take whole tensors and split them themselves.
         receives = isinstance(config.actor_infer.strategy_args.strategy_config, VllmConfig)
         return cls(
