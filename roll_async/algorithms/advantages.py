@@ -145,6 +145,15 @@ def rloo(inputs: AdvantageInputs) -> Result:
     return _row_constant(_centred(batch) * n / (n - 1).clamp(min=1), batch)
 
 
+def maxrl(inputs: AdvantageInputs) -> Result:
+    """MaxRL (Tajwar et al. 2026): (R - mean) / mean, the gradient of the log of the success rate, for scores >= 0. A
+    group whose mean is not positive has advantage 0.
+    """
+    batch = _batch(inputs)
+    mean = batch.groups.mean
+    return _row_constant(torch.where(mean > 0, _centred(batch) / torch.where(mean > 0, mean, 1), 0), batch)
+
+
 def opo(inputs: AdvantageInputs) -> Result:
     """OPO (arXiv 2505.23585): the length-weighted mean of the group as baseline."""
     batch = _batch(inputs)
@@ -344,6 +353,7 @@ ADVANTAGES: dict[str, Callable[..., Result]] = {
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "opo": opo,
+    "maxrl": maxrl,
     "gpg": gpg,
     "grpo_passk": grpo_passk,
     "lite_ppo": lite_ppo,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roll_async.algorithms.masked import check_mask, clean, working_dtype
 
-AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def aggregate(
     if mode not in AGGREGATION_MODES:
         raise ValueError(f"aggregation mode {mode!r} is not one of {' | '.join(AGGREGATION_MODES)}")
     dtype = working_dtype(loss_BT, weights_BT)
-    count = denominators.global_tokens if mode == "token-mean" else denominators.global_sequences
+    count = denominators.global_tokens if mode in ("token-mean", "token-sum") else denominators.global_sequences
     used = mask_BT if count else torch.zeros_like(mask_BT)
     if weights_BT is not None:
         weights = clean(weights_BT.detach(), mask_BT, dtype)
@@ -80,8 +80,8 @@ def aggregate(
     x = clean(loss_BT, used, dtype)
     if weights_BT is not None:
         x = x * weights
-    if mode == "token-mean":
-        return x.sum() / max(1, count)
+    if mode in ("token-mean", "token-sum"):
+        return x.sum() / (max(1, count) if mode == "token-mean" else 1)
     rows = x.sum(-1)
     if mode == "seq-mean-token-mean":
         rows = rows / mask_BT.sum(-1).clamp(min=1).to(dtype)

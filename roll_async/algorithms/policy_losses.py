@@ -18,17 +18,21 @@ from roll_async.config.policy_loss_options import (
     CispoOptions,
     ClipCovOptions,
     DecoupledPpoOptions,
+    DppoKlOptions,
+    DppoTvOptions,
     GmpoOptions,
     GpgOptions,
     GspoOptions,
     Kimi15Options,
     KlCovOptions,
+    KpopOptions,
     M2poOptions,
     PpoOptions,
     SapoOptions,
     TisOptions,
     ToprOptions,
     VanillaOptions,
+    VespoOptions,
 )
 
 LOG_RATIO_LIMIT = 20.0
@@ -307,6 +311,70 @@ def m2po(inputs: PolicyLossInputs, *, options: M2poOptions) -> tuple[Tensor, Met
     return _finish(torch.where(kept, -terms.advantages * ratio, 0), terms, ratio, {"policy/kept": kept})
 
 
+def _probabilities(terms: _Terms) -> tuple[Tensor, Tensor]:
+    """[B,T] (of the token now, in the base), constants."""
+    now = terms.logprobs.detach()
+    return torch.exp(now.clamp(max=0)), torch.exp((now - terms.delta.detach()).clamp(max=0))
+
+
+def binary_kl(terms: _Terms) -> Tensor:
+    """[B,T] KL(base || now) of the token against all others: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+    Arguments of the second logarithm are at least 1e-8.
+    """
+    p, q = _probabilities(terms)
+    others = torch.log((1 - q).clamp(min=1e-8)) - torch.log((1 - p).clamp(min=1e-8))
+    return q * -clamp_log_ratio(terms.delta.detach()) + (1 - q) * others
+
+
+def _masked_weighted(
+    terms: _Terms, outside: Tensor, ratio_cap: float, upward: Tensor, downward: Tensor
+) -> tuple[Tensor, Metrics]:
+    """-sg(min(r, cap)) A log pi, 0 for the tokens outside."""
+    ratio = _token_ratio(terms)
+    loss = torch.where(outside, 0, -ratio.clamp(max=ratio_cap) * terms.advantages * terms.logprobs)
+    metrics = {"policy/clip_high": outside & upward, "policy/clip_low": outside & downward}
+    return _finish(loss, terms, ratio, metrics)
+
+
+def _dppo(terms: _Terms, divergence: Tensor, options: DppoTvOptions) -> tuple[Tensor, Metrics]:
+    p, q = _probabilities(terms)
+    up = (terms.advantages > 0) & (p > q) & (divergence > options.divergence_high)
+    down = (terms.advantages <= 0) & (p < q) & (divergence > options.divergence_low)
+    return _masked_weighted(terms, up | down, options.ratio_cap, up, down)
+
+
+def dppo_tv(inputs: PolicyLossInputs, *, options: DppoTvOptions) -> tuple[Tensor, Metrics]:
+    """REINFORCE with an importance weight, without tokens whose probability moved by more than the bound."""
+    terms = _terms(inputs, options.ratio_base)
+    p, q = _probabilities(terms)
+    return _dppo(terms, (p - q).abs(), options)
+
+
+def dppo_kl(inputs: PolicyLossInputs, *, options: DppoKlOptions) -> tuple[Tensor, Metrics]:
+    """The same with the binary KL divergence."""
+    terms = _terms(inputs, options.ratio_base)
+    return _dppo(terms, binary_kl(terms), options)
+
+
+def kpop(inputs: PolicyLossInputs, *, options: KpopOptions) -> tuple[Tensor, Metrics]:
+    """The same for either sign of the advantage: the mask is about disagreement, not about direction."""
+    terms = _terms(inputs, options.ratio_base)
+    outside = binary_kl(terms) > options.divergence
+    upward = terms.delta.detach() > 0
+    return _masked_weighted(terms, outside, options.ratio_cap, upward, ~upward)
+
+
+def vespo(inputs: PolicyLossInputs, *, options: VespoOptions) -> tuple[Tensor, Metrics]:
+    """-sg(W^k exp(lambda (1 - W))) A log pi with W the product of the row's ratios."""
+    terms = _terms(inputs, options.ratio_base)
+    ratio = _ratio(terms, "sequence_product", None).detach()
+    positive = terms.advantages >= 0
+    k = torch.where(positive, options.k_positive, options.k_negative).to(ratio.dtype)
+    decay = torch.where(positive, options.lambda_positive, options.lambda_negative).to(ratio.dtype)
+    weight = torch.exp(k * torch.log(ratio) + decay * (1 - ratio))
+    return _finish(-weight * terms.advantages * terms.logprobs, terms, ratio, {"policy/vespo_weight": weight})
+
+
 POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Metrics]]] = {
     "vanilla": vanilla,
     "gpg": gpg,
@@ -322,6 +390,10 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Metrics]]] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "m2po": m2po,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "kpop": kpop,
+    "vespo": vespo,
 }
 
 SILENT_WITHOUT_ADVANTAGE = frozenset(POLICY_LOSSES) - {"kimi15", "kl_cov"}

@@ -100,6 +100,7 @@ ADVANTAGE_OPTIONS: dict[str, type] = {
     "dr_grpo": NoAdvantageOptions,
     "rloo": NoAdvantageOptions,
     "opo": NoAdvantageOptions,
+    "maxrl": NoAdvantageOptions,
     "gpg": GpgAdvantageOptions,
     "grpo_passk": GroupAdvantageOptions,
     "lite_ppo": LitePpoAdvantageOptions,
@@ -114,7 +115,18 @@ ADVANTAGE_OPTIONS: dict[str, type] = {
 }
 
 GROUP_RELATIVE = frozenset(
-    {"grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "lite_ppo", "reinforce_plus_plus_baseline", "gigpo"}
+    {
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "maxrl",
+        "gpg",
+        "grpo_passk",
+        "lite_ppo",
+        "reinforce_plus_plus_baseline",
+        "gigpo",
+    }
 )
 """Estimators that compare the members of a group: one sample per prompt gives no signal."""
 AGENTIC_ONLY = frozenset({"gigpo", "step_reinforce", "agentic_reinforce"})

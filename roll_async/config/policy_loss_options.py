@@ -208,6 +208,60 @@ class M2poOptions(PolicyLossOptions):
     """Bound of the mean squared log ratio of the kept tokens."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DppoTvOptions(PolicyLossOptions):
+    """DPPO (arXiv 2602.04879), binary total variation: tokens whose probability moved too far in the direction of their
+    advantage leave the loss.
+    """
+
+    ratio_base: RatioBase = "behaviour"
+    """Trust region around the policy that sampled, as in the paper."""
+    divergence_low: float = bounded(0.2, "> 0")
+    """Bound for tokens that become less likely; the paper's 0.2 (0.15 for a mixture of experts)."""
+    divergence_high: float = bounded(0.2, "> 0")
+    """Bound for tokens that become more likely."""
+    ratio_cap: float = bounded(20.0, "> 0")
+    """Truncation of the importance weight; the paper asks for a large one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DppoKlOptions(DppoTvOptions):
+    """DPPO (arXiv 2602.04879), binary KL divergence."""
+
+    divergence_low: float = bounded(0.05, "> 0")
+    """Bound for tokens that become less likely; the paper's 0.05."""
+    divergence_high: float = bounded(0.05, "> 0")
+    """Bound for tokens that become more likely."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KpopOptions(PolicyLossOptions):
+    """Binary-KL mask whatever the sign of the advantage: tokens on which the two policies disagree leave the loss."""
+
+    ratio_base: RatioBase = "behaviour"
+    """The disagreement is that of trainer and engine."""
+    divergence: float = bounded(0.05, "> 0")
+    """Bound of the binary KL divergence."""
+    ratio_cap: float = bounded(20.0, "> 0")
+    """Truncation of the importance weight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VespoOptions(PolicyLossOptions):
+    """VESPO (arXiv 2602.10693): a smooth kernel W^k exp(lambda (1 - W)) of the whole row's importance weight W."""
+
+    ratio_base: RatioBase = "behaviour"
+    """The weight corrects for the policy that sampled."""
+    k_positive: float = bounded(2.0, ">= 0")
+    """Power for advantages >= 0: holds down rows that became unlikely."""
+    lambda_positive: float = bounded(3.0, ">= 0")
+    """Decay for advantages >= 0: holds down rows that became likely."""
+    k_negative: float = bounded(3.0, ">= 0")
+    """Power for negative advantages."""
+    lambda_negative: float = bounded(2.0, ">= 0")
+    """Decay for negative advantages."""
+
+
 POLICY_LOSS_OPTIONS: dict[str, type] = {
     "vanilla": VanillaOptions,
     "gpg": GpgOptions,
@@ -223,4 +277,8 @@ POLICY_LOSS_OPTIONS: dict[str, type] = {
     "clip_cov": ClipCovOptions,
     "kl_cov": KlCovOptions,
     "m2po": M2poOptions,
+    "dppo_tv": DppoTvOptions,
+    "dppo_kl": DppoKlOptions,
+    "kpop": KpopOptions,
+    "vespo": VespoOptions,
 }

@@ -59,9 +59,9 @@ class AlgorithmConfig:
     """A forward pass at the start of the step; an interpolation by staleness; the engine's log-probs."""
     correction: CorrectionOptions = section(CorrectionOptions)
     """Weights and rejections for the difference between trainer and engine."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"
+    ] = "token-mean"
     """How per-token losses become one number; the last divides by response_length (agentic: sequence_length)."""
     norm_mean_type: Normalise = "none"
     """Rows whose mean is subtracted from the reward before the estimator."""

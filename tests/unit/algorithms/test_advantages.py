@@ -11,7 +11,7 @@ from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs, clip_a
 
 CASES = [
     ("grpo", {}), ("grpo", {"normalise_std": False}), ("grpo", {"epsilon": 0.1}), ("dr_grpo", {}), ("rloo", {}),
-    ("opo", {}),
+    ("opo", {}), ("maxrl", {}),
     ("gpg", {}), ("gpg", {"normalise_std": True}), ("grpo_passk", {}), ("grpo_passk", {"normalise_std": False}),
     ("lite_ppo", {}), ("reinforce", {}), ("reinforce", {"gamma": 0.7}), ("reinforce_plus_plus", {"gamma": 0.9}),
     ("reinforce_plus_plus_baseline", {}), ("remax", {}), ("gae", {}), ("gae", {"gamma": 0.8, "lam": 0.5}),
@@ -112,6 +112,9 @@ class SlowAdvantage:
                 lengths = {c: len(self.valid[c]) for c in peers}
                 baseline = sum(lengths[c] * self.score[c] for c in peers) / max(1, sum(lengths.values()))
                 return 0.0 if self.equal(b) else score - baseline
+            case "maxrl":
+                mean = sum(self.score[c] for c in peers) / len(peers)
+                return self.group_relative(b, False) / mean if mean > 0 else 0.0
             case "gpg":
                 informative = sum(not self.equal(c) for c in self.rows)
                 alpha = len(self.rows) / informative if informative else 1.0
@@ -260,7 +263,8 @@ def test_padding_rows_and_columns_do_not_matter(name, poisoned):
         assert float(b.abs().sum()) == pytest.approx(float(a.abs().sum()))
 
 
-RELATIVE = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "lite_ppo", "reinforce_plus_plus_baseline"]
+RELATIVE = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "gpg", "grpo_passk", "lite_ppo"]
+RELATIVE += ["reinforce_plus_plus_baseline"]
 
 
 @pytest.mark.parametrize("name", RELATIVE)

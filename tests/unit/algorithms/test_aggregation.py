@@ -33,6 +33,8 @@ def slow_aggregate(loss, mask, mode, tokens, sequences, length, weights):
                 total += row / sequences
             case "seq-mean-token-mean":
                 total += row / len(valid) / sequences if valid else 0
+            case "token-sum":
+                total += row
             case "seq-mean-token-sum-norm":
                 total += row / (sequences * length)
     return total

@@ -36,6 +36,14 @@ CASES = [
     ("clip_cov", {}),
     ("kl_cov", {"kl_coefficient": 0.3}),
     ("m2po", {}),
+    ("dppo_tv", {"divergence_low": 0.05, "divergence_high": 0.02}),
+    ("dppo_tv", {"ratio_base": "proximal", "ratio_cap": 1.1}),
+    ("dppo_kl", {"divergence_low": 0.01, "divergence_high": 0.005}),
+    ("dppo_kl", {}),
+    ("kpop", {"divergence": 0.008}),
+    ("kpop", {"ratio_base": "proximal", "ratio_cap": 0.9}),
+    ("vespo", {}),
+    ("vespo", {"k_positive": 0.5, "lambda_positive": 0.0, "k_negative": 1.0, "lambda_negative": 4.0}),
 ]  # fmt: skip
 IDS = [f"{name}-{'-'.join(str(v) for v in options.values())}" for name, options in CASES]
 
@@ -57,7 +65,7 @@ class SlowLoss:
         self.prox, self.beh = batch.proximal.tolist(), batch.behaviour.tolist()
         self.adv, self.seg, self.sel = batch.advantages.tolist(), batch.segments.tolist(), batch.selection.tolist()
         self.base = self.prox if options.ratio_base == "proximal" else self.beh
-        default = "sequence" if name == "gspo" else "token"
+        default = {"gspo": "sequence", "vespo": "sequence_product"}.get(name, "token")
         self.level = getattr(options, "ratio_level", default)
 
     def valid(self, b):
@@ -127,6 +135,27 @@ class SlowLoss:
                 return -a * r + (o.kl_coefficient * abs(delta) if self.sel[b][t] else 0.0)
             case "m2po":
                 return -a * r if self.sel[b][t] else 0.0
+            case "dppo_tv" | "dppo_kl" | "kpop":
+                return 0.0 if any(self.outside(frozen, b, t)) else -min(fixed, o.ratio_cap) * a * x
+            case "vespo":
+                return -self.kernel(fixed, a) * a * x
+
+    def kernel(self, w, a):
+        o = self.o
+        k, decay = (o.k_positive, o.lambda_positive) if a >= 0 else (o.k_negative, o.lambda_negative)
+        return w**k * math.exp(decay * (1 - w))
+
+    def outside(self, lp, b, t):
+        """(masked on the way up, on the way down)."""
+        o, a = self.o, self.adv[b][t]
+        p, q = (math.exp(min(0.0, x)) for x in (lp[b][t], self.base[b][t]))
+        others = math.log(max(1 - q, 1e-8)) - math.log(max(1 - p, 1e-8))
+        kl = q * -limit(lp[b][t] - self.base[b][t]) + (1 - q) * others
+        if self.name == "kpop":
+            up = lp[b][t] > self.base[b][t]
+            return kl > o.divergence and up, kl > o.divergence and not up
+        moved = abs(p - q) if self.name == "dppo_tv" else kl
+        return a > 0 and p > q and moved > o.divergence_high, a <= 0 and p < q and moved > o.divergence_low
 
     def flags(self, lp, b, t):
         """Metrics beyond the common ones; sums over tokens."""
@@ -158,6 +187,10 @@ class SlowLoss:
             result["selected"] = self.sel[b][t]
         if self.name == "m2po":
             result["kept"] = self.sel[b][t]
+        if self.name in ("dppo_tv", "dppo_kl", "kpop"):
+            result["clip_high"], result["clip_low"] = self.outside(lp, b, t)
+        if self.name == "vespo":
+            result["vespo_weight"] = self.kernel(r, a)
         return result
 
 
