@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 SGLANG := sglang==0.5.23 triton==3.7.1 gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 \
           zstandard==0.25.0
 
-.PHONY: setup demo demo-assets demo-agentic test lint clean
+.PHONY: setup demo demo-assets demo-agentic test test-unit lint clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,9 @@ demo-agentic: setup
 
 test: setup
 	@$(PY) -m pytest tests
+
+test-unit: setup
+	@$(PY) -m pytest tests/unit -m "not slow" -n auto
 
 lint: setup
 	@$(PIP) ruff pyright
