@@ -17,6 +17,7 @@ def prepare_environment(settings: EngineSettings) -> None:
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.device == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
         return
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # what Megatron needs serialises an engine's streams
 

@@ -24,6 +24,7 @@ def prepare_environment(settings: EngineSettings) -> None:
         os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_TARGET_DEVICE="cpu")
         # Bound to cores, ranks would each want a NUMA node of their own.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
         return
     # What Megatron needs for its overlaps serialises an engine's streams.
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
