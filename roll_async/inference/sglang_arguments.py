@@ -13,7 +13,7 @@ CPU_STREAM_INTERVAL, GPU_STREAM_INTERVAL = 16, 32
 def prepare_environment(settings: EngineSettings) -> None:
     """Set what SGLang reads at import. Call it in the engine's process before anything imports sglang."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # It counts the position after the last token too; no request of ours exceeds `max_model_len`.
+    # The length it is told is two more than any request of ours has, which may be more than the model has.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.device == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
@@ -28,7 +28,7 @@ def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_
         "model_path": settings.model_folder,
         "dtype": TORCH_DTYPES[settings.dtype],
         "device": settings.device,
-        "context_length": settings.max_model_len + 1,
+        "context_length": settings.max_model_len + 2,  # it keeps two positions to itself
         "max_running_requests": settings.max_running,
         "random_seed": settings.seed,
         "load_format": "dummy" if settings.random_weights else "auto",
@@ -57,7 +57,7 @@ def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
             "sleep_on_idle": True,  # its scheduler would spin on a core that others need
-            "max_total_tokens": max(settings.max_model_len + 1, settings.cpu_kv_cache_bytes // kv_bytes_per_token),
+            "max_total_tokens": max(settings.max_model_len + 2, settings.cpu_kv_cache_bytes // kv_bytes_per_token),
         }
     else:
         arguments["mem_fraction_static"] = settings.memory_fraction

@@ -29,6 +29,7 @@ VARIANTS = {
     "vllm_core_process": ("vllm", {"core_in_process": False}),
     "vllm_tp2": ("vllm", {"tensor_parallel_size": 2}),
     "hf_infer": ("hf_infer", {}),
+    "sglang": ("sglang", {}),
 }
 """Strategy and settings of each engine that keeps the protocol."""
 LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}

@@ -96,7 +96,7 @@ def test_every_key_of_sglang_reaches_the_engine():
     arguments = engine_arguments(settings, vocab_size=100, kv_bytes_per_token=64)
     assert arguments["max_running_requests"] == 33 and arguments["chunked_prefill_size"] == 512
     assert arguments["attention_backend"] == "flashinfer" and arguments["disable_cuda_graph"]
-    assert arguments["disable_radix_cache"] and arguments["context_length"] == 1025
+    assert arguments["disable_radix_cache"] and arguments["context_length"] == 1026
     assert arguments["load_format"] == "dummy"
     on_gpu = engine_arguments(replace(settings, device="cuda"), vocab_size=100, kv_bytes_per_token=64)
     assert on_gpu["mem_fraction_static"] == 0.7

@@ -3,7 +3,8 @@
     python tools/bench/engine_cores.py [--requests 256] [--tokens 64] [--running 128]
 
 Each case is a process of its own: seconds until the engine has started, resident memory of all its processes, tokens
-per second of one round of requests (the best of three), milliseconds of a weight push between `pause` and `resume`.
+per second of one round of requests (the best of three), core-seconds of all processes for 1,000 tokens (also true on a
+busy machine), milliseconds of `pause` and `resume`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ async def measure(folder: str, changes: dict, args: argparse.Namespace) -> dict:
     from roll_async.inference.protocol import PauseMode
     from roll_async.inference.settings import EngineSettings
     from roll_async.schema import GenerateRequest, SamplingParams
-    from roll_async.weight_sync.transports import open_sender
 
     started = time.perf_counter()
     settings = EngineSettings(
@@ -57,25 +57,30 @@ async def measure(folder: str, changes: dict, args: argparse.Namespace) -> dict:
         completions = await asyncio.gather(*map(engine.generate, requests))
         return sum(len(c.token_ids) for c in completions) / (time.perf_counter() - began)
 
-    speed = max([await one_round(str(i)) for i in range(4)][1:])
-    me = psutil.Process()
-    resident = sum(p.memory_info().rss for p in [me, *me.children(recursive=True)])
-    tensors = model_of(folder)
-    sender = open_sender(
-        "shm", tensors=lambda: iter(tensors), version=1, verify="full", bucket_bytes=1 << 24, is_sender=True
-    )
-    await engine.begin_update(sender.plan)
-    while (bucket := sender.next_bucket()) is not None:
-        await engine.load_bucket(bucket)
-    assert await engine.finish_update() == sender.digest
+    def processes() -> list[psutil.Process]:
+        me = psutil.Process()
+        return [me, *me.children(recursive=True)]
+
+    def busy_s() -> float:
+        return sum(p.cpu_times().user + p.cpu_times().system for p in processes())
+
+    await one_round("warm")
+    before = busy_s()
+    speed = max([await one_round(str(i)) for i in range(3)])
+    busy = busy_s() - before
+    resident = sum(p.memory_info().rss for p in processes())
     began = time.perf_counter()
     await engine.pause(PauseMode.ABORT)
-    await engine.commit(1)
     await engine.resume()
     pause_ms = (time.perf_counter() - began) * 1e3
     await engine.close()
-    sender.close()
-    return {"start_s": start_s, "resident_mib": resident / 2**20, "tokens_per_s": speed, "pause_ms": pause_ms}
+    return {
+        "start_s": start_s,
+        "resident_mib": resident / 2**20,
+        "tokens_per_s": speed,
+        "core_s_per_1000_tokens": busy / (3 * args.requests * args.tokens / 1000),
+        "pause_ms": pause_ms,
+    }
 
 
 def save_model(folder: str) -> None:
@@ -88,12 +93,6 @@ def save_model(folder: str) -> None:
         vocab_size=512, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, dtype="float32", **sizes
     )
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-
-
-def model_of(folder: str) -> list:
-    from transformers import AutoModelForCausalLM
-
-    return [(n, p.detach()) for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
 
 
 def main() -> None:
