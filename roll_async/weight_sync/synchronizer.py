@@ -24,6 +24,8 @@ from roll_async.weight_sync.transports import STAGED
 
 logger = logging.getLogger(__name__)
 
+_STRAGGLER_S = 30.0
+
 _LOOK_EVERY_S = 1.0
 """How often a push looks whether the replicas it waits for are still there."""
 
@@ -156,6 +158,8 @@ class _Push(Generic[Replica]):
     started_s: float
     waiting: list[Replica]
     """Still to be given the weights."""
+    late: list[Replica] = field(default_factory=list)
+    """Did not do a call in time: not tried again in this push, nobody waits for them a second time."""
     proved: list[Replica] = field(default_factory=list)
     """Hold the weights, serve them after their commit."""
     serving: list[Replica] = field(default_factory=list)
@@ -192,6 +196,8 @@ class ParameterSynchronizer(Generic[Replica]):
         self._taken_out: dict[str, None] = {}
         self._state, self._state_since_s = SyncState.IDLE, 0.0
         self._deadline = 0.0
+        self._timed_out: set[int] = set()
+        """Identities of replicas that were late in this attempt."""
         self.param_sync_count = 0
         self.sync_failures = 0
         self.version: WeightVersion | None = None
@@ -306,7 +312,7 @@ class ParameterSynchronizer(Generic[Replica]):
         logger.warning("Parameter sync: no engine is there for version %d; those that come back get it", push.version)
 
     async def _give_up_on_waiting(self, push: _Push[Replica]) -> None:
-        for replica in self._present(push.waiting, push):  # who is lost is being replaced already
+        for replica in self._present([*push.waiting, *push.late], push):  # who is lost is being replaced already
             await self._give_up_on(replica, push.failures[replica.name])
 
     async def _attempt(self, push: _Push[Replica]) -> None:
@@ -345,16 +351,27 @@ class ParameterSynchronizer(Generic[Replica]):
         return {id(replica) for replica in (*self._replicas(), *self._returning.values())}
 
     def _sort(self, push: _Push[Replica], failures: dict[str, str], good: list[Replica]) -> None:
-        """Waiting replicas without a failure go to `good`."""
+        """Waiting replicas without a failure go to `good`. A time-out is not retried; who waited for a late neighbour
+        to pass the weights on is tried again without it.
+        """
         self.sync_failures += bool(failures)
         good += [r for r in push.waiting if r.name not in failures]
-        push.waiting = [r for r in push.waiting if r.name in failures]
-        push.failures = failures
+        failed, before_late = [], False
+        for replica in push.waiting:
+            late = id(replica) in self._timed_out
+            if late and not before_late:
+                push.late.append(replica)
+            elif replica.name in failures:
+                failed.append(replica)
+            before_late = late
+        push.waiting = failed
+        push.failures = {**{r.name: push.failures[r.name] for r in push.late if r.name in push.failures}, **failures}
 
     async def _transfer(self, push: _Push[Replica]) -> dict[str, str]:
         """Stream one version to the waiting replicas; failure reason by replica."""
         self._enter(SyncState.TRANSFERRING)
         failures: dict[str, str] = {}
+        self._timed_out.clear()
         digest = ""
         export = self._source.export_weights(push.version, self._options.transport, self._options.verify)
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
@@ -396,11 +413,14 @@ class ParameterSynchronizer(Generic[Replica]):
         self._enter(SyncState.COMMITTING)
         proved, push.proved = self._present(push.proved, push), []
         failures: dict[str, str] = {}
+        self._timed_out.clear()
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         await self._each(proved, failures, lambda r: r.commit(push.version))
         self.sync_failures += bool(failures)
         push.serving += [r for r in proved if r.name not in failures]
-        push.waiting += [r for r in proved if r.name in failures]
+        failed = [r for r in proved if r.name in failures]
+        push.late += [r for r in failed if id(r) in self._timed_out]
+        push.waiting += [r for r in failed if id(r) not in self._timed_out]
         push.failures = {**push.failures, **failures}
 
     async def _give_up_on(self, replica: Replica, reason: str) -> None:
@@ -441,19 +461,27 @@ class ParameterSynchronizer(Generic[Replica]):
     async def _each(
         self, replicas: Sequence[Replica], failures: dict[str, str], call: Callable[[Replica], Awaitable[None]]
     ) -> None:
-        """Call all at once. Who is not done at the deadline has failed; the others get a deadline of their own, so
-        that a hanging replica costs time and not the version. Nobody waits for one that was taken out meanwhile. What a
-        replica can raise is its failure.
+        """Call all at once. A replica that is not done at the deadline has failed, and is not waited for again in this
+        push; the others get a deadline of their own. Once half of them are done, the rest has three times as long, or
+        `_STRAGGLER_S`: one hung load must not hold the trainer and the others for a whole `sync_timeout`. Nobody waits
+        for one that was removed meanwhile. What a replica can raise is its failure.
         """
         if not replicas:
             return
         loop = asyncio.get_running_loop()
         calls = {asyncio.ensure_future(call(r)): r for r in replicas}
         waiting, done = set(calls), set[asyncio.Task[None]]()
+        began, deadline = loop.time(), self._deadline
+        straggles_s: float | None = None
         try:
-            while waiting and (left_s := self._deadline - loop.time()) > 0:
-                ended, waiting = await asyncio.wait(waiting, timeout=min(left_s, _LOOK_EVERY_S))
+            while waiting and (left_s := deadline - loop.time()) > 0:
+                ended, waiting = await asyncio.wait(
+                    waiting, timeout=min(left_s, _LOOK_EVERY_S), return_when=asyncio.FIRST_COMPLETED
+                )
                 done |= ended
+                if straggles_s is None and len(replicas) > 1 and 2 * len(done) >= len(calls):
+                    straggles_s = max(_STRAGGLER_S, 3 * (loop.time() - began))
+                    deadline = min(deadline, loop.time() + straggles_s)
                 there = self._there()
                 gone = {task for task in waiting if id(calls[task]) not in there}
                 waiting -= gone
@@ -462,7 +490,10 @@ class ParameterSynchronizer(Generic[Replica]):
             for task in calls:
                 task.cancel()
         for task in waiting:
-            failures[calls[task].name] = f"not done within {self._late()}"
+            cut = straggles_s is not None and deadline < self._deadline
+            limit = f"{straggles_s:g} s after half of the replicas were" if cut else self._late()
+            failures[calls[task].name] = f"not done within {limit}"
+            self._timed_out.add(id(calls[task]))
         if waiting:
             self._deadline = loop.time() + self._options.timeout_s
         for task in done:
