@@ -84,9 +84,11 @@ def normalise_rewards(
     std: str,
     running: RunningMoments | None = None,
     row_mask_B: Tensor | None = None,
+    values_B: Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """[B] (x - m) / (s + epsilon); excluded rows 0.
+    """[B] (x - m) / (s + epsilon); excluded rows 0. `values_B`: put these on the scale of the scores, whose m and s
+    they get, instead of the scores themselves.
 
     No division where s is undefined or 0; rows that are all equal minus their mean give exactly 0. Raises ValueError
     for an unknown choice and for running without moments.
@@ -100,13 +102,15 @@ def normalise_rewards(
     counted = torch.ones_like(scores_B, dtype=torch.bool) if row_mask_B is None else row_mask_B
     x = torch.where(counted, scores_B.detach().to(dtype), 0)
     one_group = torch.zeros_like(group_index_B)
-    result = x
+    applied = x if values_B is None else torch.where(counted, values_B.detach().to(dtype), 0)
+    result = applied
     if mean == "running":
         assert running is not None
-        result = x - running.mean
+        result = applied - running.mean
     elif mean != "none":
         stats = group_statistics(x, group_index_B if mean == "group" else one_group, counted)
-        result = torch.where(stats.equal, 0, x - stats.mean)
+        exact = stats.equal & (applied == x)  # equal scores minus their mean are 0, whatever rounding says
+        result = torch.where(exact, 0, applied - stats.mean)
     if std == "running":
         assert running is not None
         if running.std is not None:

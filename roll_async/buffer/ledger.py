@@ -9,6 +9,7 @@ be generated needs no row: every position below the first unknown one that has n
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,12 @@ from pathlib import Path
 from typing import Protocol
 
 from roll_async.buffer.errors import LedgerError
+from roll_async.buffer.fingerprint import Fingerprint
 from roll_async.buffer.freshness import newest_version
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.schema import Group, WeightVersion
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = 2
 _SCHEMA = """
@@ -90,6 +94,12 @@ class Ledger(Protocol):
 
     def prune(self, step: int) -> None: ...
 
+    def fingerprint(self) -> Fingerprint:
+        """As it was remembered; empty when it never was."""
+        ...
+
+    def remember(self, fingerprint: Fingerprint) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -131,6 +141,12 @@ class MemoryLedger:
     def prune(self, step: int) -> None:
         pass
 
+    def fingerprint(self) -> Fingerprint:
+        return {}
+
+    def remember(self, fingerprint: Fingerprint) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -147,10 +163,27 @@ class SqliteLedger:
     the file.
     """
 
-    def __init__(self, path: str | Path, *, fsync: str = "group") -> None:
-        self._path, self._fsync = Path(path), fsync
+    def __init__(self, path: str | Path, *, fsync: str = "group", can_rebuild: bool = False) -> None:
+        """`can_rebuild`: a checkpoint holds the position, so that a damaged file is moved to `PATH.damaged` and the
+        accounting begins anew from there; its finished groups are generated again.
+        """
+        self._path, self._fsync, self._can_rebuild = Path(path), fsync, can_rebuild
         if fsync not in _FSYNC:
             raise ValueError(f"ledger.fsync {fsync!r}: expected group, step or never")
+        try:
+            self._connect()
+        except LedgerError as error:
+            if not (can_rebuild and _is_damage(error.__cause__)):
+                raise
+            self._start_over(str(error))
+
+    def _start_over(self, reason: str) -> None:
+        """Move a damaged file away and begin a new one."""
+        moved = _move(self._path, ".damaged")
+        logger.warning("%s; it is now %s, finished groups are generated again", reason, moved)
+        self._connect()
+
+    def _connect(self) -> None:
         with self._naming("opening"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
@@ -228,10 +261,25 @@ class SqliteLedger:
 
     def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered:
         """State relative to a restored step: what later steps consumed is available again, what was decided after it is
-        open again, groups of weights newer than it are gone. The ledger knows its position; `state` is not needed.
+        open again, groups of weights newer than it are gone. A ledger that does not know the step, because it was lost
+        or the step was saved without it, takes the position from the checkpoint's `state`; so does one that turns out
+        to be damaged.
         """
+        try:
+            return self._restore(step, state)
+        except LedgerError as error:
+            if state is None or not (self._can_rebuild and _is_damage(error.__cause__)):
+                raise
+            self._db.close()
+            self._start_over(str(error))
+            return self._restore(step, state)
+
+    def _restore(self, step: int, state: Mapping[str, object] | None) -> Recovered:
         with self._transaction(f"restore of step {step}"):
-            if step and not self._db.execute("SELECT count(*) FROM steps WHERE step = ?", (step,)).fetchone()[0]:
+            known = self._db.execute("SELECT count(*) FROM steps WHERE step = ?", (step,)).fetchone()[0]
+            if step and not known and state is not None:
+                self._take_position(step, state)
+            elif step and not known:
                 raise LedgerError(
                     f"ledger {self._path} has no record of step {step}, which the checkpoint names: it belongs "
                     "to another run or was moved; put it back, resume from another checkpoint, or start fresh "
@@ -252,6 +300,23 @@ class SqliteLedger:
         self._step = step
         return self._read()
 
+    def _take_position(self, step: int, state: Mapping[str, object]) -> None:
+        """The accounting of a checkpoint, where the ledger has none: what is done there is done, what it holds finished
+        besides stays.
+        """
+        next_index, still_open = state["next_index"], state["open"]
+        assert isinstance(next_index, int) and isinstance(still_open, list)
+        done = sorted(set(range(next_index)) - set(still_open))
+        logger.warning("ledger %s does not know step %d: the checkpoint's position is taken", self._path, step)
+        self._db.execute("DELETE FROM groups WHERE state != 'buffered'")
+        self._db.executemany("DELETE FROM groups WHERE prompt_index = ?", [(index,) for index in done])
+        self._db.executemany(
+            "INSERT INTO groups (prompt_index, group_id, state, consumed_step, after_step, reason)"
+            " VALUES (?, -1, 'trained', ?, ?, 'from the checkpoint')",
+            [(index, step, step) for index in done],
+        )
+        self._db.execute("INSERT INTO steps (step) VALUES (?)", (step,))
+
     def _read(self) -> Recovered:
         with self._naming("reading"):
             rows = self._db.execute("SELECT prompt_index, state FROM groups").fetchall()
@@ -262,7 +327,7 @@ class SqliteLedger:
             ).fetchall()
         states = [state for _, state in rows]
         return Recovered(
-            buffered=tuple(self._decoded(*row) for row in stored),
+            buffered=tuple(found for row in stored if (found := self._decoded(*row)) is not None),
             done=frozenset(index for index, state in rows if state != "buffered"),
             next_index=max((index for index, _ in rows), default=-1) + 1,
             next_group_id=last_id + 1,
@@ -270,13 +335,17 @@ class SqliteLedger:
             failed=states.count("failed"),
         )
 
-    def _decoded(self, index: int, version: int, header: str, block: bytes, checksum: int) -> StoredGroup:
+    def _decoded(self, index: int, version: int, header: str, block: bytes, checksum: int) -> StoredGroup | None:
         problem = "checksum differs" if _checksum(header, block) != checksum else ""
         if not problem:
             try:
                 return StoredGroup(prompt_index=index, finished_version=version, group=decode_group(header, block))
             except ValueError as error:
                 problem = str(error)
+        if self._can_rebuild:
+            logger.warning("ledger %s, prompt %d: %s; it is generated again", self._path, index, problem)
+            self.reopened(index)
+            return None
         raise LedgerError(
             f"ledger {self._path} is corrupted at prompt {index}: {problem}; move the file away to go on without its "
             "finished groups"
@@ -292,16 +361,16 @@ class SqliteLedger:
                 (step,),
             )
 
-    def fact(self, name: str) -> str | None:
-        """A remembered value, None when it was never set."""
-        with self._naming(f"reading {name}"):
-            row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return None if row is None else row[0]
+    def fingerprint(self) -> Fingerprint:
+        """As it was remembered; empty when it never was."""
+        with self._naming("reading the fingerprint"):
+            return dict(self._db.execute("SELECT name, value FROM facts").fetchall())
 
-    def set_fact(self, name: str, value: str) -> None:
-        """Remember a value under a name: running statistics, the fingerprint of the data."""
-        with self._transaction(name):
-            self._db.execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", (name, value))
+    def remember(self, fingerprint: Fingerprint) -> None:
+        """What the positions and groups in it depend on."""
+        with self._transaction("the fingerprint"):
+            self._db.execute("DELETE FROM facts")
+            self._db.executemany("INSERT INTO facts (name, value) VALUES (?, ?)", list(fingerprint.items()))
 
     def close(self) -> None:
         """Fold the log into the one file and let it go."""
@@ -336,13 +405,22 @@ def set_aside(path: str | Path) -> Path | None:
     if not source.exists():
         return None
     SqliteLedger(source, fsync="never").close()
-    target = source.with_name(source.name + ".previous")
+    return _move(source, ".previous")
+
+
+def _move(source: Path, ending: str) -> Path:
+    """File, log and index, under the name with this ending."""
+    target = source.with_name(source.name + ending)
     for suffix in ("", "-wal", "-shm"):
         part, moved = Path(f"{source}{suffix}"), Path(f"{target}{suffix}")
         moved.unlink(missing_ok=True)
         if part.exists():
             part.rename(moved)
     return target
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
 
 
 def _checksum(header: str, block: bytes) -> int:

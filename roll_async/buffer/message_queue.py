@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.book import Entry, GroupBook
-from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
+from roll_async.buffer.errors import EndOfData, LedgerError, QueueClosed, StallError, TooManyFailures
+from roll_async.buffer.fingerprint import Fingerprint, changes, moves_positions
 from roll_async.buffer.freshness import (
     BatchFreshness,
     LengthAudit,
@@ -60,8 +61,12 @@ class MessageQueue:
         self._late = self._dropped_stale = self._dropped_surplus = 0
         self._audit = LengthAudit()
         self._failures: list[str] = []
+        self._fingerprint: Fingerprint = {}
         self._changed = asyncio.Event()
-        self._progress_s = 0.0
+        self._progress_s = self._waits_since_s = self._reported_s = 0.0
+        self._filtered_before = 0
+        self.trouble: Callable[[], str] | None = None
+        """What keeps the rollout from working, in words, for reports; empty = nothing known."""
 
     @property
     def admission_limit(self) -> int:
@@ -232,7 +237,8 @@ class MessageQueue:
             raise RuntimeError(f"take_batch({step}) after step {self._last_taken}: steps take their batches in order")
         wanted = self._options.groups_per_batch - taken if num_groups is None else num_groups
         assert 0 < wanted <= self._options.groups_per_batch - taken, f"step {step} cannot take {wanted} more groups"
-        self._progress_s = self._now()
+        self._progress_s = self._waits_since_s = self._reported_s = self._now()
+        self._filtered_before = self._book.counts[GroupState.FILTERED]
         while True:
             if self._closed:
                 raise QueueClosed("the queue was closed", leftovers=len(self._book.buffered_ids))
@@ -294,7 +300,9 @@ class MessageQueue:
         """The groups taken last were consumed by `step`: one transaction with the record of the step."""
         assert step == self._last_taken, f"step {step} is not the one that was taken, {self._last_taken}"
         entries = self._book.in_state(GroupState.TRAINING)
-        assert len(entries) == self._options.groups_per_batch, f"step {step} trained {len(entries)} groups"
+        ended = self._no_more_prompts or self._stopped_reserving
+        whole = len(entries) == self._options.groups_per_batch or (bool(entries) and ended)
+        assert whole, f"step {step} trained {len(entries)} groups"
         self._ledger.trained(step, [e.slot.prompt_index for e in entries])
         for entry in entries:
             assert entry.group is not None
@@ -323,18 +331,29 @@ class MessageQueue:
         self._open_slots()
         self._notify()
 
-    async def checkpoint_state(self) -> dict[str, object]:
-        """Plain JSON: the position in the prompt stream, for a checkpoint of a run without a durable ledger."""
-        open_indexes = {e.slot.prompt_index for e in self._book.entries.values()} | {
+    async def checkpoint_state(self, step: int) -> dict[str, object]:
+        """Plain JSON: the position in the prompt stream once `step` is trained, which always suffices to go on after
+        it. The groups that `step` took count as trained, whether that was recorded yet or not.
+        """
+        done = GroupState.TRAINING if step == self._last_taken else None
+        open_indexes = {e.slot.prompt_index for e in self._book.entries.values() if e.state is not done} | {
             i for i, _ in (*self._requeued, *self._closed_slots)
         }
-        return {"step": self._last_taken, "next_index": self._next_index, "open": sorted(open_indexes)}
+        return {
+            "step": step,
+            "next_index": self._next_index,
+            "open": sorted(open_indexes),
+            "fingerprint": dict(self._fingerprint),
+        }
 
-    def restore(self, step: int, state: Mapping[str, object] | None = None) -> None:
+    def restore(
+        self, step: int, state: Mapping[str, object] | None = None, fingerprint: Fingerprint | None = None
+    ) -> None:
         """Continue after training step `step`: what the ledger holds within the bound is buffered, every other open
         prompt comes again. A group sampled by weights newer than the restored step is generated again: those weights do
         not exist any more. `state`: `checkpoint_state` of that step, needed when the ledger is not durable.
         """
+        usable = self._compare(step, state, fingerprint)
         recovered = self._ledger.restore(step, state)
         self._last_taken, self._next_id = step, recovered.next_group_id
         self._next_index, self._done = recovered.next_index, recovered.done
@@ -347,7 +366,7 @@ class MessageQueue:
         )
         kept = set()
         for stored in recovered.buffered:
-            if not self._still_usable(stored.group, step):
+            if not (usable and self._still_usable(stored.group, step)):
                 self._ledger.reopened(stored.prompt_index)
                 continue
             kept.add(stored.prompt_index)
@@ -356,6 +375,24 @@ class MessageQueue:
             if index not in self._done and index not in kept:
                 heapq.heappush(self._requeued, (index, 1))
         self._book.check()  # nobody waits before the run begins
+
+    def _compare(self, step: int, state: Mapping[str, object] | None, now: Fingerprint | None) -> bool:
+        """Whether finished groups can be used. Raises LedgerError where positions mean other prompts."""
+        self._fingerprint = dict(now or {})
+        saved = (state or {}).get("fingerprint")
+        before = saved if isinstance(saved, dict) and saved else self._ledger.fingerprint()
+        changed = changes(before, self._fingerprint)
+        said = "; ".join(f"{name} {how}" for name, how in changed.items())
+        if moves_positions(changed) and (step or before):
+            raise LedgerError(
+                f"the run to go on with (step {step}) had other prompts: {said}; a position in them means something "
+                "else now: set it back, or start fresh under another exp_name"
+            )
+        if changed:
+            logger.warning("%s: finished groups of the earlier run are of no use and are generated again", said)
+        if now:
+            self._ledger.remember(self._fingerprint)
+        return not changed
 
     def _still_usable(self, group: Group, step: int) -> bool:
         """Sampled by weights that exist, within the bound, and schedulable with what is buffered already."""
@@ -444,22 +481,24 @@ class MessageQueue:
         self._changed = asyncio.Event()
 
     async def _change_or_stall(self, step: int) -> None:
-        """Wait for any change; say whom we wait for every batch_timeout_s, give up after stall_timeout_s without
-        one.
+        """Wait for any change; say whom we wait for every batch_timeout_s, by the clock of the wait, whatever changes
+        meanwhile; give up after stall_timeout_s without a change.
         """
         changed, options = self._changed, self._options
         while True:
-            left = self._progress_s + options.stall_timeout_s - self._now()
+            now = self._now()
+            left = self._progress_s + options.stall_timeout_s - now
             if left <= 0:
-                silent = self._now() - self._progress_s
-                raise StallError(f"nothing moved for {silent:.0f} s: {self._whom_we_wait_for(step)}")
+                raise StallError(f"nothing moved for {now - self._progress_s:.0f} s: {self._whom_we_wait_for(step)}")
+            if now - self._reported_s >= options.batch_timeout_s:
+                self._reported_s = now
+                logger.warning("%s", self._whom_we_wait_for(step))
             try:
-                async with asyncio.timeout(min(options.batch_timeout_s, left)):
+                async with asyncio.timeout(min(self._reported_s + options.batch_timeout_s - now, left)):
                     await changed.wait()
                     return
             except TimeoutError:
-                if self._now() - self._progress_s < options.stall_timeout_s:
-                    logger.warning("%s", self._whom_we_wait_for(step))
+                continue
 
     def _whom_we_wait_for(self, step: int) -> str:
         options, now = self._options, self._now()
@@ -470,9 +509,14 @@ class MessageQueue:
         more = f" and {len(flying) - len(names)} more" if len(flying) > len(names) else ""
         who = f"groups {', '.join(names)}{more} in flight, {len(due)} of them due" if names else "no group is in flight"
         free = self._free_slots()
+        filtered = self._book.counts[GroupState.FILTERED] - self._filtered_before
+        why = f"; {filtered} groups were filtered meanwhile, for want of spread" if filtered else ""
+        if self.trouble is not None and (trouble := self.trouble()):
+            why += f"; {trouble}"
         return (
-            f"the trainer waits for step {step}: {len(self._book.buffered_ids)} of {options.groups_per_batch} groups "
-            f"are finished; {who}; {free} free slots for the rollouter; engines hold version {self._held}"
+            f"the trainer has waited {now - self._waits_since_s:.0f} s for step {step}: "
+            f"{len(self._book.buffered_ids)} of {options.groups_per_batch} groups "
+            f"are finished; {who}; {free} free slots for the rollouter; engines hold version {self._held}{why}"
         )
 
     def _now(self) -> float:

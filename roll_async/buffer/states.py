@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from roll_async.buffer.fingerprint import SEED
 from roll_async.buffer.staleness import StalenessPolicy, admission_limit, default_max_versions, staleness_bound
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
@@ -72,6 +73,8 @@ class QueueOptions:
     """
     samples_per_group: int | None = None
     """A finished group must have this many trajectories; None = not checked."""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """What finished groups and positions depend on, by name (`fingerprint.py`)."""
     batch_timeout_s: float = 30.0
     stall_timeout_s: float = 1800.0
     max_failed_groups: int = 100
@@ -91,6 +94,11 @@ class QueueOptions:
             max_queue_size=a.max_queue_size,
             oversample_groups=max(0, extra),
             samples_per_group=config.samples_per_group,
+            fingerprint={
+                "samples per group": str(config.samples_per_group),
+                SEED: str(config.seed),
+                "filter_groups": f"{groups.metric} > {groups.variance_threshold:g}" if groups.enable else "off",
+            },
             batch_timeout_s=a.batch_timeout,
             stall_timeout_s=config.fault.stall_timeout,
             max_failed_groups=config.fault.max_failed_groups,

@@ -119,9 +119,10 @@ class RolloutHost:
     async def counters(self) -> Counters:
         return self._counters()
 
-    async def take_batch(self, step: int, num_groups: int | None) -> tuple[list[Group], Counters]:
+    async def take_batch(self, step: int, num_groups: int | None) -> tuple[list[Group], Counters, dict[str, object]]:
+        """With the position that a checkpoint of `step` needs: this process may be gone by then."""
         groups = await self._side.queue.take_batch(step, num_groups)
-        return groups, self._counters()
+        return groups, self._counters(), await self._side.queue.checkpoint_state(step)
 
     async def freshness(self, step: int) -> BatchFreshness:
         return await self._side.queue.freshness(step)
@@ -130,8 +131,8 @@ class RolloutHost:
         await self._side.queue.step_trained(step)
         return self._counters()
 
-    async def checkpoint_state(self) -> dict[str, object]:
-        return await self._side.queue.checkpoint_state()
+    async def checkpoint_state(self, step: int) -> dict[str, object]:
+        return await self._side.queue.checkpoint_state(step)
 
     async def checkpointed(self, step: int) -> None:
         await self._side.queue.checkpointed(step)

@@ -131,9 +131,12 @@ class QueueClient:
 
     def __init__(self, link: _Link) -> None:
         self._link = link
+        self._position: dict[str, object] = {}
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
-        groups, counters = await self._link.wait("take_batch", self._link.host.take_batch.remote(step, num_groups))
+        groups, counters, self._position = await self._link.wait(
+            "take_batch", self._link.host.take_batch.remote(step, num_groups)
+        )
         self._link.take_in(counters)
         return groups
 
@@ -143,8 +146,17 @@ class QueueClient:
     async def step_trained(self, step: int) -> None:
         self._link.take_in(await self._link.ask("step_trained", self._link.host.step_trained.remote(step)))
 
-    async def checkpoint_state(self) -> dict[str, object]:
-        return await self._link.ask("checkpoint_state", self._link.host.checkpoint_state.remote())
+    async def checkpoint_state(self, step: int) -> dict[str, object]:
+        """Of the process; without it, as it was when `step` took its last groups: what finished since is generated
+        again.
+        """
+        try:
+            return await self._link.ask("checkpoint_state", self._link.host.checkpoint_state.remote(step))
+        except (RuntimeError, OSError) as error:
+            if self._position.get("step") != step:
+                raise
+            logger.warning("step %d is saved without the %s: %s", step, ROLE, error)
+            return self._position
 
     async def checkpointed(self, step: int) -> None:
         await self._link.ask("checkpointed", self._link.host.checkpointed.remote(step))

@@ -19,8 +19,8 @@ class FilterGroupsConfig:
     """Off: every group is trained."""
     metric: str = "score"
     """Number whose spread counts: score, acc, seq_reward, seq_final_reward, or any number the reward reports."""
-    max_num_gen_batches: int = 0
-    """Generation batches for one training batch; <= 0 = no limit."""
+    max_num_gen_batches: int = 100
+    """Generation batches for one training batch; more, and the run ends: the data is to blame. <= 0 = no limit."""
     gen_batch_size: int = derived(">= 1")
     """Groups in flight per batch; default: groups_per_batch."""
     singletons: Literal["keep", "drop"] = "keep"

@@ -98,7 +98,7 @@ class StartedRollout:
             groups=self.tasks.source(order),
             prompts=self.tasks.prompts,
             weights=order.source,
-            ledger=_ledger(config),
+            ledger=_ledger(config, can_rebuild=order.position is not None),
             validation=self.tasks.validation,
             restored=order.restored,
             position=order.position,
@@ -233,12 +233,14 @@ def _tools(order: RolloutOrder, config: RLVRConfig) -> ToolCompletionCallback | 
     return order.tool_callback(order.tools, codec, timeout_s=config.fault.env_timeout)
 
 
-def _ledger(config: PipelineConfig) -> Ledger:
+def _ledger(config: PipelineConfig, *, can_rebuild: bool) -> Ledger:
     ledger = config.ledger
     if config.checkpoint.resume_from is None:
         # A fresh run must not train groups of an older one; they are kept beside it, not lost.
         set_aside(Path(ledger.path))
-    return SqliteLedger(ledger.path, fsync=ledger.fsync) if ledger.enable else MemoryLedger()
+    if not ledger.enable:
+        return MemoryLedger()
+    return SqliteLedger(ledger.path, fsync=ledger.fsync, can_rebuild=can_rebuild)
 
 
 def _transport(config: PipelineConfig, hosts: Set[str]) -> str:

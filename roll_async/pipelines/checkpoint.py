@@ -51,7 +51,7 @@ class SavedLearner(Protocol):
 class SavedQueue(Protocol):
     """What a checkpoint needs of `buffer/message_queue.py`."""
 
-    async def checkpoint_state(self) -> dict[str, object]: ...
+    async def checkpoint_state(self, step: int) -> dict[str, object]: ...
 
     async def checkpointed(self, step: int) -> None: ...
 
@@ -77,7 +77,7 @@ class LoopCheckpoint:
         failed with.
         """
         await self.finish()
-        position = await self._queue.checkpoint_state()
+        position = await self._queue.checkpoint_state(step)
         state = {"step": step, "learner": self._learner.export_state(), "queue": position}
         if self._samples is not None:  # a restored run does not dump these steps again
             await asyncio.to_thread(self._samples.flush)
@@ -98,7 +98,11 @@ class LoopCheckpoint:
         await asyncio.to_thread(self._checkpoints.prune)
         try:
             await self._queue.checkpointed(step)
-        except LedgerError as error:  # the checkpoint is good; the next write to the ledger says the same again
+        except (
+            LedgerError,
+            RuntimeError,
+            OSError,
+        ) as error:  # the checkpoint is good; the next write to the ledger says the same again
             logger.error("the checkpoint of step %d is complete, the ledger keeps what it holds: %s", step, error)
 
     async def finish(self) -> None:

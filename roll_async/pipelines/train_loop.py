@@ -104,8 +104,10 @@ class TrainLoop:
     def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
         self._parts, self._plan = parts, plan
         self._stop = asyncio.Event()
-        self._abandoned = self._complete = False
+        self._abandoned = self._complete = self._data_ended = False
         self._busy_s = 0.0
+        self._validated = 0
+        """Last step that was validated."""
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -169,17 +171,18 @@ class TrainLoop:
             consumed = await self._consume(step, clock)
         except EndOfData as end:
             parts.observer.event("end_of_data", leftover=str(end))
+            await self._last_model()
             return RunEnd.END_OF_DATA
         if consumed is None:
             return RunEnd.INTERRUPTED
         groups, report = consumed
+        self.trained, self.mid_step = step, False  # the weights hold it, whether its record succeeds or not
         ages = await parts.queue.freshness(step)
         await parts.queue.step_trained(step)
-        self.trained, self.mid_step = step, False
         self.num_samples += report.num_samples
         sync, validation = None, {}
         try:
-            if not self._abandoned and step % plan.sync_every == 0 and step < plan.max_steps:
+            if not self._abandoned and self._push_due(step):
                 self.state = TrainerState.SYNCHRONIZING
                 with clock.measure("weight_sync"):
                     sync = await parts.synchronizer.push(step)
@@ -193,7 +196,33 @@ class TrainLoop:
             self._trace(step, groups, clock)
             if parts.dump is not None:
                 parts.dump(step, groups)
+        if self._data_ended:
+            return RunEnd.END_OF_DATA
         return RunEnd.INTERRUPTED if self._stop.is_set() else None
+
+    async def _last_model(self) -> None:
+        """The data ended between two steps: the engines get the last weights, and it is they that are validated."""
+        parts, step, self._data_ended = self._parts, self.trained, True
+        if self._abandoned or step < self._plan.first_step:
+            return
+        if parts.synchronizer.status().version != step:
+            self.state = TrainerState.SYNCHRONIZING
+            await parts.synchronizer.push(step)
+        if self._eval_due(step) and self._validated < step:
+            self.state = TrainerState.VALIDATING
+            parts.observer.event("validation", step=step, **await self._validate(step))
+
+    def _push_due(self, step: int) -> bool:
+        """Every k steps; before a validation, which measures the weights of its step; and the last model."""
+        plan = self._plan
+        return step % plan.sync_every == 0 or self._eval_due(step) or step == plan.max_steps or self._data_ended
+
+    def _eval_due(self, step: int) -> bool:
+        """Every `eval_every` steps, and the last model."""
+        plan = self._plan
+        if self._parts.validate is None or not plan.eval_every:
+            return False
+        return step % plan.eval_every == 0 or step == plan.max_steps or self._data_ended
 
     async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
         """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
@@ -206,7 +235,15 @@ class TrainLoop:
             self.state = TrainerState.WAITING
             with clock.measure("wait_batch"):
                 taking = parts.queue.take_batch(step, plan.groups_per_part)
-                part = await self._welcoming(taking, stoppable=not groups)
+                try:
+                    part = await self._welcoming(taking, stoppable=not groups)
+                except EndOfData as end:
+                    if not groups:
+                        raise
+                    # The weights hold these parts: the step is whole with what there is, or nothing could be saved.
+                    parts.observer.event("short_step", step=step, groups=len(groups), leftover=str(end))
+                    self._data_ended = True
+                    break
             if part is None:
                 return None
             groups += part
@@ -274,11 +311,13 @@ class TrainLoop:
 
     async def _validate(self, step: int) -> Mapping[str, float]:
         """Generation for training stands still while the validation prompts run, and goes on afterwards."""
-        parts, plan = self._parts, self._plan
-        if parts.validate is None or not plan.eval_every or step % plan.eval_every:
+        parts = self._parts
+        if parts.validate is None or not self._eval_due(step):
             return {}
         await parts.rollouter.pause()
         try:
-            return await self._welcoming(parts.validate(step), stoppable=False) or {}
+            self._validated = step
+            measured = await self._welcoming(parts.validate(step), stoppable=False) or {}
+            return {**measured, "validation/version": float(parts.synchronizer.status().version or 0)}
         finally:
             await parts.rollouter.resume()

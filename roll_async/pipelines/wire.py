@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from roll_async.buffer.fingerprint import PROMPTS, mark_of
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
@@ -162,7 +163,8 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     manager, supervisor = roles.engines.manager, roles.engines.supervisor
     source = roles.groups(manager)
     queue = classes.queue(options.queue, roles.ledger)
-    queue.restore(roles.restored, roles.position)
+    prompts = {PROMPTS: mark_of(roles.prompts.at)}
+    queue.restore(roles.restored, roles.position, {**options.queue.fingerprint, **prompts})
     rollouter = classes.rollouter(
         queue,
         source,
@@ -175,6 +177,7 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     if roles.turns is not None:
         turns = TurnRollout(rollouter, roles.turns, timeout_s=options.sync.interrupt_timeout_s)
         source_of_weights = TurnSource(roles.weights, roles.turns)
+    queue.trouble = rollouter.trouble
     synchronizer = classes.synchronizer(
         source_of_weights,
         rollouter if turns is None else turns,

@@ -115,6 +115,7 @@ class Rollouter:
         self._running.set()
         self._samples = self._errors = self._filtered = self._syncs = 0
         self._duplicates = DuplicateAnswers()
+        self._outages_told = 0
         self._judged: dict[str, int] = dict.fromkeys(JUDGED, 0)
 
     async def run(self) -> None:
@@ -268,6 +269,15 @@ class Rollouter:
         for group_id, task in cut.items():
             if task.cancelled():
                 await self._queue.release(group_id, Outcome.REQUEUED, "cut short by the stop")
+
+    def trouble(self) -> str:
+        """What keeps groups from finishing, in words, for who waits for them; empty when nothing is known."""
+        if not self._manager.num_servers:
+            coming = "one is being started again" if self._manager.expects_return else "none is expected back"
+            return f"no engine is there, {coming}"
+        before, self._outages_told = self._outages_told, self._source.counts().reward_outages
+        failed = self._outages_told - before
+        return f"{failed} attempts to score failed since the last report: the scorer does not work" if failed else ""
 
     def stats(self) -> RollouterStats:
         """Counters since the start."""

@@ -164,7 +164,7 @@ class SimCheckpoint:
 
     async def save(self, step: int) -> None:
         """Complete only at its end, as a folder that is renamed into place."""
-        state = await self._queue.checkpoint_state()
+        state = await self._queue.checkpoint_state(step)
         await asyncio.sleep(self._model.save_s)
         self._store.states[step] = state
         await self._queue.checkpointed(step)

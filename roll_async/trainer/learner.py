@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -215,7 +216,8 @@ class Learner:
         weights.
         """
         options = self._options
-        scores, metrics = self._shaped_scores(batch)
+        scores, baselines, metrics = self._shaped_scores(batch)
+        batch = replace(batch, baseline_scores=baselines)
         token_rewards = None if batch.turns is None else credit.token_rewards(batch, scores)
         if options.token_kl_coef > 0:
             assert reference is not None, "config refuses token_kl_coef without a reference"
@@ -244,13 +246,21 @@ class Learner:
         metrics["advantages/std"] = float(advantages[batch.mask].std()) if int(batch.mask.sum()) > 1 else 0.0
         return _Signal(advantages=advantages.float(), returns=returns.float(), mask=mask, metrics=metrics)
 
-    def _shaped_scores(self, batch: TrainBatch) -> tuple[Tensor, dict[str, float]]:
-        """[B] scores after shift and scale, overlong shaping on that scale, normalisation, clipping."""
+    def _shaped_scores(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+        """[B] scores after shift and scale, overlong shaping on that scale, normalisation, clipping; and the scores of
+        the greedy answers (None without) on the same scale: what is subtracted must be of the kind it is subtracted
+        from. Their lengths are not known, so they carry no overlong penalty.
+        """
         options = self._options
         metrics: dict[str, float] = {}
-        scores = reward_math.shift_scale_rewards(
-            scores_B=batch.scores, shift=options.reward_shift, scale=options.reward_scale
-        )
+
+        def scaled(values: Tensor) -> Tensor:
+            return reward_math.shift_scale_rewards(
+                scores_B=values, shift=options.reward_shift, scale=options.reward_scale
+            )
+
+        scores = scaled(batch.scores)
+        baselines = None if batch.baseline_scores is None else scaled(batch.baseline_scores)
         if options.overlong_len:
             penalty = reward_math.overlong_penalty(
                 lengths_B=batch.response_lengths,
@@ -262,16 +272,19 @@ class Learner:
             metrics["reward/overlong_penalty"] = float(penalty.mean())
             metrics["reward/overlong_share"] = float((penalty < 0).float().mean())
         if options.norm_mean_type != "none" or options.norm_std_type != "none":
-            scores = self._normalised(batch, scores)
+            scores, baselines = self._normalised(batch, scores, baselines)
         if options.reward_clip is not None:
             scores = reward_math.clip_rewards(scores_B=scores, limit=options.reward_clip)
-        return scores, metrics
+            if baselines is not None:
+                baselines = reward_math.clip_rewards(scores_B=baselines, limit=options.reward_clip)
+        return scores, baselines, metrics
 
-    def _normalised(self, batch: TrainBatch, scores: Tensor) -> Tensor:
+    def _normalised(self, batch: TrainBatch, scores: Tensor, baselines: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """[B] normalised per domain, because domains have their own scale of difficulty; a trajectory counts once,
-        however many rows it has.
+        however many rows it has. Baselines are put on the scale of the scores.
         """
         options, result = self._options, torch.zeros_like(scores)
+        shifted = None if baselines is None else torch.zeros_like(baselines)
         lead = credit.first_rows(batch)
         counted = torch.zeros_like(scores, dtype=torch.bool)
         counted[lead] = True
@@ -281,7 +294,8 @@ class Learner:
                 continue
             merged = self.state.moments.get(domain, RunningMoments()).merged(scores_B=scores, row_mask_B=rows)
             self.state.moments[domain] = merged
-            result += reward_math.normalise_rewards(
+            normalise = partial(
+                reward_math.normalise_rewards,
                 scores_B=scores,
                 group_index_B=batch.group_index,
                 mean=options.norm_mean_type,
@@ -289,7 +303,11 @@ class Learner:
                 running=merged,
                 row_mask_B=rows,
             )
-        return credit.of_each_row(batch, result[lead])
+            result += normalise()
+            if shifted is not None:
+                shifted += normalise(values_B=baselines)
+        found = credit.of_each_row(batch, result[lead])
+        return found, None if shifted is None else credit.of_each_row(batch, shifted[lead])
 
     def _loss_mask(self, batch: TrainBatch) -> Tensor:
         """[B,T] tokens that are trained: sampled ones minus what the sample masks and the staleness bound take out."""

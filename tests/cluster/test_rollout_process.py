@@ -107,7 +107,7 @@ async def main():
     assert (await queue.freshness(1)).mean_age_s >= 0
     await queue.step_trained(1)
     assert queue.stats().trained == 2, "counters come with the answer"
-    assert (await queue.checkpoint_state())["step"] == 1
+    assert (await queue.checkpoint_state(1))["step"] == 1
     await synchronizer.push(1)
     async with asyncio.timeout(3):
         await synchronizer.wait_returning()

@@ -351,3 +351,48 @@ def test_whatever_is_killed_when_every_prompt_is_trained_filtered_or_failed_exac
 def test_the_header_of_a_group_is_readable_by_other_tools(build):
     header, _ = encode_group(build.group(3, 1))
     assert json.loads(header)["samples"][0]["version_runs"] == [[1, 2]]
+
+
+def position(step, next_index, still_open):
+    return {"step": step, "next_index": next_index, "open": still_open}
+
+
+@pytest.mark.parametrize("damage", ["lost", "damaged", "torn group"])
+def test_the_position_in_the_checkpoint_suffices_whatever_became_of_the_ledger(tmp_path, build, damage):
+    path = tmp_path / "ledger.sqlite"
+    if damage == "damaged":
+        path.write_bytes(b"not a database" * 1000)
+    elif damage == "torn group":
+        ledger = SqliteLedger(path)
+        ledger.finished(build.group(0), 0, 0)
+        ledger._db.execute("UPDATE tokens SET block = x'00'")
+        ledger.close()
+    if damage == "damaged":
+        with pytest.raises(LedgerError):
+            SqliteLedger(path)
+    ledger = SqliteLedger(path, can_rebuild=True)
+    found = ledger.restore(2, position(2, 6, [1, 4]))
+    assert found.done == {0, 2, 3, 5} and found.next_index == 6 and found.buffered == ()
+    assert (tmp_path / "ledger.sqlite.damaged").exists() == (damage == "damaged")
+    ledger.finished(build.group(9), 1, 2)
+    ledger.close()
+    again = SqliteLedger(path, can_rebuild=True).restore(2, position(2, 6, [1, 4]))
+    assert again.done == {0, 2, 3, 5} and [s.prompt_index for s in again.buffered] == [1], "once"
+
+
+def test_a_step_that_was_saved_without_the_ledger_is_taken_from_the_checkpoint(tmp_path, build):
+    """The rollout process died between learning and recording: its file holds the groups as finished."""
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    for index in range(4):
+        ledger.finished(build.group(index), index, 0)
+    ledger.trained(1, [0, 1])
+    found = ledger.restore(2, position(2, 6, [4, 5]))
+    assert found.done == {0, 1, 2, 3} and found.buffered == ()
+
+
+def test_a_ledger_remembers_what_its_groups_depend_on(tmp_path):
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    assert ledger.fingerprint() == {}
+    ledger.remember({"seed": "42", "samples per group": "8"})
+    ledger.close()
+    assert SqliteLedger(tmp_path / "ledger.sqlite").fingerprint() == {"seed": "42", "samples per group": "8"}

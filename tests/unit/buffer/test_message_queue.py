@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
-from roll_async.buffer.ledger import MemoryLedger
+from roll_async.buffer.errors import EndOfData, LedgerError, QueueClosed, StallError, TooManyFailures
+from roll_async.buffer.ledger import MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import Outcome, QueueOptions
@@ -231,7 +231,7 @@ def test_slot_and_prompt_of_a_surplus_group_stay_closed_until_the_next_push(run,
         for group_id in await queue.early_stop():
             await queue.release(group_id, Outcome.REQUEUED)
         assert await soon(queue.reserve(10)) is None, "under the same weights they would be surplus once more"
-        assert queue.stats().requeued_prompts == 2 and (await queue.checkpoint_state())["open"] == [0, 1, 2, 3]
+        assert queue.stats().requeued_prompts == 2 and (await queue.checkpoint_state(1))["open"] == [2, 3]
         await queue.step_trained(1)
         assert await soon(queue.reserve(10)) is None
         queue.weights_held(1)
@@ -456,5 +456,70 @@ def test_ages_are_told_apart_by_where_they_arose(run, finish, build):
         assert fresh.max_versions == 2 and fresh.over_bound_fraction == 0
         assert fresh.queue_share == pytest.approx(8 / 10) and fresh.in_flight_share == pytest.approx(2 / 10)
         assert fresh.mean_age_s == fresh.max_age_s == pytest.approx(9)
+
+    run(go())
+
+
+BEFORE = {"seed": "1", "samples per group": "2", "filter_groups": "off"}
+
+
+def kept_by(tmp_path, fingerprint):
+    """A queue that goes on with the ledger of a run that finished two groups."""
+    queue = MessageQueue(QueueOptions(groups_per_batch=2), SqliteLedger(tmp_path / "ledger.sqlite"))
+    queue.restore(0, None, fingerprint)
+    return queue
+
+
+def test_finished_groups_of_another_configuration_are_not_trained_and_what_changed_is_named(
+    run, finish, tmp_path, caplog
+):
+    async def go():
+        first = kept_by(tmp_path, BEFORE)
+        first.weights_held(0)
+        await finish(first, *await first.reserve(2))
+        assert (await first.checkpoint_state(0))["fingerprint"] == BEFORE
+        first.close()
+        same = kept_by(tmp_path, BEFORE)
+        assert same.stats().buffered == 2
+        same.close()
+        other = kept_by(tmp_path, {**BEFORE, "samples per group": "4"})
+        assert other.stats().buffered == 0 and other.stats().requeued_prompts == 2
+        assert "samples per group from 2 to 4: finished groups of the earlier run are of no use" in caplog.text
+        other.close()
+        with pytest.raises(LedgerError, match="seed from 1 to 2"):
+            kept_by(tmp_path, {**BEFORE, "seed": "2"})
+
+    run(go())
+
+
+def test_a_starved_trainer_says_why_by_its_own_clock_though_groups_come_and_go(run, caplog):
+    async def go():
+        queue = make_queue(batch_timeout_s=30.0)
+        queue.trouble = lambda: "no engine is there"
+        taking = asyncio.ensure_future(queue.take_batch(1))
+        for _ in range(100):  # every few seconds a group is filtered: something always moves
+            (slot, *_) = await queue.reserve(1)
+            await asyncio.sleep(3)
+            await queue.release(slot.group_id, Outcome.FILTERED, "dropped_equal")
+        taking.cancel()
+        said = [r.message for r in caplog.records if "the trainer has waited" in r.message]
+        assert len(said) == 9 and "waited 270 s for step 1" in said[-1]
+        assert "groups were filtered meanwhile, for want of spread; no engine is there" in said[-1]
+
+    run(go())
+
+
+def test_the_data_may_end_inside_of_a_step_that_is_taken_in_parts(run, finish):
+    async def go():
+        queue = make_queue()
+        slots = await queue.reserve(2)
+        await finish(queue, slots[0])
+        assert len(await queue.take_batch(1, 1)) == 1
+        await queue.release(slots[1].group_id, Outcome.FILTERED)
+        queue.end_of_data()
+        with pytest.raises(EndOfData):
+            await queue.take_batch(1, 1)
+        await queue.step_trained(1)
+        assert queue.stats().trained == 1, "what was learned of it is the step"
 
     run(go())

@@ -58,7 +58,7 @@ class Queue:
     def __init__(self):
         self.safe = []
 
-    async def checkpoint_state(self):
+    async def checkpoint_state(self, step):
         return {"position": 7}
 
     async def checkpointed(self, step):

@@ -25,7 +25,9 @@ def test_a_run_trains_every_step_saves_validates_and_publishes_what_is_promised(
     done = a_run(steps=5, save_every=2, eval_every=2)
     assert run(done.go()) is RunEnd.FINISHED
     assert [step for step, _ in done.learned] == [1, 2, 3, 4, 5] and len(set(done.rows)) == 20
-    assert done.saved == [2, 4, 5] and ["validation/reward" in m for m in done.published] == [False, True] * 2 + [False]
+    assert done.saved == [2, 4, 5] and ["validation/reward" in m for m in done.published] == [False, True] * 2 + [True]
+    measured = [m["validation/version"] for m in done.published if "validation/version" in m]
+    assert measured == [2, 4, 5], "a validation measures the weights of its step, the last one the last model"
     promised = set(REQUIRED_KEYS) - {"trainer/grad_norm", "trainer/learning_rate", "staleness/masked_fraction"}
     assert all(promised <= m.keys() for m in done.published)
     documented = (ROOT / "docs_roll" / "metrics.md").read_text()
@@ -147,8 +149,8 @@ def test_the_fully_asynchronous_trainer_publishes_every_name_of_its_mode(run, a_
         shares = [v for key, v in metrics.items() if "token_share_version_lag" in key]
         assert sum(shares) == pytest.approx(1.0)
     last = done.published[-1]
-    expected = {"global_steps": 5, "processed_samples": 40, "total_consumed": 40, "param_sync_count": 5,
-                "param_sync_requests": 5, "current_param_version": 4, "sync_failures": 0}  # fmt: skip
+    expected = {"global_steps": 5, "processed_samples": 40, "total_consumed": 40, "param_sync_count": 6,
+                "param_sync_requests": 6, "current_param_version": 5, "sync_failures": 0}  # fmt: skip
     assert {name: last[f"fully_async/{name}"] for name in expected} == expected
     produced = last["fully_async/total_produced"]
     assert produced == last["fully_async/total_consumed"] + last["fully_async/queue_size"]
@@ -178,3 +180,10 @@ def test_the_parts_of_a_step_are_merged_by_samples():
     merged = merged_reports([report(1, a=4.0, x_max=1.0), report(3, a=0.0, x_max=5.0, b=7.0)])
     assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "b": 7.0}
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_due_validation_is_pushed_for_whatever_the_steps_between_pushes(run, a_run, every):
+    done = a_run(steps=5, sync_every=every, eval_every=1)
+    run(done.go())
+    assert [m["validation/version"] for m in done.published] == [1, 2, 3, 4, 5]

@@ -44,7 +44,7 @@ async def stopped_at(seconds, rollouter_class, managed, replica, scorer, build):
         began = loop.time()
         await rollouter.stop()
         await running
-        return queue.stats(), await queue.checkpoint_state(), loop.time() - began
+        return queue.stats(), await queue.checkpoint_state(0), loop.time() - began
 
 
 @pytest.mark.parametrize("seconds", [1.0, 30.0])
