@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["EndOfData", "MessageQueue", "QueueClosed", "StallError", "TooManyFailures"]
 
 _NAMED_IN_REPORTS = 8
+_ROUNDING_S = 1e-3
+"""Times of the loop are sums of floats."""
 
 
 class MessageQueue:
@@ -488,13 +490,14 @@ class MessageQueue:
         while True:
             now = self._now()
             left = self._progress_s + options.stall_timeout_s - now
-            if left <= 0:
+            if left < _ROUNDING_S:
                 raise StallError(f"nothing moved for {now - self._progress_s:.0f} s: {self._whom_we_wait_for(step)}")
-            if now - self._reported_s >= options.batch_timeout_s:
-                self._reported_s = now
+            report_in_s = self._reported_s + options.batch_timeout_s - now
+            if report_in_s < _ROUNDING_S:
+                self._reported_s, report_in_s = now, options.batch_timeout_s
                 logger.warning("%s", self._whom_we_wait_for(step))
             try:
-                async with asyncio.timeout(min(self._reported_s + options.batch_timeout_s - now, left)):
+                async with asyncio.timeout(min(report_in_s, left)):
                     await changed.wait()
                     return
             except TimeoutError:
