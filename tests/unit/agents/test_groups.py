@@ -136,6 +136,7 @@ def test_a_group_shares_its_world_and_survives_the_ledger(tokenizer):
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick")
 
 
+@pytest.mark.slow
 def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(tokenizer):
     async def work(groups, tasks, manager):
         outcomes = await asyncio.gather(*(groups.run_group(tasks.at(i), group_id=i) for i in range(3)))
