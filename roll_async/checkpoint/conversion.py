@@ -7,7 +7,7 @@ torch_dist checkpoint has no layout, so what is written loads under any, and wha
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +58,9 @@ class _Model:
 
     family: Family
     shape: ModelShape
+    fields: Mapping[str, object]
+    """Of Megatron, beyond those of every decoder."""
+    config: HfConfig
     heads: HeadLayout
     tied: bool
     critic: bool
@@ -68,19 +71,25 @@ class _Model:
         if "quantization_config" in config:
             raise ValueError(f"{config.source}: the model is quantised; convert it to bf16 first")
         family = family_of(language_model(config.architecture()))
+        fields = family.fields(config)
         return cls(
             family=family,
-            shape=shape_of(config.integer("num_hidden_layers"), family.fields(config)),
+            shape=shape_of(config.integer("num_hidden_layers"), fields),
+            fields=fields,
+            config=config,
             heads=HeadLayout.of(config),
             tied=config.flag("tie_word_embeddings"),
             critic=has_value_head(config.architecture()),
         )
 
     def parameters(self) -> Iterator[Match]:
-        """Those that a checkpoint holds: a tied output layer is the embedding, a critic's is its head."""
+        """Those that a checkpoint of this config holds, all of them: a tied output layer is the embedding, a critic's
+        is its head, and biases are there or not in every layer.
+        """
         for match in self.family.parameters(self.shape):
             if match.name != VALUE_HEAD.name:
-                yield match
+                if match.row.is_needed(self.fields):
+                    yield match
             elif self.critic:
                 yield VALUE_HEAD
             elif not self.tied:
@@ -104,10 +113,9 @@ class MegatronAsHf:
         keys -= self._adapters
         for match in self._model.parameters():
             stored = next((k for k in keys_to_read(match, self._model.shape) if self._fits(k, keys)), None)
-            if stored is not None:
-                self._found.append((match, stored))
-            elif not match.row.optional:
+            if stored is None:
                 raise ValueError(f"{folder} has no {match.name}, which a {self._model.family.name} model needs")
+            self._found.append((match, stored))
         weights = {stored.key for _, stored in self._found}
         beside = {
             key.removesuffix(suffix) + ".weight"
@@ -185,8 +193,6 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
     adapter = LoraAdapter(options.adapter) if options.adapter else None
     pieces, matches, objects = [], {}, []
     for match in model.parameters():
-        if all(name not in folder for name in match.hf_names) and match.row.optional:
-            continue
         piece = _piece(match, folder, model, options.dtype)
         pieces.append(piece)
         matches[piece.key, piece.index] = match
@@ -289,8 +295,24 @@ def _check_names(folder: HfFolder, model: _Model) -> list[str]:
     return unused
 
 
+def _spec(name: str, folder: HfFolder, model: _Model) -> TensorSpec:
+    """Raises ValueError for a tensor that is missing or that the config's model could not hold."""
+    if name not in folder:
+        raise ValueError(f"{folder.path} has no tensor {name}, which config.json asks for")
+    spec = folder.spec(name)
+    hidden = model.config.integer("hidden_size")
+    wanted: tuple[int, ...] | None = None
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        wanted = (model.config.integer("vocab_size"), hidden)
+    elif name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")):
+        wanted = (hidden,)
+    if wanted is not None and spec.shape != wanted:
+        raise ValueError(f"{folder.path}: {name} has shape {list(spec.shape)}, config.json says {list(wanted)}")
+    return spec
+
+
 def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | None) -> Piece:
-    specs = [folder.spec(name) for name in match.hf_names]
+    specs = [_spec(name, folder, model) for name in match.hf_names]
     own = specs[0].dtype
     for spec in specs[1:]:
         if (spec.shape[1:], spec.dtype) != (specs[0].shape[1:], own):

@@ -14,13 +14,17 @@ from torch import Tensor
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.value_head import as_critic
 from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec, split_files
+from roll_async.checkpoint.torch_files import TorchFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_SIDE_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "added_tokens.json", "tokenizer.model",
+_TORCH_INDEX, _TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_WEIGHTS = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data",
+    "*.distcp", "*.index.json",
 )  # fmt: skip
+_NOT_THE_MODELS = (".*", "__pycache__", "original", "onnx", "runs", "checkpoint-*", "huggingface", "optimizer*")
+"""Hidden files, and folders that hold weights in other formats or the state of a training."""
 
 
 class HfFolder:
@@ -31,7 +35,7 @@ class HfFolder:
         if not (self.path / "config.json").is_file():
             raise ValueError(f"{folder} is not a Hugging Face checkpoint folder: config.json is missing")
         self.config = HfConfig(_json(self.path / "config.json"), str(self.path / "config.json"))
-        self._open: SafetensorsFile | None = None
+        self._open: SafetensorsFile | TorchFile | None = None
 
     @cached_property
     def _specs(self) -> dict[str, tuple[TensorSpec, Path]]:
@@ -39,30 +43,37 @@ class HfFolder:
         for path in self._files():
             if not path.is_file():
                 raise ValueError(f"{path} is missing")
-            file = SafetensorsFile(path)
+            file = _opened(path)
             specs |= {spec.name: (spec, path) for spec in file.specs()}
             file.close()
         absent = self._promised() - specs.keys()
         if absent:
-            raise ValueError(f"{self.path / INDEX} names {sorted(absent)[0]}, which no file has")
+            raise ValueError(f"{self.path / self._index} names {sorted(absent)[0]}, which no file has")
         return specs
 
     def _files(self) -> list[Path]:
-        if (self.path / INDEX).is_file():
+        if self._index:
             return [self.path / name for name in dict.fromkeys(self._weight_map().values())]
-        if (self.path / SINGLE).is_file():
-            return [self.path / SINGLE]
-        remedy = "; write it again with save_pretrained" if list(self.path.glob("pytorch_model*.bin")) else ""
-        raise ValueError(f"{self.path} holds neither {SINGLE} nor {INDEX}{remedy}")
+        for name in (SINGLE, _TORCH_SINGLE):
+            if (self.path / name).is_file():
+                return [self.path / name]
+        raise ValueError(f"{self.path} holds neither {SINGLE} nor {INDEX}, nor {_TORCH_SINGLE} or its index")
+
+    @cached_property
+    def _index(self) -> str:
+        """Name of the index that counts; empty = there is one file. Safetensors come first, as in transformers."""
+        order = (INDEX, SINGLE, _TORCH_INDEX, _TORCH_SINGLE)
+        found = next((name for name in order if (self.path / name).is_file()), "")
+        return found if found in (INDEX, _TORCH_INDEX) else ""
 
     def _weight_map(self) -> dict[str, str]:
-        weight_map = _json(self.path / INDEX).get("weight_map")
+        weight_map = _json(self.path / self._index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{self.path / INDEX} has no weight_map")
+            raise ValueError(f"{self.path / self._index} has no weight_map")
         return weight_map
 
     def _promised(self) -> set[str]:
-        return set(self._weight_map()) if (self.path / INDEX).is_file() else set()
+        return set(self._weight_map()) if self._index else set()
 
     def names(self) -> list[str]:
         """All tensor names, file by file."""
@@ -89,7 +100,7 @@ class HfFolder:
         path = self._specs[name][1]
         if self._open is None or self._open.path != path:
             self.close()
-            self._open = SafetensorsFile(path)
+            self._open = _opened(path)
         return self._open.tensor(name, buffer)
 
     def close(self) -> None:
@@ -100,8 +111,8 @@ class HfFolder:
 
 
 def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = None, critic: bool = False) -> None:
-    """config.json (with another dtype, if given, and for a critic the architecture of one), tokenizer and generation
-    settings.
+    """config.json (with another dtype, if given, and for a critic the architecture of one), and every file of the
+    folder that is not weights: tokenizer, chat templates, generation settings, remote code, licence, model card.
     """
     config = _json(source / "config.json")
     if critic:
@@ -110,9 +121,24 @@ def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = N
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in _SIDE_FILES:
+    ignored = shutil.ignore_patterns(*_WEIGHTS, *_NOT_THE_MODELS)
+    names = sorted(path.name for path in source.iterdir())
+    for name in set(names) - ignored(str(source), names) - {"config.json"}:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+        elif _is_side_folder(source / name, target):
+            shutil.copytree(source / name, target / name, ignore=ignored, dirs_exist_ok=True)
+
+
+def _is_side_folder(folder: Path, target: Path) -> bool:
+    """Code or templates of the model: no weights inside, and not the place that is written to."""
+    if target.resolve().is_relative_to(folder.resolve()):
+        return False
+    return not any(path.match(pattern) for path in folder.rglob("*") for pattern in (*_WEIGHTS, ".metadata"))
+
+
+def _opened(path: Path) -> SafetensorsFile | TorchFile:
+    return TorchFile(path) if path.suffix == ".bin" else SafetensorsFile(path)
 
 
 def write_known_tensors(

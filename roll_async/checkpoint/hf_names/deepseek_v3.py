@@ -18,15 +18,33 @@ _L, _H = "decoder.layers.{i}.self_attention", "model.layers.{i}.self_attn"
 _LATENT_ATTENTION = (
     # The input norm is not fused into a projection: two of them read it.
     Row(megatron="decoder.layers.{i}.input_layernorm.weight", hf=("model.layers.{i}.input_layernorm.weight",)),
-    Row(megatron=f"{_L}.linear_q_proj.weight", hf=(f"{_H}.q_proj.weight",), tp_dim=0, optional=True),
-    Row(megatron=f"{_L}.linear_q_down_proj.weight", hf=(f"{_H}.q_a_proj.weight",), optional=True),
+    Row(
+        megatron=f"{_L}.linear_q_proj.weight",
+        hf=(f"{_H}.q_proj.weight",),
+        tp_dim=0,
+        optional=True,
+        needed_by="not q_lora_rank",
+    ),
+    Row(
+        megatron=f"{_L}.linear_q_down_proj.weight",
+        hf=(f"{_H}.q_a_proj.weight",),
+        optional=True,
+        needed_by="q_lora_rank",
+    ),
     Row(
         megatron=f"{_L}.q_layernorm.weight",
         te=f"{_L}.linear_q_up_proj.layer_norm_weight",
         hf=(f"{_H}.q_a_layernorm.weight",),
         optional=True,
+        needed_by="q_lora_rank",
     ),
-    Row(megatron=f"{_L}.linear_q_up_proj.weight", hf=(f"{_H}.q_b_proj.weight",), tp_dim=0, optional=True),
+    Row(
+        megatron=f"{_L}.linear_q_up_proj.weight",
+        hf=(f"{_H}.q_b_proj.weight",),
+        tp_dim=0,
+        optional=True,
+        needed_by="q_lora_rank",
+    ),
     Row(megatron=f"{_L}.linear_kv_down_proj.weight", hf=(f"{_H}.kv_a_proj_with_mqa.weight",)),
     Row(
         megatron=f"{_L}.kv_layernorm.weight",

@@ -55,6 +55,7 @@ QKV_BIAS = (
         transform=Transform.QKV,
         tp_dim=0,
         optional=True,
+        needed_by="add_qkv_bias",
     ),
 )
 

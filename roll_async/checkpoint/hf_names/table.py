@@ -10,7 +10,7 @@ Example: `decoder.layers.{i}.mlp.linear_fc1.weight` is `gate_proj` over `up_proj
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -49,8 +49,18 @@ class Row:
     layers: Layers = Layers.ALL
     optional: bool = False
     """Some models of the family have it, others not (biases, a tied output layer)."""
+    needed_by: str = ""
+    """Megatron field of `Family.fields` that says whether an optional one is there; `not NAME`: it is when the field is
+    empty. Without it the output layer: it is there unless it is tied."""
     float32: bool = False
     """Kept in float32 whatever the model's dtype."""
+
+    def is_needed(self, fields: Mapping[str, object]) -> bool:
+        """Whether a model with these Megatron fields has it, of rows other than the output layer."""
+        if not self.optional or not self.needed_by:
+            return not self.optional
+        name = self.needed_by.removeprefix("not ")
+        return bool(fields.get(name)) != self.needed_by.startswith("not ")
 
     @property
     def is_expert(self) -> bool:

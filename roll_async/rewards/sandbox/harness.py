@@ -17,7 +17,7 @@ import traceback
 import types
 from pathlib import Path
 
-from roll_async.rewards.sandbox.prelude import PRELUDE, own_names, with_prelude
+from roll_async.rewards.sandbox.prelude import PRELUDE, PROGRAM_MODULE, SOLUTION_FILE, own_names, with_prelude
 from roll_async.rewards.sandbox.protocol import Run
 from roll_async.rewards.sandbox.values import encode
 
@@ -105,7 +105,9 @@ def _pytest(run: Run) -> dict[str, object]:
     import pytest
 
     Path("pytest.ini").write_text("[pytest]\n")  # the root of the collection is here and not in a folder above
-    Path(_FILE).write_text(with_prelude(run.code) if run.prelude else run.code)
+    if run.prelude:
+        Path(f"{PROGRAM_MODULE}.py").write_text(with_prelude(run.code))
+    Path(_FILE).write_text(SOLUTION_FILE if run.prelude else run.code)
     Path("test_solution.py").write_text(run.test)
     counts = {"passed": 0, "total": 0}
 

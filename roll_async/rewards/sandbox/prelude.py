@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 _STAR = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
@@ -35,6 +37,17 @@ def own_names(names: dict[str, object], before: dict[str, object]) -> dict[str, 
     kinds = (type, type(before.get("math")))
     kept = {k for k, v in before.items() if isinstance(v, kinds) or k[:2] == "__"}
     return {k: v for k, v in names.items() if k in kept or k not in before or before[k] is not v}
+
+
+OWN_NAMES_SOURCE = inspect.getsource(own_names)
+PROGRAM_MODULE = "_program"
+SOLUTION_FILE = f"""{OWN_NAMES_SOURCE}
+import {PROGRAM_MODULE}
+globals().update(
+    (k, v) for k, v in own_names(vars({PROGRAM_MODULE}), {PROGRAM_MODULE}.{BEFORE}).items() if k[:2] != "__"
+)
+"""
+"""What test files import as `solution` when the program stands in PROGRAM_MODULE behind the prelude."""
 
 
 def import_modules() -> None:

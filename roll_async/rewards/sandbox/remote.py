@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 
-from roll_async.rewards.sandbox.prelude import BEFORE, own_names, with_prelude
+from roll_async.rewards.sandbox.prelude import BEFORE, OWN_NAMES_SOURCE, with_prelude
 from roll_async.rewards.sandbox.protocol import Outcome, Run
 from roll_async.rewards.sandbox.values import encode
 
@@ -86,9 +86,9 @@ def _program(run: Run, word: str) -> str:
     match run.kind:
         case "call":
             call = _CALL.format(request=json.dumps([run.function, run.arguments]), word=word)
-            return f"{code}\n\n{inspect.getsource(own_names)}{call}"
+            return f"{code}\n\n{OWN_NAMES_SOURCE}{call}"
         case "assert" | "values":
-            own = f"{inspect.getsource(own_names)}\nnames = own_names(globals(), globals().get({BEFORE!r}, {{}}))\n"
+            own = f"{OWN_NAMES_SOURCE}\nnames = own_names(globals(), globals().get({BEFORE!r}, {{}}))\n"
             test = f"{run.setup}\n{run.test}"
             values = f"[encode(eval(e, names)) for e in {run.expressions!r}]" if run.kind == "values" else "1"
             tail = f"exec({test!r}, names)\nimport json\nprint({word!r} + json.dumps({values}))"

@@ -1,6 +1,7 @@
 """Conversion between the two formats: bitwise for every family, adapters, dtypes, and input that cannot be used."""
 
 import json
+import random
 import re
 import resource
 import sys
@@ -15,7 +16,7 @@ import synthetic
 
 from roll_async.checkpoint.comparison import compare
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
-from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.checkpoint.hf_folder import HfFolder, write_hf_folder
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import ModelShape, shape_of
 from roll_async.checkpoint.hf_names.value_head import as_critic
@@ -65,6 +66,117 @@ def test_there_and_back_is_bitwise(make, tmp_path, architecture, file_bytes):
     many = file_bytes < 1 << 30
     assert (tmp_path / "back" / "model.safetensors.index.json").exists() is many
     assert (len(list((tmp_path / "megatron").glob("*.distcp"))) > 2) is many
+
+
+@pytest.mark.parametrize("architecture", synthetic.CONFIGS)
+def test_a_file_without_one_of_its_tensors_is_refused_and_nothing_is_written(make, tmp_path, architecture):
+    source, tensors = make(architecture)
+    hf_to_megatron(source, tmp_path / "whole", PLAIN)
+    rng = random.Random(architecture)
+    kinds = {re.sub(r"\d+", "0", name) for name in tensors}
+    for name in rng.sample(sorted(tensors), min(len(tensors), 2 * len(kinds))):
+        (source / "model.safetensors").unlink()
+        synthetic.write_file(source / "model.safetensors", {k: v for k, v in tensors.items() if k != name})
+        with pytest.raises(ValueError, match=re.escape(name)):
+            hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "whole"], name
+
+
+def test_an_untied_model_without_output_layer_and_biases_the_config_denies_are_refused(make, tmp_path):
+    source, tensors = make("Glm4ForCausalLM", attention_bias=False)
+    with pytest.raises(ValueError, match=r"self_attn.q_proj.bias is unknown"):
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    without = {name: t for name, t in tensors.items() if not name.endswith(".bias")}
+    (source / "model.safetensors").unlink()
+    synthetic.write_file(source / "model.safetensors", {n: t for n, t in without.items() if n != "lm_head.weight"})
+    with pytest.raises(ValueError, match=r"has no tensor lm_head.weight, which config.json asks for"):
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    (source / "model.safetensors").unlink()
+    synthetic.write_file(source / "model.safetensors", without)
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", PLAIN)
+    assert_equal(tensors_in(tmp_path / "back"), without)
+
+
+def test_tensors_that_the_config_could_not_hold_are_refused_before_anything_is_written(make, tmp_path):
+    source, tensors = make(vocab_size=24)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "vocab_size": 25}))
+    with pytest.raises(
+        ValueError, match=r"model.embed_tokens.weight has shape \[24, 16\], config.json says \[25, 16\]"
+    ):
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    assert not (tmp_path / "megatron").exists()
+
+
+SIDE_FILES = {
+    "tokenizer.model": "t", "chat_template.jinja": "c", "additional_chat_templates/tool.jinja": "d",
+    "modeling_mine.py": "code", "LICENSE": "free", "README.md": "card", "preprocessor_config.json": "{}",
+}  # fmt: skip
+NO_SIDE_FILES = (
+    "original/consolidated.00.pth",
+    "old/model.safetensors",
+    ".git/config",
+    "model.gguf",
+    "pytorch_model.bin.index.json",
+)
+
+
+def test_a_target_inside_the_source_does_not_copy_itself(make, tmp_path):
+    source, _ = make()
+    hf_to_megatron(source, source / "converted" / "megatron", PLAIN)
+    assert not (source / "converted" / "megatron" / "huggingface" / "converted").exists()
+
+
+def test_every_side_file_that_is_not_weights_travels_both_ways(make, tmp_path):
+    source, _ = make()
+    for name, text in {**SIDE_FILES, **dict.fromkeys(NO_SIDE_FILES, "x")}.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", PLAIN)
+    write_hf_folder(str(tmp_path / "export"), iter([]), like=str(source), dtype="bfloat16")
+    for folder in (tmp_path / "back", tmp_path / "export"):
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert found - {"model.safetensors"} == {*SIDE_FILES, "config.json", "tokenizer.json"}
+        assert all((folder / name).read_text() == text for name, text in SIDE_FILES.items())
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_pytorch_model_bin_folders_convert(make, tmp_path, num_files):
+    source, tensors = make("Qwen3ForCausalLM")
+    (source / "model.safetensors").unlink()
+    names = sorted(tensors)
+    if num_files == 1:
+        torch.save(tensors, source / "pytorch_model.bin")
+    else:
+        half = len(names) // 2
+        parts = {"pytorch_model-1.bin": names[:half], "pytorch_model-2.bin": names[half:]}
+        for file, part in parts.items():
+            torch.save({name: tensors[name] for name in part}, source / file)
+        weight_map = {name: file for file, part in parts.items() for name in part}
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", PLAIN)
+    assert_equal(tensors_in(tmp_path / "back"), tensors)
+
+
+class _Runs:
+    def __reduce__(self):
+        return (print, ("a pickle ran",))
+
+
+def test_a_bin_file_that_holds_more_than_tensors_is_refused_and_runs_nothing(make, tmp_path, capsys):
+    source, tensors = make("Qwen3ForCausalLM")
+    (source / "model.safetensors").unlink()
+    for content, problem in (({**tensors, "x": _Runs()}, "cannot be read"), ({"x": 1}, "something else")):
+        torch.save(content, source / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=problem):
+            hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    (source / "pytorch_model.bin").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="cannot be read"):
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+    assert "a pickle ran" not in capsys.readouterr().out and not (tmp_path / "megatron").exists()
 
 
 def test_transformers_and_safetensors_read_what_is_written(make, tmp_path):

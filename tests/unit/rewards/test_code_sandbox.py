@@ -104,6 +104,7 @@ def test_rows_of_public_data_sets_are_read_as_they_are(sandbox, form):
         ("x = 1", ["assert gcd(4, 6) == 2"], {}),
         ("x = 1", {"inputs": [[4, 6]], "outputs": [2], "fn_name": "gcd"}, {}),
         ("def add(a, b): return (3,)", ["assert add(1, 2) == [3]"], {}),
+        ("x = 1", "from solution import gcd\ndef test_gcd():\n    assert gcd(4, 6) == 2", {}),
     ],
 )  # fmt: skip
 def test_what_equals_everything_or_is_only_imported_earns_nothing(sandbox, code, truth, extra):
