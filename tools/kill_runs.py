@@ -100,7 +100,7 @@ class KilledRun:
         for line in process.stdout:
             lines.append(line)
             seen = sum(text.startswith("starting all roles again") for text in lines)
-            if line.startswith("step ") and len(victims) == 2 - seen:
+            if victims and line.startswith("step ") and len(victims) == 2 - seen:
                 os.kill(victims.pop(0)(process.pid), signal.SIGKILL)
         output = "".join(lines)
         if process.wait() != 0 or victims:
@@ -184,7 +184,7 @@ def _actor(driver: int, name: str) -> int:
 
 def heal_and_check(output: Path, overrides: list[str]) -> list[str]:
     """A trainer rank and the rollout process of one run are killed; the problems found in what it trained."""
-    run, max_steps = KilledRun(output, overrides), 10
+    run, max_steps = KilledRun(output, overrides), 6
     told = run.heal(max_steps)
     problems = run.check(max_steps)
     restarts = [m["run/restarts"] for m in run._metrics()]
