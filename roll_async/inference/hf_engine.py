@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
@@ -69,6 +69,8 @@ class HfEngine:
         self._running: dict[str, _Running] = {}
         self._truncating, self._num_managers = settings.truncated_sampling, 0
         self._sleep = SleepRules(levels_up_to(settings.sleep_level))
+        self._manager: Any = None
+        """Transformers' ContinuousBatchingManager; None while the KV cache is asleep."""
         self._incoming: Incoming | None = None
         self._recorder: ExpertRecorder | None = None
         self._serving, self._settled, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
