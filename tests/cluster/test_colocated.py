@@ -19,7 +19,8 @@ def test_a_colocated_run_takes_turns_is_on_policy_validates_saves_and_goes_on_fr
     """Nested: two ranks on devices 0 and 1, one replica on device 0."""
     pytest.importorskip("vllm")
     shared = (
-        "async_generation_ratio=0", "actor_train.device_mapping=[0, 1]", "actor_infer.device_mapping=[0]",
+        "async_generation_ratio=0", "actor_train.device_mapping=[0, 1]", "actor_train.world_size=2",
+        "actor_infer.device_mapping=[0]",
         "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2", "eval_steps=2", "val_batch_size=8",
     )  # fmt: skip
     code, output = pretended.run(*shared, "max_steps=3", "save_steps=2")
@@ -37,7 +38,10 @@ def test_a_colocated_run_takes_turns_is_on_policy_validates_saves_and_goes_on_fr
 
 
 def test_devices_that_are_not_there_are_refused_before_any_role_starts(pretended):
-    code, output = pretended.run("async_generation_ratio=0", "actor_train.device_mapping=[0, 1, 2]", timeout=90)
+    code, output = pretended.run(
+        "async_generation_ratio=0", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0, 1, 2]",
+        "actor_infer.world_size=3", timeout=90,
+    )  # fmt: skip
     assert code == 2 and "Traceback" not in output
     assert "device_mapping needs 1 node with 3 GPUs, and Ray has 1 node with 2 GPUs" in output
 
