@@ -73,7 +73,6 @@ class EngineSettings:
             "max_model_len": config.longest_sequence,
             "seed": replica_seed(config.seed, replica, restart),
             "attention": "flash_attention_2" if role.model_args.attn_implementation == "fa2" else "sdpa",
-            "max_running": config.async_training.max_concurrent_per_server,
             "stop_strings": any(a.stop_strings for a in _all_generating_args(config)),
             "truncated_sampling": any(a.top_k > 0 or a.top_p < 1 for a in _all_generating_args(config)),
             "record_experts": config.actor_train.router_replay,

@@ -18,6 +18,7 @@ from roll_async.config.schema import (
     HfInferConfig,
     MegatronInferConfig,
     MegatronTrainConfig,
+    ModelArguments,
     PipelineConfig,
     SglangConfig,
     VllmConfig,
@@ -141,9 +142,19 @@ def _without_effect(name: str, role: WorkerConfig) -> list[str]:
         problems.append(
             f"{name}.model_args.attn_implementation={attention} has no effect, {strategy} chooses its own; use auto"
         )
+    trains = isinstance(role.strategy_args.strategy_config, MegatronTrainConfig)
+    plain, given = ModelArguments(), role.model_args
+    for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "freeze_module_prefix"):
+        if not trains and tuple_free(getattr(given, key)) != tuple_free(getattr(plain, key)):
+            problems.append(f"{name}.model_args.{key} has no effect on a role that does not train; remove it")
     if not role.logits_in_fp32:
         problems.append(f"{name}.logits_in_fp32=false: log-probs always come from fp32 logits; remove it")
     return problems
+
+
+def tuple_free(value: object) -> object:
+    """A value as the loader or as a default gives it: lists and tuples are the same."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _on_transformer_engine(role: WorkerConfig) -> bool:
@@ -182,11 +193,12 @@ def _engine(config: PipelineConfig) -> list[str]:
     transport = config.weight_sync.transport
     if transport not in ("auto", *SENDERS):
         problems.append(f"weight_sync.transport={transport} is not there yet; use auto")
-    generating = config.actor_infer.generating_args
-    if not generating.logprobs:
-        problems.append(
-            "actor_infer.generating_args.logprobs=false has no effect: engines always report log-probs; remove it"
-        )
+    generating, validation = config.actor_infer.generating_args, config.validation_sampling
+    for section, args in (("actor_infer", generating), ("validation", validation)):
+        if args is not None and not args.logprobs and (section == "actor_infer" or args is not generating):
+            problems.append(
+                f"{section}.generating_args.logprobs=false has no effect: engines always report log-probs; remove it"
+            )
     if isinstance(config.actor_infer.strategy_args.strategy_config, HfInferConfig):
         if generating.stop_strings:
             problems.append("actor_infer.generating_args.stop_strings: hf_infer samples without them; use vllm")

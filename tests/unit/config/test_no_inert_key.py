@@ -1,0 +1,262 @@
+"""Every key acts: set to another value it changes a settings object, or it is refused; and each wire is needed for it.
+
+Keys that go to what uses them without a settings object in between are in READ_DIRECTLY, with the place.
+"""
+
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, AGENTIC_ONLY
+from roll_async.config.api import ConfigError, Loaded, load_with_warnings
+from roll_async.config.correction_options import RejectionRule
+from roll_async.config.loading.spec import CHOSEN_CLASSES, FieldSpec, spec_of
+from roll_async.config.rules.every import check_rules
+from roll_async.config.rules.warn import find_warnings
+from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema_worker import STRATEGY_ROLES
+from roll_async.launch.gate import refusals
+from tests.unit.config.wires import cut, settings_of, wires
+
+PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
+TRAIN, ENGINE = "actor_train.strategy_args", "actor_infer.strategy_args"
+FULL = """
+exp_name: run
+pretrain: Qwen/Qwen2.5-7B
+prompt_length: 64
+response_length: 192
+rollout_batch_size: 16
+num_return_sequences_in_group: 4
+async_generation_ratio: 1
+eval_steps: 5
+async_training: {trigger_parameter_sync_step: 2, staleness: {max_versions: 6}}
+rewards:
+  math_rule: {type: math_rule, tag_included: [a]}
+  code_sandbox: {type: code_sandbox, tag_included: [b], sandbox: {memory_mb: 512}}
+algorithm:
+  adv_estimator: gae
+  kl_loss_coef: 0.1
+  token_kl_coef: 0.1
+  distill_coef: 0.1
+  target_kl: 0.1
+  correction: {rejections: [{statistic: k1, aggregation: token, high: 3.0}]}
+  filter_groups: {enable: true, gen_batch_size: 32, max_num_gen_batches: 3}
+  overlong_buffer: {enable: true, len: 16}
+actor_train:
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true, recompute_granularity: full}
+  model_args: {lora_rank: 8}
+  data_args: {file_name: train.jsonl}
+  training_args: {gradient_accumulation_steps: 4}
+  device_mapping: range(0,8)
+  micro_batching: dynamic
+  max_tokens_per_microbatch: 512
+actor_infer:
+  strategy_args: {strategy_name: vllm, strategy_config: {tensor_parallel_size: 2}}
+  device_mapping: range(8,16)
+reference: &other {strategy_args: {strategy_name: megatron_infer}, device_mapping: 16-23}
+teacher: *other
+critic:
+  strategy_args: {strategy_name: megatron_train, strategy_config: {recompute_granularity: full}}
+  device_mapping: 16-23
+validation: {data_args: {file_name: valid.jsonl}, generating_args: {temperature: 0.5}}
+"""
+BASES = (
+    (),
+    (f"{ENGINE}={{strategy_name: sglang, strategy_config: {{tensor_parallel_size: 2}}}}",),
+    (f"{ENGINE}={{strategy_name: hf_infer}}",),
+    *((f"pg_variant={name}",) for name in CHOSEN_CLASSES["pg_variant"]),
+    *((f"adv_estimator={name}",) for name in CHOSEN_CLASSES["adv_estimator"]),
+    ("algorithm.overlong_buffer.enable=false",),
+    ("async_training.staleness.policy=token_mask",),
+    ("actor_train.model_args.lora_rank=0",),
+    (f"{TRAIN}.strategy_config.pipeline_model_parallel_size=2",),
+    (f"{TRAIN}.strategy_config.overlap_grad_reduce=true",),
+    ("async_training.staleness={max_versions: 9, allow_above_8: true}",),
+    ("rewards.code_sandbox=null", "rewards={other: {type: math_rule}}"),
+    ("critic=null", "adv_estimator=grpo"),
+)
+AGENTIC = {f.name for n in AGENTIC_ONLY for f in fields(ADVANTAGE_OPTIONS[n])} - {"gamma", "epsilon", "normalise_std"}
+READ_DIRECTLY = {
+    "": "commands/run.py", "tracking": "commands/run.py", "ledger": "launch/rollout.py",
+    "checkpoint": "pipelines/checkpoint.py", "fault": "launch/rollout.py", "rewards": "cluster/reward_group.py",
+    "weight_sync": "cluster/trainer_group.py",
+}  # fmt: skip
+"""Section to one of the files that read it; the whole package is searched for the attribute."""
+FROM_THE_PLACE = {
+    "EngineSettings.'sleep_level' = 2 if roles_on_engine_devices(config) else 0",
+    "MegatronSettings.with_value_head = role is config.critic",
+}
+"""Wires that depend on where roles stand, and not on one key."""
+ACCEPTED_AS_IT_IS = {"pipeline", "disable_gradient_checkpointing", "strategy_name"}
+"""The kind and the strategies are choices that the bases make; without recomputation there is none to disable."""
+
+
+@cache
+def base(number: int, folder: Path) -> tuple[Loaded, dict[str, object], list[str]] | None:
+    """A config, its settings, and what is said of it; None where the choice is not for rlvr configs."""
+    path = folder / "full.yaml"
+    path.write_text(FULL)
+    try:
+        loaded = load_with_warnings(path, BASES[number])
+    except ConfigError:
+        return None
+    return loaded, settings_of(loaded.config), said_of(loaded)
+
+
+def said_of(loaded: Loaded) -> list[str]:
+    """Rules, refusals of the gate and warnings."""
+    rules = [*check_rules(loaded.config, loaded.root), *find_warnings(loaded.config, loaded.root)]
+    return sorted([*(f"{d.id} {d.key}" for d in rules), *(f"{id} {key}" for id, key, _ in refusals(loaded))])
+
+
+def changed(thing: object, path: list[str], value: object) -> object:
+    """A copy with one key set."""
+    name, *rest = path
+    if isinstance(thing, dict):
+        return {**thing, name: changed(thing[name], rest, value) if rest else value}
+    return replace(thing, **{name: changed(getattr(thing, name), rest, value) if rest else value})  # type: ignore[type-var]
+
+
+def has(thing: object, path: list[str]) -> bool:
+    for name in path:
+        found = thing.get(name) if isinstance(thing, dict) else getattr(thing, name, None)
+        if isinstance(thing, dict) and name not in thing or not isinstance(thing, dict) and not hasattr(thing, name):
+            return False
+        thing = found
+    return True
+
+
+def specs() -> dict[str, FieldSpec]:
+    """Every key of an rlvr config that holds a value, with its spec; sections by choice under each choice."""
+    found: dict[str, FieldSpec] = {}
+
+    def walk(cls: type, path: str, role: str) -> None:
+        for name, spec in spec_of(cls).items():
+            here = f"{path}{name}"
+            if spec.traits.roles and role not in spec.traits.roles or spec.traits.range == "1":
+                continue  # refused there (C020), or without a second value
+            if spec.traits.megatron and role == "actor_infer" or path == "algorithm.adv_options." and name in AGENTIC:
+                continue
+            inner = role or (name if not path else "")
+            if spec.section is not None:
+                walk(spec.section, f"{here}.", inner)
+            elif spec.kind == "chosen":
+                for choice, below in CHOSEN_CLASSES[spec.traits.chosen_by].items():
+                    if spec.traits.chosen_by != "strategy_name" or inner in STRATEGY_ROLES[choice]:
+                        walk(below, f"{here}.", inner)
+            elif here == "rewards":
+                for domain in ("math_rule", "code_sandbox"):
+                    walk(spec.item.section, f"rewards.{domain}.", "")
+            else:
+                found.setdefault(here, spec)
+
+    walk(RLVRConfig, "", "")
+    found = {key: spec for key, spec in found.items() if not key.startswith("teacher.")}  # as `reference`
+    return found
+
+
+def candidates(spec: FieldSpec) -> tuple[object, ...]:
+    """Values to try, most of them not the default."""
+    match spec.kind:
+        case "bool":
+            return True, False
+        case "choice":
+            return spec.choices
+        case "int":
+            return 3, 2, 5, 640, 1, 0, None
+        case "float":
+            return 0.25, 3.5, 0.7, 64.5, 0.0, None
+        case "str":
+            return ("other",)
+        case "list":
+            return ("other",), ("k_proj",), (RejectionRule(statistic="k3", aggregation="token", high=9.0),)
+        case "files":
+            return (("other.jsonl",),)
+        case "devices":
+            return tuple(range(24, 32)), None
+        case "map":
+            return ({"a": 0.5, "b": 0.5},)
+        case _:
+            return ({"a": 1},)
+
+
+def relevant(key: str) -> list[int]:
+    """Bases in which the key may act: options of a loss only where the loss is chosen."""
+    for section, chooser in (("algorithm.pg_options.", "pg_variant="), ("algorithm.adv_options.", "adv_estimator=")):
+        if key.startswith(section):
+            return [i for i, b in enumerate(BASES) if b and b[0].startswith(chooser)]
+    return [i for i, b in enumerate(BASES) if not b or not b[0].startswith(("pg_variant=", "adv_estimator="))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("wires")
+
+
+@pytest.fixture(scope="module")
+def effects(folder):
+    """Key to (base, changed config, settings that change, whether something is said) of the first change that acts; a
+    change that is only refused counts when nothing acts.
+    """
+    found = {}
+    for key, spec in specs().items():
+        for number in relevant(key):
+            if base(number, folder) is None or not has(base(number, folder)[0].config, key.split(".")):
+                continue
+            loaded, settings, said = base(number, folder)
+            for value in candidates(spec):
+                try:
+                    config = changed(loaded.config, key.split("."), value)
+                    after, told = settings_of(config), said_of(replace(loaded, config=config))
+                except (ValueError, TypeError, AttributeError, AssertionError, ZeroDivisionError, KeyError):
+                    continue  # not a value of this key
+                where = frozenset(w for w in settings.keys() | after.keys() if settings.get(w) != after.get(w))
+                if where or (told != said and (key, 0) not in found):
+                    found[key, number if where else 0] = (number, config, where)
+                if where:
+                    break
+            # An engine's key acts by other wires in another engine.
+            if any(k == key and f[2] for (k, _), f in found.items()) and not key.startswith(ENGINE):
+                break
+    for number in range(1, len(BASES)):  # what a choice itself changes
+        if base(number, folder) is not None:
+            settings, other = base(0, folder)[1], base(number, folder)[1]
+            where = frozenset(w for w in settings.keys() & other.keys() if settings[w] != other[w])
+            found[f"base {number}", 0] = (0, base(number, folder)[0].config, where)
+    return found
+
+
+def test_every_key_changes_a_settings_object_or_is_refused_or_read_where_it_acts(effects):
+    sources = {p: p.read_text() for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0] != "config"}
+    acting, inert = {key for key, _ in effects}, []
+    for key in specs():
+        name = key.rpartition(".")[2]
+        section = "rewards" if key.startswith("rewards.") else key.rpartition(".")[0]
+        read = section in READ_DIRECTLY and any(f".{name}" in text for text in sources.values())
+        role = section in ("actor_train", "actor_infer", "reference", "critic", "teacher") and name == "system_envs"
+        if key not in acting and not read and not role and name not in ACCEPTED_AS_IT_IS:
+            inert.append(key)
+    assert not inert, inert
+
+
+def test_cutting_any_wire_makes_a_key_inert_or_a_known_pair_vanish(effects, folder):
+    unproven = []
+    for name, cls, definition, expression in wires():
+        with cut(cls, definition, expression):
+            shrunk = False
+            field = name.partition(" = ")[0].replace("'", "")
+            # The keys that most likely go this way come first; any that does not go it any more is proof enough.
+            for number, config, where in sorted(effects.values(), key=lambda e: not any(field in w for w in e[2])):
+                if not any(f"{cls.__name__}." in w for w in where):
+                    continue
+                before, after = settings_of(base(number, folder)[0].config), settings_of(config)
+                shrunk = not where <= {w for w in where if before.get(w) != after.get(w)}
+                if shrunk:
+                    break
+        if not shrunk:
+            unproven.append(name)
+    assert set(unproven) <= FROM_THE_PLACE, set(unproven) - FROM_THE_PLACE
