@@ -374,6 +374,18 @@ class AsyncLLMServerManager:
             self._set_free(link)
             self._pump()
 
+    def overlooked(self) -> list[tuple[str, str]]:
+        """(request, replica) where a request waits although the replica has a free slot for it: none, between two
+        events. The invariant of work conservation, for who checks it.
+        """
+        if not self._dispatching or self._pump_soon is not None:
+            return []
+        limit = self._options.max_concurrent_per_server
+        free = [k for k in self.links if not k.suspect and limit > len(k.in_flight) + k.foreign_requests]
+        waiting = [p for p in self._waiting if p.foreground or not self._foreground_only] if free else []
+        names = {link.name for link in free}
+        return [(p.request.request_id, sorted(left)[0]) for p in waiting if (left := names - set(self._avoided(p)))]
+
     # Ends of attempts
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None:

@@ -97,6 +97,11 @@ class SimEngine:
         return self.busy_s
 
     @property
+    def request_ids(self) -> list[str]:
+        """What it has: running requests, then waiting ones."""
+        return [*self._running, *self._waiting]
+
+    @property
     def num_running(self) -> int:
         """Requests that get tokens, or would if the engine were not paused."""
         return len(self._running)
@@ -235,7 +240,9 @@ class SimEngine:
     def _advance(self) -> None:
         """Give the running requests the tokens of the time that has passed."""
         now = asyncio.get_running_loop().time()
-        passed, self._work_at_s = now - self._work_at_s, now
+        hung_s = self._faults.hung_from_s
+        passed = (now if hung_s is None else min(now, hung_s)) - self._work_at_s
+        self._work_at_s = now
         if not self.paused and self._running and passed > 0:
             self._work += passed / self._token_s()
             self.busy_s += passed * len(self._running)
@@ -258,7 +265,9 @@ class SimEngine:
             self._timer = None
         while self._ends and self._ends[0][1].result.done():
             heapq.heappop(self._ends)
-        if self._ends and not self.paused:
+        hung_s = self._faults.hung_from_s
+        hung = hung_s is not None and asyncio.get_running_loop().time() >= hung_s
+        if self._ends and not self.paused and not hung:
             left_s = max(0.0, self._ends[0][0] - self._work) * self._token_s()
             self._timer = asyncio.get_running_loop().call_later(left_s, self._end_due)
 

@@ -16,12 +16,15 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
 from roll_async.buffer.states import GroupState, Outcome, Slot
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import GenerateRequest, Group, Sample
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.scenario import Scenario
 
 _MAX_FINDINGS = 20
+_ENDED_WITHIN_S = 20.0
+"""More than the deadlines of an abort: for a request that nobody waits for to be gone from its engine."""
 
 
 class Where(Enum):
@@ -53,6 +56,8 @@ class Watch:
         self.dropped = 0
         self._busy_at_pause: dict[str, float] = {}
         self._carried = (0, 0, 0)
+        self._unwanted: dict[str, float] = {}
+        """Requests on engines that nobody waits for: since when."""
         self._orphans: dict[str, int] = {}
         """Attempt after one that died with its engine, to the tokens of the whole request then."""
 
@@ -230,6 +235,21 @@ class Watch:
         gone = s.dropped_stale
         if self.dropped != gone:
             self.report(2, f"{self.dropped} finished groups are gone, {gone} were over the bound")
+
+    def dispatch(self, manager: AsyncLLMServerManager, now_s: float) -> None:
+        """Invariants 10 and 11, from the manager's links and what the engines really have."""
+        for request, replica in manager.overlooked():
+            self.report(10, f"{replica} has a free slot, and {request} waits")
+        allowed_s = _ENDED_WITHIN_S + 2 * self.scenario.manager.interrupt_timeout_s
+        unwanted: dict[str, float] = {}
+        for link in manager.links:
+            for request_id in () if link.client.ignores_calls else link.client.engine.request_ids:  # type: ignore[attr-defined]
+                if request_id in link.in_flight:
+                    continue
+                since_s = unwanted[request_id] = self._unwanted.get(request_id, now_s)
+                if now_s - since_s > allowed_s:
+                    self.report(11, f"{link.name} has had {request_id} for {now_s - since_s:.0f} s, for nobody")
+        self._unwanted = unwanted
 
     def follow_drops(self, queue: MessageQueue) -> None:
         """Finished groups may leave the queue untrained, but only over the bound, which policy wait never lets be."""

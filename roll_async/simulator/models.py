@@ -87,6 +87,13 @@ class EngineFaults:
     """From then on it generates and answers, and never acknowledges a pause, a resume or an abort, nor obeys it."""
     frozen_from_s: float | None = None
     """From then on no call to it returns and no reply comes, as if it were stopped; it is not dead, nothing breaks."""
+    hung_from_s: float | None = None
+    """From then on it computes no token; its front end answers every call, ends what it is told to, and loads weights.
+    """
+    errors_from_s: float | None = None
+    """From then on every call to it raises RuntimeError."""
+    way_s: float = 0.0
+    """Every call is under way for a random time up to this."""
     crash_at_s: float | None = None
     """Its process dies then. Whoever restarts it gets a healthy one."""
     duplicate_share: float = 0.0

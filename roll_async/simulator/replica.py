@@ -43,7 +43,7 @@ class SimReplica:
         self._progress: list[Progress] = []
         self._broken: str | None = None
         self._news = asyncio.Event()
-        self.lost_replies = self.doubled_replies = 0
+        self.lost_replies = self.doubled_replies = self._calls = 0
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._reach()
@@ -119,6 +119,12 @@ class SimReplica:
             self._news.set()
 
     @property
+    def ignores_calls(self) -> bool:
+        """It answers no abort (any more): what it runs is nobody's fault."""
+        faults = self._faults
+        return _begun(faults.deaf_from_s) or _begun(faults.frozen_from_s) or _begun(faults.errors_from_s)
+
+    @property
     def alive(self) -> bool:
         """Its process runs."""
         return self._broken is None
@@ -130,6 +136,12 @@ class SimReplica:
     async def _reach(self, *, control: bool = False) -> None:
         """Returns when the call is through, which may be never. `control`: of the kind that a deaf replica ignores."""
         self._check()
+        self._calls += 1
+        if self._faults.way_s:
+            await asyncio.sleep(self._faults.way_s * uniform("way", self._seed, self.name, self._calls))
+            self._check()
+        if _begun(self._faults.errors_from_s):
+            raise RuntimeError(f"{self.name}: an illegal memory access was encountered")
         if _begun(self._faults.frozen_from_s) or (control and _begun(self._faults.deaf_from_s)):
             await asyncio.sleep(_NEVER_S)
             self._check()

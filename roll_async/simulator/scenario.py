@@ -191,6 +191,7 @@ def _queue(rng: Random) -> QueueOptions:
 
 _ENGINE_KINDS = (
     "healthy", "slow", "silent", "deaf", "frozen", "crash", "double", "reorder", "refuse", "loses buckets", "all",
+    "hung", "errors", "distant",
 )  # fmt: skip
 
 
@@ -204,6 +205,9 @@ def _faulty_engine(rng: Random) -> EngineFaults:
         "deaf": {"deaf_from_s": at},
         "frozen": {"frozen_from_s": at},
         "crash": {"crash_at_s": at},
+        "hung": {"hung_from_s": at},
+        "errors": {"errors_from_s": at},
+        "distant": {"way_s": rng.choice((0.1, 1.5))},
         "double": {"duplicate_share": 0.5},
         "reorder": {"delay_s": 3.0},
         "refuse": {"refuse_share": 0.3},

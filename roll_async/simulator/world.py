@@ -166,6 +166,7 @@ class World:
         """All work of an instant is done; the clock is about to move. The first finding ends the run."""
         if self.queue is not None:
             self.watch.instant(self.queue)
+            self.watch.dispatch(self.manager, asyncio.get_running_loop().time())
         if self.watch.findings:
             raise _Found
 

@@ -215,6 +215,36 @@ class HasNoHeartbeat(AsyncLLMServerManager):
         await super().start()
 
 
+class LeavesSlotsFree(AsyncLLMServerManager):
+    """Fills one slot at a time, with the next report the next one."""
+
+    def _dispatch(self, pending, link, now_s):
+        super()._dispatch(pending, link, now_s)
+        self._choice.set(link.name, 0)
+
+
+class LeavesAbortedOnesRunning(AsyncLLMServerManager):
+    """Takes requests away from a suspect and from time-outs without ending them there."""
+
+    async def start(self):
+        async def nothing(link, attempts):
+            pass
+
+        self._liveness.end_there = nothing
+        await super().start()
+
+
+class NeverLooksAtProgress(AsyncLLMServerManager):
+    """A replica that computes nothing and answers every call keeps its requests until they time out."""
+
+    async def start(self):
+        async def never():
+            await asyncio.Event().wait()
+
+        self._liveness._watch_tokens = never
+        await super().start()
+
+
 class BelievesEveryReport(AsyncLLMServerManager):
     """Takes what is told of a running request for the next tokens, whatever was lost or came twice before."""
 
@@ -268,6 +298,9 @@ MUTANTS = {
     "forgets progress": (Classes(manager=ForgetsProgress), 6),
     "has no heartbeat": (Classes(manager=HasNoHeartbeat), 6),
     "believes every report": (Classes(manager=BelievesEveryReport), 5),
+    "leaves slots free": (Classes(manager=LeavesSlotsFree), 10),
+    "leaves aborted requests running": (Classes(manager=LeavesAbortedOnesRunning), 11),
+    "never looks at progress": (Classes(manager=NeverLooksAtProgress), 6),
     "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
     "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),
     "waits for every group": (Classes(rollouter=WaitsForEveryGroup), 9),
@@ -310,7 +343,22 @@ def long_answers_and_deaths(seed):
     )
 
 
+def one_of_two_hangs(seed):
+    """A core that computes nothing behind a front end that answers, with the time-outs of a config that names none."""
+    base = long_answers_and_deaths(seed)
+    return replace(
+        base,
+        engines=(EngineFaults(), EngineFaults(hung_from_s=3.0 + seed % 10)),
+        train=replace(base.train, fails_at_step=None, hangs_at_step=None),
+        manager=replace(base.manager, generation_timeout_s=3600.0, max_concurrent_per_server=30),
+        queue=replace(base.queue, stall_timeout_s=1800.0),
+        max_restarts=1,
+    )
+
+
 WORLDS = {
+    "leaves aborted requests running": one_of_two_hangs,
+    "never looks at progress": one_of_two_hangs,
     "accepts late replies": every_reply_twice,
     "forgets progress": long_answers_and_deaths,
     "believes every report": long_answers_and_deaths,
@@ -338,7 +386,9 @@ def test_a_broken_restart_is_noticed(name):
     pytest.fail(f"40 killed runs with a queue that {name} passed every check")
 
 
-@pytest.mark.parametrize("world", [every_reply_twice, long_answers_and_deaths], ids=lambda world: world.__name__)
+@pytest.mark.parametrize(
+    "world", [every_reply_twice, long_answers_and_deaths, one_of_two_hangs], ids=lambda world: world.__name__
+)
 @pytest.mark.parametrize("seed", range(10))
 def test_the_worlds_of_the_mutation_checks_are_sound_without_mutants(seed, world):
     assert simulate(world(seed)).findings == ()
