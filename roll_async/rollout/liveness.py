@@ -99,6 +99,7 @@ class Liveness:
         if gone:
             logger.warning("%d replies of engine %s were lost; their requests go elsewhere", len(gone), link.name)
             self._watched.give_elsewhere(gone, "its reply was lost")
+            self.strike(link, "lost its replies")
 
     # Progress
 
@@ -114,15 +115,21 @@ class Liveness:
                     self._suspect(link)
 
     def _suspect(self, link: ReplicaLink) -> None:
-        link.quiet_looks, link.strikes = 0, link.strikes + 1
+        link.quiet_looks = 0
         why = f"told of no token for {self._options.silence_s:g} s while it ran requests"
-        if link.strikes >= _STRIKES:
-            self._watched.lost(link, f"{why}, twice")
+        if self.strike(link, why):
             return
         attempts = list(link.in_flight.values())
         logger.warning("engine %s %s; its %d requests go elsewhere", link.name, why, len(attempts))
         self._watched.give_elsewhere(attempts, why)
         self._spawn(self.end_there(link, attempts), f"abort on {link.name}")
+
+    def strike(self, link: ReplicaLink, why: str) -> bool:
+        """Once more without a token between: the replica is suspect, the second time lost (True)."""
+        link.strikes += 1
+        if link.strikes >= _STRIKES:
+            self._watched.lost(link, f"{why}, twice")
+        return link.strikes >= _STRIKES
 
     async def end_there(self, link: ReplicaLink, attempts: Sequence[Attempt]) -> None:
         """What nobody waits for any more ends on the replica. One that does not acknowledge it in time is lost."""

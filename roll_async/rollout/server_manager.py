@@ -215,10 +215,12 @@ class AsyncLLMServerManager:
             self._recall(self._all_in_flight())
         await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
         if mode != "keep":
-            await wait_drained(self._links.values(), max(0.0, deadline - loop.time()))
-            for attempt in self._all_in_flight():  # stopped, and its tokens never came: continue from what we have
-                self._lose(attempt)
-                self._requeue(attempt.request)
+            await wait_drained(self._links.values(), min(_REPLY_WITHIN_S, max(0.0, deadline - loop.time())))
+            for link in [link for link in self._links.values() if link.in_flight]:
+                for attempt in list(link.in_flight.values()):  # its tokens never came
+                    self._lose(attempt)
+                    self._requeue(attempt.request)
+                self._liveness.strike(link, "did not hand over what it had when it was paused")
 
     async def resume(self) -> None:
         """Let the replicas run again and dispatch what waits. One that does not acknowledge in time is lost."""
