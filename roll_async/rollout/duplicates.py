@@ -53,11 +53,10 @@ class DuplicateAnswers:
             return
         self._warned.add(across)
         cause = (
-            "replicas sample in step: their random generators were started alike (EngineSettings.seed, or a seed in "
-            "strategy_config.extra)"
+            "replicas sample in step: their random generators were started alike (EngineSettings.seed, or a library "
+            "that seeds itself)"
             if across
-            else "one replica answers equal requests alike: its sampling has a fixed seed (strategy_config.extra, or a "
-            "generation_config.json with a seed)"
+            else "one replica answers equal requests alike: its library seeds each request by itself"
         )
         logger.warning(
             "group %d: %d of %d samples are one answer of %d tokens and probability exp(%.0f), from %s. %s; groups "
