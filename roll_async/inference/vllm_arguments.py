@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.inference.processes import own_children
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 _EXPANDABLE = "expandable_segments:True"
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def prepare_environment(settings: EngineSettings) -> None:
@@ -45,6 +47,8 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
     """Raises ValueError for an `extra` that vLLM does not know or that repeats another key."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    if settings.device == "cpu":
+        _check_head_size(settings.model_folder)
     arguments = _arguments(settings)
     twice = sorted(arguments.keys() & settings.extra.keys())
     if twice:
@@ -54,6 +58,21 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
     except TypeError as error:
         where = "strategy_config.extra" + (" or actor_train.router_replay" if settings.record_experts else "")
         raise ValueError(f"{where}: {error}") from error
+
+
+def _check_head_size(model_folder: str) -> None:
+    """Raises ValueError for a head size that vLLM's CPU build has no attention for: it would die at its first token."""
+    config = HfFolder(model_folder).config
+    if "kv_lora_rank" in config.values:  # latent attention, with kernels of its own
+        return
+    heads = config.integer("num_attention_heads")
+    size = config.integer("head_dim", default=config.integer("hidden_size") // heads)
+    if size not in _CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
+        raise ValueError(
+            f"{model_folder}: vLLM's CPU build has attention for heads of {sizes} only, this model's are of {size}; "
+            "use another model, or strategy_name: hf_infer"
+        )
 
 
 def _arguments(settings: EngineSettings) -> dict[str, object]:
