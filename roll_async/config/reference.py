@@ -32,6 +32,24 @@ This file is generated: `python -m roll_async.config.reference > docs_roll/confi
 - `KEY=VALUE` on the command line sets one key after the merge; `KEY=null` clears it.
 - `device_mapping` is a list of ints, `list(range(a,b))`, `range(a,b)`, `range(b)`, or `a-b` b included; null = CPU.
 - Times are seconds. *derived* = filled in from other keys while loading; *required* = no default.
+- Later wins, whatever the spelling: other names become canonical in each file and each override by itself, before the
+  merge. Only one source that gives a key twice with two values is an error (C016). A later `pg_variant`,
+  `adv_estimator` or `strategy_name` drops the options that belonged to the choice before.
+- `pretrain` and `model_name_or_path` are a folder, a Hugging Face name (`Qwen/Qwen2.5-7B`) or `modelscope://ORG/NAME`;
+  prompt files may be `hf://datasets/ORG/NAME/FILE`. The launcher fetches them once, from the local cache first, and
+  hands every role the folder.
+- `validate`, `show`, `simulate` and the launchers accept the same configs: C001 to C150 are the loader's, C201 a
+  setting that is not there yet or has no effect, C202 devices and transport, C203 parallel sizes against the model's
+  `config.json` (or a table of well-known models). C204, a folder or file that is missing, is the launchers' alone.
+
+## Coming from an older version
+
+- `cispo_epsilon_low` is 1 by default (no lower bound, as in the paper); write 0.1 for what it was.
+- `kimi15` with one optimizer step per batch needs `ratio_base: behaviour`, or its penalty is zero (W10).
+- `fully_async/stale_samples_ratio` counts, without `soft_versions`, groups with a token that the freshest weights did
+  not sample; ages end when the step takes the group, not when it is trained.
+- `algorithm: null` as an override clears keys that a file gave under their short names, too.
+- `examples/dapo/runtime_env.yaml` is `runtime_env.yml`; `recipe/dapo/runtime_env.yaml` leads there.
 
 """
 _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
