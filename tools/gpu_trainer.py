@@ -125,11 +125,11 @@ def megatron_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> 
     worker.start()
     from megatron.core.optimizer import Adam
 
-    from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
+    from roll_async.trainer.megatron.layer_spec import choose_layers
 
     mask = train_mask(tokens, lengths)
     return lambda: worker.supervised_update(tokens, lengths, mask), {
-        "layers": "transformer_engine" if uses_transformer_engine("auto") else "local, torch SDPA",
+        "layers": choose_layers("auto").value,
         "batches": "packed",
         "optimizer": f"Adam of {Adam.__module__.partition('.')[0]}",
         "precision": "bf16; float32 main weights, moments and gradient sums",

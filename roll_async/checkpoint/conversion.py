@@ -21,7 +21,7 @@ from roll_async.checkpoint.hf_folder import HfFolder, copy_side_files, write_kno
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
-from roll_async.checkpoint.lora import LoraAdapter
+from roll_async.checkpoint.lora import LoraAdapter, merged
 from roll_async.checkpoint.manifest import recorded_alpha, sync, sync_tree
 from roll_async.checkpoint.megatron_folder import CONFIG, MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.safetensors_files import TensorSpec
@@ -170,17 +170,17 @@ class MegatronAsHf:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and tensor, each in the dtype it is stored in."""
         for match, stored in self._found:
-            full = self._merged(self._source.tensor(stored.key, stored.index), stored)
+            full = self._merged(self._source.tensor(stored.key, stored.index), stored, match.hf_names[0])
             yield from zip(match.hf_names, to_hf(match.row, full, self._model.heads), strict=True)
 
-    def _merged(self, weight: Tensor, stored: StoredKey) -> Tensor:
-        """With the run's adapter, in the arithmetic of its forward pass."""
+    def _merged(self, weight: Tensor, stored: StoredKey, name: str) -> Tensor:
+        """With the run's adapter, as its own export. `name`: the tensor's first name in the exported folder."""
         layer = stored.key.removesuffix(".weight")
         if layer + _UP not in self._adapters:
             return weight
         up, down = (self._source.tensor(layer + part, stored.index) for part in (_UP, _DOWN))
         assert self._alpha is not None
-        return weight + self._alpha / down.shape[0] * (up @ down)
+        return merged(weight, self._alpha / down.shape[0] * (up @ down), name)
 
 
 def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> list[str]:

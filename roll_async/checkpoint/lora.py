@@ -1,9 +1,10 @@
-"""LoRA adapters in PEFT's format, merged into weights tensor by tensor: W + scale * B A."""
+"""LoRA adapters merged into weights, W + scale * B A: a run's own, and those in PEFT's format."""
 
 from __future__ import annotations
 
 import json
 import re
+import zlib
 from pathlib import Path
 
 import torch
@@ -12,8 +13,41 @@ from torch import Tensor
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.safetensors_files import SafetensorsFile
 
+_LOW_BITS = (1 << 16) - 1
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+
+
+def merged(weight: Tensor, delta: Tensor, name: str, places: Tensor | None = None) -> Tensor:
+    """weight + delta in the weight's dtype; the sum is float32, bfloat16 takes the number above or below it by chance.
+
+    To the nearest, most elements are those of the weight again where delta is small, for every input, and the adapter
+    is gone. By chance the mean is exact, and sums over many elements keep the adapter. The draw is a function of the
+    tensor's name and the element's place in it: the same on every device and in every layout. `places`: int32, like
+    `weight`, where its elements lie in the whole tensor; None for the whole. Where delta is 0 nothing changes.
+    """
+    exact = weight.float() + delta
+    if weight.dtype != torch.bfloat16:
+        return exact.to(weight.dtype)
+    # bfloat16 is the upper half of a float32: noise in the lower half carries over with the right probability.
+    if places is None:
+        places = torch.arange(exact.numel(), dtype=torch.int32, device=exact.device).view(exact.shape)
+    noise = _noise(places, zlib.crc32(name.encode()))
+    bits = noise.add_(exact.contiguous().view(torch.int32)).bitwise_and_(~_LOW_BITS)
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+def _noise(places: Tensor, seed: int) -> Tensor:
+    """int32 like `places`, uniform in [0, 65536): the finaliser of MurmurHash3; products wrap around."""
+    mixed = places.mul(_signed(0x9E3779B1)).add_(_signed(seed))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))
+    return (mixed >> 16).bitwise_and_(_LOW_BITS)
+
+
+def _signed(bits: int) -> int:
+    """32 bits as Python's int of the same bits in int32."""
+    return bits - (1 << 32) if bits >> 31 else bits
 
 
 class LoraAdapter:

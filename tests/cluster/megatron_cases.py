@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from roll_async.config.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.host_state import HostState
 from roll_async.trainer.megatron.logprobs import next_token_logprobs
-from roll_async.trainer.megatron.optimizer_state import parameter_states
+from roll_async.trainer.megatron.lora import Adapter
+from roll_async.trainer.megatron.optimizer_state import parameter_states, parts_of
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
@@ -229,13 +231,13 @@ def routers_product(rank, world_size, port):
     from megatron.core.transformer.moe import moe_utils
     from tiny_families import joined
 
-    from roll_async.trainer.megatron.layer_spec import block_spec
+    from roll_async.trainer.megatron.layer_spec import Layers, block_spec
 
     found = [vars(moe_utils).get("te_general_gemm", "unbound")]
     with joined(rank, world_size, port, {}):
         for experts in (None, 2):
             config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=experts)
-            block_spec(config, use_te=False)
+            block_spec(config, layers=Layers.LOCAL)
             found.append(vars(moe_utils).get("te_general_gemm", "unbound"))
     return tuple(found)
 
@@ -297,13 +299,13 @@ def dropped_layers(rank, world_size, port, settings):
             x = torch.randn(
                 8, 1, part.weight.shape[1], generator=torch.Generator().manual_seed(2 + rank * (name == "row"))
             )
-            base = part._parameters["weight"]
+            base, merged = part.weight, part.weight + part.adapter.delta()
             part.eval()
             plain = part(x)[0]
             part.adapter.on = False
             scale = (plain - part(x)[0]).abs().mean()
             part.adapter.on = True
-            whole = linear(x, part.weight)
+            whole = linear(x, merged)
             if name == "row" and world_size > 1:
                 torch.distributed.all_reduce(whole)
             gaps = {"scoring": (plain - whole).abs().mean() / scale}
@@ -381,6 +383,47 @@ def _message_of(function, *arguments):
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def learned_by_adapters(rank, world_size, port, settings, steps, export=None, *, merge=False):
+    """Of supervised steps: the size of the adapters relative to their weights, and by how much each token's log-prob
+    rose. `merge`: layers multiply with W + delta in W's dtype, instead of adding the adapter's path. `export`: a
+    folder for the weights.
+    """
+    worker = start_worker(rank, world_size, port, settings)
+    rows, _ = batch()
+    if merge:
+        for module in worker._model.module.modules():
+            if isinstance(module, Adapter):
+                module.added_to_product = partial(_product_with_sum, module)
+    before = worker.compute_logprobs(rows)
+    for _ in range(steps):
+        worker.supervised_update(rows.tokens, rows.lengths, rows.mask)
+    rise = worker.compute_logprobs(rows) - before
+    sizes = [
+        float(module.adapter.delta().norm() / module.weight.float().norm())
+        for module in worker._model.module.modules()
+        if hasattr(module, "adapter")
+    ]
+    if export is not None:
+        worker.export_hf(export)
+    worker.stop()
+    return sum(sizes) / len(sizes), rise[rows.mask]
+
+
+def _product_with_sum(adapter, x, weight, low):
+    del low
+    delta = adapter._scale * (adapter.up @ adapter.down)
+    return x @ (weight + delta.to(weight.dtype)).t()
+
+
+def classes_of_layers(rank, world_size, port, settings):
+    """Names of classes in the model, and of the optimizers that step."""
+    worker = start_worker(rank, world_size, port, settings)
+    layers = {type(module).__name__ for module in worker._model.module.modules()}
+    optimizers = {type(part.optimizer).__name__ for part in parts_of(worker._optimizer)}
+    worker.stop()
+    return {"layers": layers, "optimizers": optimizers}
 
 
 def critic_values(rank, world_size, port, settings):

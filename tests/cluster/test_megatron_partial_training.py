@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 import tiny_families
 
-from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
+from roll_async.trainer.megatron.layer_spec import Layers, choose_layers
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
@@ -161,10 +161,10 @@ def test_adapters_that_no_layer_takes_are_refused_by_name(rank_pool, tmp_path):
         rank_pool.run(cases.measure, 1, settings=settings)
 
 
-def test_adapters_choose_local_layers_and_say_why(caplog):
-    uses_transformer_engine.cache_clear()
+def test_without_transformer_engine_layers_are_local_and_the_log_says_why(caplog):
+    choose_layers.cache_clear()
     with caplog.at_level("INFO"):
-        assert not uses_transformer_engine("auto", adapters=True)
-    assert "layers: local (lora_rank > 0" in caplog.text
-    with pytest.raises(ValueError, match="transformer_impl=transformer_engine has no LoRA adapters; use auto"):
-        uses_transformer_engine("transformer_engine", adapters=True)
+        assert choose_layers("auto", adapters=True) is Layers.LOCAL
+    assert "layers: local (the package transformer_engine is not installed)" in caplog.text
+    with pytest.raises(ValueError, match="transformer_engine is not installed; install it, or use auto"):
+        choose_layers("transformer_engine")

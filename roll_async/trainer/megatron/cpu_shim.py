@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from roll_async.trainer.megatron import engine_import
+
 CPU = torch.device("cpu")
 FACTORIES = (
     "zeros",
@@ -168,6 +170,7 @@ def install(*, cuda: bool | None = None) -> None:
     # Megatron warns once for each accelerator library that is not there; the choice is logged where it is made.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|transformer_engine).*")
+    engine_import.problem()  # hides half an install from the imports below
     if torch.cuda.is_available() if cuda is None else cuda:
         return
     for name in _MODULES:

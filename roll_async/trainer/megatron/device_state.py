@@ -143,7 +143,7 @@ class DeviceState:
     def _gradients(self) -> Iterator[Tensor]:
         """Megatron's flat buffers, and what the optimizer was last handed."""
         for part in self._network:
-            for buffer in (*part.buffers, *part.expert_parallel_buffers):
+            for buffer in (*part.buffers, *part.expert_parallel_buffers):  # pyright: ignore[reportGeneralTypeIssues]
                 yield buffer.grad_data
         if self._optimizer is not None:
             for state in parameter_states(self._optimizer):

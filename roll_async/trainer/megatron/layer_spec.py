@@ -5,15 +5,16 @@ Shape letters: S positions, B rows, H heads, D head size, N packed tokens.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from roll_async.trainer.megatron import engine_import
 from roll_async.trainer.megatron.ranks import context_group
 
 logger = logging.getLogger(__name__)
@@ -208,26 +210,43 @@ def _add_normed(norm: torch.nn.Module) -> Callable[[bool, bool], Callable[..., T
     return choose
 
 
+class Layers(Enum):
+    """What layers are made of; the value is for the log."""
+
+    LOCAL = "local"
+    TRANSFORMER_ENGINE = "transformer_engine"
+    ENGINE_ATTENTION = "local, with Transformer Engine's attention"
+
+    @property
+    def all_engine(self) -> bool:
+        """Whether linear layers and experts are Transformer Engine's, too."""
+        return self is Layers.TRANSFORMER_ENGINE
+
+    @property
+    def engine_attention(self) -> bool:
+        """Whether the kernels of attention are Transformer Engine's."""
+        return self is not Layers.LOCAL
+
+
 def block_spec(
-    config: TransformerConfig, *, use_te: bool, stage: int | None = None, sandwich_norms: bool = False
+    config: TransformerConfig, *, layers: Layers, stage: int | None = None, sandwich_norms: bool = False
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers, of Transformer Engine or local. `stage` counts the chunks of an interleaved
-    pipeline.
-    """
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=stage)
-    if not use_te:
+    """This pipeline stage's layers. `stage` counts the chunks of an interleaved pipeline."""
+    whole = layers.all_engine
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=whole, normalization="RMSNorm", vp_stage=stage)
+    if not whole:
         # Megatron's choice for the final norm refuses sequence parallelism. Its annotation means a class.
         block.layer_norm = TorchRMSNorm  # pyright: ignore[reportAttributeAccessIssue]
     assert block.layer_specs is not None
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
-        if not use_te:
-            _make_local(layer, config)
+        if not whole:
+            _make_local(layer, config, engine_attention=layers.engine_attention)
         if sandwich_norms:
             layer.module, layer.params = SandwichLayer, {**layer.params, "norm": block.layer_norm}
     return block
 
 
-def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
+def _make_local(layer: ModuleSpec, config: TransformerConfig, *, engine_attention: bool) -> None:
     """Replace norms and core attention, and store parameters under the names that Transformer Engine layers use, so
     that checkpoints do not depend on the implementation.
     """
@@ -237,10 +256,10 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
     attention = parts.self_attention.submodules
     assert isinstance(attention, SelfAttentionSubmodules | MLASelfAttentionSubmodules)
-    attention.core_attention = SdpaAttention
+    attention.core_attention = TEDotProductAttention if engine_attention else SdpaAttention
     stored = {}
     if isinstance(attention, MLASelfAttentionSubmodules):
-        if importlib.util.find_spec("transformer_engine") is None:
+        if not HAVE_TE:
             # 0.16.1 takes the names being importable for Transformer Engine being there, and then fails on None.
             multi_latent_attention.HAVE_TE = False
         attention.q_layernorm = attention.kv_layernorm = LatentRMSNorm
@@ -262,23 +281,28 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig) -> None:
 
 
 @cache
-def uses_transformer_engine(implementation: str, *, adapters: bool = False) -> bool:
+def choose_layers(implementation: str, *, adapters: bool = False) -> Layers:
     """What `transformer_impl` (local, transformer_engine or auto) comes to on this machine for a model with or without
     LoRA adapters; logged once with its reason. Raises ValueError where Transformer Engine is asked for and cannot be.
     """
-    if adapters:
-        if implementation == "transformer_engine":
-            raise ValueError("transformer_impl=transformer_engine has no LoRA adapters; use auto, or lora_rank: 0")
-        logger.info("layers: local (lora_rank > 0: adapters are for local layers)")
-        return False
-    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if implementation == "local":
         logger.info("layers: local (transformer_impl: local)")
-        return False
-    if implementation == "transformer_engine" and not available:
-        raise ValueError(
-            "transformer_impl=transformer_engine needs a CUDA device and the package transformer_engine; use auto"
+        return Layers.LOCAL
+    missing = engine_import.problem()
+    if implementation == "transformer_engine" and missing:
+        raise ValueError(f"transformer_impl=transformer_engine: {missing}; install it, or use auto")
+    if implementation == "auto" and missing is None and not torch.cuda.is_available():
+        missing = "no CUDA device"
+    if missing:
+        layers, reason = Layers.LOCAL, missing
+    elif adapters:
+        # A sum with the adapter's path must be rounded once, in one product, which Transformer Engine's layers keep to
+        # themselves. Their product is the same cuBLAS call.
+        layers, reason = Layers.ENGINE_ATTENTION, "lora_rank > 0: adapters are on local linear layers"
+    else:
+        layers, reason = (
+            Layers.TRANSFORMER_ENGINE,
+            f"transformer_impl: {implementation}, and Transformer Engine imports",
         )
-    reason = "installed, and a CUDA device is there" if available else "no CUDA device, or the package is not installed"
-    logger.info("layers: %s (Transformer Engine: %s)", "transformer_engine" if available else "local", reason)
-    return available
+    logger.info("layers: %s (%s)", layers.value, reason)
+    return layers

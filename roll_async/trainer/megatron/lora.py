@@ -1,8 +1,10 @@
-"""Low-rank adapters on Megatron's linear layers: W + scale * up @ down, where only up and down train.
+"""Low-rank adapters on Megatron's linear layers: W x + scale * up (down x), where only up and down train.
 
-The sum is formed on the weights, not on the activations: any parallel layout of the layer stays as it is, the exported
-weight is exactly the one the forward pass used, and the base policy is the same layer with the adapter off. Only with
-dropout a training step runs the layer twice, once with W and once, on the dropped input, with the adapter's part.
+The adapter is a path of its own beside W, and its halves are float32 whatever W is: the sum W + scale * up @ down in
+bfloat16 would be W again for most elements of a small adapter. Both paths meet in the accumulator of one product, so
+that what the layer answers is rounded once. What a layer does with its input and output under tensor, sequence and
+expert parallelism stays as it is; the half of an adapter that every tensor rank holds whole gets its gradient summed
+over them once a step (`sum_shared_gradients`). The base policy is the same layer with the adapter off.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -62,86 +64,87 @@ class Adapter(torch.nn.Module):
         weight, group = layer.weight, layer.tp_group
         assert weight is not None and isinstance(group, dist.ProcessGroup)
         out_size, in_size = weight.shape
+        self.group = group
         self._columns = isinstance(layer, ColumnParallelLinear)
-        self._group = group
         self._scale = settings.alpha / settings.rank
-        self.dropout = settings.dropout
+        self._dropout = settings.dropout
         self._shares_input = self._columns and (layer.is_expert or not layer.config.sequence_parallel)
         self.on = True
-        whole = in_size if self._columns else in_size * self._group.size()
+        whole = in_size if self._columns else in_size * group.size()
         # The same numbers in every layout, from the layer's name in the whole model.
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         down = (torch.rand(settings.rank, whole, generator=generator) * 2 - 1) / math.sqrt(whole)
         if not self._columns:
-            down = down.chunk(self._group.size(), 1)[self._group.rank()]
-        self.down = torch.nn.Parameter(down.to(weight.dtype).contiguous())
-        self.up = torch.nn.Parameter(torch.zeros(out_size, settings.rank, dtype=weight.dtype))
+            down = down.chunk(group.size(), 1)[group.rank()]
+        self.down = torch.nn.Parameter(down.contiguous())
+        self.up = torch.nn.Parameter(torch.zeros(out_size, settings.rank))
         for parameter in (self.down, self.up):
             parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
         cut, cut_dim = (self.up, 0) if self._columns else (self.down, 1)
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         cut.partition_dim, cut.partition_stride = cut_dim, 1  # type: ignore[attr-defined]
 
+    @property
+    def shared(self) -> torch.nn.Parameter:
+        """The half that every rank of the group holds whole. Each computes its share of the gradient."""
+        return self.down if self._columns else self.up
+
+    @torch.no_grad()
     def delta(self) -> Tensor:
-        """What is added to this rank's weight. The half that every rank holds collects its gradient over them."""
-        down, up = self.down, self.up
-        if self._group.size() > 1:
-            if self._columns:
-                down = copy_to_tensor_model_parallel_region(down, self._group)
-            else:
-                up = copy_to_tensor_model_parallel_region(up, self._group)
-        return self._scale * (up @ down)
+        """float32, what is added to this rank's weight on export."""
+        return self._scale * (self.up @ self.down)
 
-    def dropped(self, x: Tensor) -> Tensor:
-        """The layer's input without the share that dropout leaves out. Ranks that hold the same input drop the same;
-        where each holds a part of it, each draws for itself.
-        """
+    def lowered(self, x: Tensor) -> Tensor:
+        """[..., rank] of the layer's input [..., in]; in a training step without what dropout leaves out."""
+        if self._dropout and self.training:
+            x = self._dropped(x)
+        return x @ self.down.to(x.dtype).t()
+
+    def added_to_product(self, x: Tensor, weight: Tensor, low: Tensor) -> Tensor:
+        """[..., out] of weight @ x + scale * up @ low, rounded once."""
+        delta = low.flatten(0, -2) @ (self._scale * self.up).to(low.dtype).t()
+        return torch.addmm(delta, x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Ranks that hold the same input drop the same; where each holds a part of it, each draws for itself."""
         if self._shares_input:
-            return torch.nn.functional.dropout(x, self.dropout)
+            return torch.nn.functional.dropout(x, self._dropout)
         with rng_tracker().fork():
-            return torch.nn.functional.dropout(x, self.dropout)
-
-
-class _Part(Enum):
-    """What a layer with an adapter multiplies with."""
-
-    SUM = "sum"
-    BASE = "base"
-    DELTA = "delta"
+            return torch.nn.functional.dropout(x, self._dropout)
 
 
 class _Adapted:
-    """Mixed into a layer's class: its weight is the sum, its parameters and its place in checkpoints stay."""
+    """Mixed into a layer's class: between what the layer does with its input and its output, the product is ours."""
 
     adapter: Adapter
     gated: bool
-    part = _Part.SUM
 
-    @property
-    def weight(self) -> Tensor:
-        base = self._parameters["weight"]  # type: ignore[attr-defined]
-        if not self.adapter.on or self.part is _Part.BASE:
-            return base
-        delta = self.adapter.delta()
-        return delta if self.part is _Part.DELTA else base + delta
-
-    @property
-    def bias(self) -> Tensor | None:
-        return None if self.part is _Part.DELTA else self._parameters["bias"]  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        """The layer's (output, bias to be added)."""
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        **others: object,
+    ) -> Tensor:
+        """The layer's product. Names as Megatron's layers call it: `allreduce_dgrad` where ranks hold the same input,
+        `sequence_parallel` where each holds its positions.
+        """
         adapter = self.adapter
-        if not (adapter.on and adapter.dropout and self.training):  # type: ignore[attr-defined]
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        try:
-            self.part = _Part.BASE
-            output, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-            self.part = _Part.DELTA
-            delta, _ = super().forward(adapter.dropped(x), *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.part = _Part.SUM
-        return output + delta, bias
+        if not adapter.on:
+            more = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
+            return super()._forward_impl(input=input, weight=weight, bias=bias, **more, **others)  # type: ignore[misc]
+        if allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        # Before positions are gathered: what is kept for the backward pass is this rank's share of them.
+        low = adapter.lowered(input)
+        if sequence_parallel:
+            input, low = (gather_from_sequence_parallel_region(x, group=tp_group) for x in (input, low))
+        output = adapter.added_to_product(input, weight, low)
+        return output if bias is None else output + bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -165,8 +168,7 @@ class _Adapted:
 
 def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[str, str]) -> set[str]:
     """Freeze a model part and give its target layers adapters; the kinds of layers (linear_qkv, ...) that took one.
-    `name_of`: name in the whole model by local name of each layer's weight. Raises ValueError for unknown targets, and
-    for a target that is a layer no adapter fits.
+    `name_of`: name in the whole model by local name of each layer's weight. Raises ValueError for unknown targets.
     """
     module.requires_grad_(False)
     found: set[str] = set()
@@ -176,8 +178,6 @@ def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[
             continue
         if wanted is None or name.rpartition(".")[2] in wanted:
             if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                if wanted is not None:
-                    raise ValueError(f"LoRA on {name} needs transformer_impl: local")
                 continue
             layer.adapter = Adapter(layer, settings, name_of[f"{name}.weight"])
             layer.gated = name.endswith("linear_fc1")  # type: ignore[assignment]
@@ -215,10 +215,27 @@ def adapter_of(module: torch.nn.Module, parameter_name: str) -> Adapter | None:
     return layer.adapter if last == "weight" and isinstance(layer, _Adapted) else None
 
 
+def sum_shared_gradients(modules: Sequence[torch.nn.Module]) -> None:
+    """Sum the gradients of halves that tensor ranks share, group by group in one message. Collective."""
+    gradients: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for adapter in _adapters(modules):
+        if adapter.group.size() > 1 and adapter.shared.requires_grad:
+            gradients.setdefault(adapter.group, []).append(adapter.shared.main_grad)  # type: ignore[attr-defined]
+    for group, parts in gradients.items():
+        whole = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(whole, group=group)
+        for part, summed in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+            part.copy_(summed.view_as(part))
+
+
+def _adapters(modules: Sequence[torch.nn.Module]) -> list[Adapter]:
+    return [m for module in modules for m in module.modules() if isinstance(m, Adapter)]
+
+
 @contextmanager
 def adapters_off(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, the model is the one the adapters were put on."""
-    adapters = [m for module in modules for m in module.modules() if isinstance(m, Adapter)]
+    adapters = _adapters(modules)
     for adapter in adapters:
         adapter.on = False
     try:

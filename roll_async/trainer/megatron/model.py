@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Match
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, language_model
+from roll_async.checkpoint.lora import merged
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.trainer.megatron import ranks
-from roll_async.trainer.megatron.layer_spec import block_spec, uses_transformer_engine
+from roll_async.trainer.megatron.layer_spec import block_spec, choose_layers
 from roll_async.trainer.megatron.lora import (
     ADAPTER,
     Adapter,
@@ -150,7 +152,7 @@ class HfBackedModel:
             config=self.config,
             transformer_layer_spec=block_spec(  # pyright: ignore[reportArgumentType]  # Megatron takes a block's, too
                 self.config,
-                use_te=uses_transformer_engine(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0),
+                layers=choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0),
                 stage=stage,
                 sandwich_norms=self._family.sandwich_norms,
             ),
@@ -270,10 +272,17 @@ class HfBackedModel:
             place = {"rank": group.rank(), "size": group.size()} if one.sharded else {"rank": 0, "size": 1}
             yield from hf_parts(match, self._merged(one), self.heads, **place)
 
-    @staticmethod
-    def _merged(held: _Held) -> Tensor:
+    def _merged(self, held: _Held) -> Tensor:
         """This rank's part of the tensor with its adapter."""
-        return held.tensor if held.adapter is None else held.tensor + held.adapter.delta().detach()
+        if held.adapter is None:
+            return held.tensor
+        match, delta = self._match(held.name), held.adapter.delta()
+        places = torch.arange(math.prod(self._outline(held).shape), dtype=torch.int32, device=delta.device)
+        places = places.view(self._outline(held).shape)
+        if held.sharded:
+            group = self._tensor_group(match)
+            places = shard(match.row, places, rank=group.rank(), size=group.size())
+        return merged(held.tensor, delta, match.hf_names[0], places)
 
     def _held(self) -> Iterator[_Held]:
         """Parameters of this rank that the exported model has; the tied copy of the embedding is left out."""

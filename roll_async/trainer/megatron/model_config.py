@@ -14,7 +14,7 @@ from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout
-from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
+from roll_async.trainer.megatron.layer_spec import choose_layers
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,7 +63,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "calculate_per_token_loss": True,
         **family.fields(config),
         # Local layers run one expert after another; Megatron's own grouped experts have other parameters.
-        "moe_grouped_gemm": uses_transformer_engine(settings.transformer_impl, adapters=settings.lora_rank > 0),
+        "moe_grouped_gemm": choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0).all_engine,
         **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
         **({"attention_backend": AttnBackend.flash} if settings.flash_attention else {}),
         **settings.recompute,

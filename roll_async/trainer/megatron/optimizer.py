@@ -27,6 +27,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.trainer.megatron import cpu_shim
+from roll_async.trainer.megatron.lora import sum_shared_gradients
 from roll_async.trainer.megatron.optimizer_state import parts_of
 from roll_async.trainer.megatron.settings import OptimizerSettings
 
@@ -72,6 +73,7 @@ def _log_choice() -> None:
 def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: object) -> None:
     """`config.finalize_model_grads_func` without the division by `num_tokens`."""
     finalize_model_grads(model, None, **kwargs)  # type: ignore[arg-type]
+    sum_shared_gradients(model)
 
 
 def wrap(

@@ -81,10 +81,9 @@ class ParameterState:
                 state[name] = part[name].to(device=self.main.device, dtype=torch.float32, copy=True)
             else:
                 held.copy_(part[name])
-        if "step" in self.optimizer.param_groups[0]:  # as Transformer Engine's and Apex's optimizers count
-            return
-        # The parameter's device, where a fused step wants it: the rest may be in host memory until that step.
-        state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=self.parameter.device)
+        if _counts_by_parameter(self.optimizer):
+            # The parameter's device, where a fused step wants it: the rest may be in host memory until that step.
+            state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=self.parameter.device)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -135,8 +134,15 @@ def _distributed(part: DistributedOptimizer) -> Iterator[ParameterState]:
 
 
 def restore_steps(optimizer: MegatronOptimizer, steps: int) -> None:
-    """Optimizers that count their steps per group."""
+    """Tell optimizers that count their steps by group. Transformer Engine's and Apex's make the entry in their first
+    step only: looking for it before would leave their bias correction to begin anew.
+    """
     for part in parts_of(optimizer):
-        for group in part.optimizer.param_groups if part.optimizer is not None else ():
-            if "step" in group:
+        if part.optimizer is not None and not _counts_by_parameter(part.optimizer):
+            for group in part.optimizer.param_groups:
                 group["step"] = steps
+
+
+def _counts_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """As torch's own Adam does."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)

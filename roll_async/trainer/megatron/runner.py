@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import TokenLogprobs
-from roll_async.trainer.megatron.layer_spec import uses_transformer_engine
+from roll_async.trainer.megatron.layer_spec import choose_layers
 from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
 from roll_async.trainer.megatron.partition import RowPlan, plan_rows
@@ -45,8 +45,8 @@ class Runner:
         self._device = next(p for part in self._network for p in part.parameters()).device
         # Local layers and Megatron's rotary embedding read the bounds of packed rows as numbers, in every layer: on the
         # device each reading would wait for it. Transformer Engine's kernels take them from there.
-        on_device = uses_transformer_engine(settings.transformer_impl, adapters=settings.lora_rank > 0)
-        self._device_of_bounds = self._device if on_device else torch.device("cpu")
+        layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
+        self._device_of_bounds = self._device if layers.engine_attention else torch.device("cpu")
 
     def micro_batches(self, step: StepRows, rows: Sequence[int], rows_per_batch: int) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches of these rows of the step."""

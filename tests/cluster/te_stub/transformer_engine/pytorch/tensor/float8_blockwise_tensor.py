@@ -1,0 +1,4 @@
+from . import QuantizedTensor
+
+
+class Float8BlockwiseQTensor(QuantizedTensor): ...

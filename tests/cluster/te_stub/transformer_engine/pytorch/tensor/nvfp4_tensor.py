@@ -1,0 +1,4 @@
+from . import QuantizedTensor
+
+
+class NVFP4Tensor(QuantizedTensor): ...
