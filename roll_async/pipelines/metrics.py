@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -127,10 +127,10 @@ def step_metrics(
     queue: QueueStats,
     ages: BatchFreshness,
     rollout: RollouterStats,
-    busy_s: float,
+    busy_s: Mapping[str, float],
 ) -> dict[str, float]:
     """Everything one training step publishes; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which
-    requests ran.
+    requests ran on a replica, by its name.
     """
     total = clock.total_s
     wait = clock.spent.get("wait_batch", 0.0)
@@ -171,8 +171,18 @@ def step_metrics(
         "throughput/samples_per_s": report.num_samples / total,
         "throughput/tokens_per_s": report.num_tokens / total,
         "idle/trainer": wait / total,
-        "idle/engines": max(0.0, 1 - busy_s / total),
+        **_engine_shares(busy_s, total, rollout.num_servers),
     }
+
+
+def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int) -> dict[str, float]:
+    """Share of the step in which a replica ran requests, by replica, and what is idle of all of them. A replica that
+    is lost, and ran nothing in the step, is not idle but missing: `rollout/engines`.
+    """
+    shares = {name: min(1.0, seconds / total_s) for name, seconds in busy_s.items()}
+    num_there = max(num_servers, sum(share > 0 for share in shares.values()))
+    idle = 1.0 - sum(shares.values()) / num_there if num_there else 1.0
+    return {"idle/engines": idle, **{f"busy/{name}": share for name, share in shares.items()}}
 
 
 def _length_audit(queue: QueueStats, rollout: RollouterStats) -> dict[str, float]:

@@ -105,7 +105,7 @@ class TrainLoop:
         self._parts, self._plan = parts, plan
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
-        self._busy_s = 0.0
+        self._busy_s: Mapping[str, float] = {}
         self._validated = 0
         """Last step that was validated."""
         self.state = TrainerState.STARTING
@@ -289,7 +289,8 @@ class TrainLoop:
         """Everything this step publishes, the user's own numbers included."""
         parts = self._parts
         rollout = parts.rollouter.stats()
-        busy_s, self._busy_s = rollout.busy_s - self._busy_s, rollout.busy_s
+        before, self._busy_s = self._busy_s, rollout.busy_s_by_server
+        busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
         metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
         custom = self._compute_custom_metrics(groups) or {}
         return {**metrics, **self._mode_metrics(ages, sync), **custom}

@@ -69,8 +69,8 @@ class RollouterStats:
     """Requests given to an engine with tokens they had already."""
     late_results: int
     """Replies of attempts that no longer counted, refused."""
-    busy_s: float
-    """Seconds during which at least one request ran."""
+    busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
+    """Seconds during which at least one request ran there, by replica, over all its restarts."""
     duplicate_share: float = 0.0
     """Of the samples of the last groups, those with an exact copy in their group."""
     judged: Mapping[str, int] = field(default_factory=dict)
@@ -301,7 +301,7 @@ class Rollouter:
             retried=servers.retried,
             resumed=servers.resumed,
             late_results=servers.late_results,
-            busy_s=servers.busy_s,
+            busy_s_by_server=dict(servers.busy_s_by_server),
             duplicate_share=self._duplicates.share,
             judged=dict(self._judged),
             source=dict(source.metrics),

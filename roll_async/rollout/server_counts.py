@@ -29,8 +29,6 @@ class ServerStats:
     """Replicas that joined after the start."""
     late_results: int
     """Replies of attempts that no longer counted, refused."""
-    busy_s: float
-    """Seconds during which at least one request ran."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
 
@@ -50,11 +48,6 @@ class ServerCounts:
     lost_servers: int = 0
     returned_servers: int = 0
     late_results: int = 0
-    busy_before_s: float = 0.0
-    """Of the times that are over."""
-    busy_since_s: float | None = None
-    """Loop time since when something runs."""
-
     busy_before_by_server: dict[str, float] = field(default_factory=dict)
     """Of replicas that were lost."""
 
@@ -63,19 +56,6 @@ class ServerCounts:
         self.lost_servers += 1
         before_s = self.busy_before_by_server.get(link.name, 0.0)
         self.busy_before_by_server[link.name] = before_s + link.busy_until_s(now_s)
-
-    def began(self, now_s: float) -> None:
-        """One more request runs."""
-        self.in_flight += 1
-        if self.busy_since_s is None:
-            self.busy_since_s = now_s
-
-    def ended(self, now_s: float, count: int = 1) -> None:
-        """So many requests run no more."""
-        self.in_flight -= count
-        if not self.in_flight and self.busy_since_s is not None:
-            self.busy_before_s += now_s - self.busy_since_s
-            self.busy_since_s = None
 
     def gave_up(self, num_tokens: int) -> None:
         """A request ended for good before its end."""
@@ -87,7 +67,6 @@ class ServerCounts:
         busy = dict(self.busy_before_by_server)
         for link in links:
             busy[link.name] = busy.get(link.name, 0) + link.busy_until_s(now_s)
-        running_s = 0.0 if self.busy_since_s is None else now_s - self.busy_since_s
         return ServerStats(
             in_flight=self.in_flight,
             queued=queued,
@@ -101,6 +80,5 @@ class ServerCounts:
             lost_servers=self.lost_servers,
             returned_servers=self.returned_servers,
             late_results=self.late_results,
-            busy_s=self.busy_before_s + running_s,
             busy_s_by_server=busy,
         )

@@ -342,7 +342,7 @@ class AsyncLLMServerManager:
         link.send(pending.attempt, now_s)
         self._counts.dispatched += 1
         self._counts.resumed += bool(pending.pieces)
-        self._counts.began(now_s)
+        self._counts.in_flight += 1
         self._set_free(link)
 
     def _set_free(self, link: ReplicaLink) -> None:
@@ -449,7 +449,7 @@ class AsyncLLMServerManager:
         """An attempt that a replica was chosen for is over."""
         assert attempt.link is not None
         attempt.link.end(attempt, state)
-        self._counts.ended(asyncio.get_running_loop().time())
+        self._counts.in_flight -= 1
         if self._links.get(attempt.link.name) is attempt.link:
             self._set_free(attempt.link)
 
@@ -543,9 +543,8 @@ class AsyncLLMServerManager:
         del self._links[name]
         orphans = link.cut()
         logger.warning("engine %s is lost: %s; its %d requests go elsewhere", name, reason, len(orphans))
-        now_s = asyncio.get_running_loop().time()
-        self._counts.lost(link, now_s)
-        self._counts.ended(now_s, len(orphans))
+        self._counts.lost(link, asyncio.get_running_loop().time())
+        self._counts.in_flight -= len(orphans)
         self._choice.remove(name)
         for attempt in orphans:
             self._keep_received(attempt)

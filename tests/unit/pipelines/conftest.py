@@ -37,6 +37,7 @@ class Run:
         *,
         steps=4,
         ratio=1.0,
+        num_groups=4,
         parts=1,
         speeds=(1.0, 1.5),
         oversample_groups=0,
@@ -47,7 +48,7 @@ class Run:
     ):
         self.build, self.replica_class = build, replica_class
         self.learned, self.saved, self.published, self.events = [], [], [], []
-        self.size, self.version, self.learn_s, self.save_s = 10**9, 0, 8.0, 0.0
+        self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
         self.engines = connect(self.replicas, self.restart, engines)
@@ -66,7 +67,7 @@ class Run:
             validation=[build.prompt()] * 3,
         )
         queue = QueueOptions(
-            groups_per_batch=4,
+            groups_per_batch=num_groups,
             async_generation_ratio=ratio,
             oversample_groups=oversample_groups,
             trigger_parameter_sync_step=plan.get("sync_every", 1),
@@ -85,7 +86,11 @@ class Run:
         )  # fmt: skip
         plan = {"first_step": 1, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
         self.plan = RunPlan(
-            **plan, max_steps=steps, groups_per_batch=4, samples_per_group=2, groups_per_part=4 // parts
+            **plan,
+            max_steps=steps,
+            groups_per_batch=num_groups,
+            samples_per_group=2,
+            groups_per_part=num_groups // parts,
         )
         watched = RunOptions(plan=self.plan, monitor_interval_s=5.0, custom_monitor=custom_monitor)
         self.pipeline = wire(self.parts, watched, Classes(trainer=trainer), self.side.turns)
@@ -109,7 +114,7 @@ class Run:
         return replica
 
     async def restart(self, name, number):
-        await asyncio.sleep(3)
+        await asyncio.sleep(self.restart_s)
         self.replicas.append(self._replica(name, 1.0))
         return self.replicas[-1]
 

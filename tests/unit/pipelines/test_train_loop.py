@@ -46,6 +46,41 @@ def test_what_over_sampling_gives_up_is_published_by_its_length(run, a_run):
     assert refused["length_bias/dropped_le_16"] == 2 * refused["groups/dropped_surplus"] > 0, "10 tokens a sample"
 
 
+@pytest.mark.parametrize(("num_groups", "idle"), [(1, 0.875), (4, 0.5), (8, 0.0)])
+def test_the_share_of_idle_engines_is_over_all_engines_and_each_ones_busy_share_is_published(
+    run, a_run, num_groups, idle
+):
+    """A group is on one engine for 10 s, and as long as it is scored; nothing else takes time, or 30 s of training."""
+    one, slow = (a_run(ratio=0.0, num_groups=num_groups, speeds=(1.0,) * 8) for _ in range(2))
+    one.learn_s, slow.learn_s = 0.0, 40.0 * 4 / num_groups
+    assert [run(done.go()) for done in (one, slow)] == [RunEnd.FINISHED] * 2
+    names = [f"busy/engine-{i}" for i in range(8)]
+    for done, share in ((one, 10.0 / 10.5), (slow, 10.0 / 50.5)):
+        for metrics in done.published:
+            busy = sorted((metrics[name] for name in names), reverse=True)
+            assert busy == pytest.approx([share] * num_groups + [0.0] * (8 - num_groups))
+            assert metrics["idle/engines"] == pytest.approx(1 - share * (1 - idle))
+
+
+def test_an_engine_that_is_gone_is_not_idle_and_counts_again_when_it_is_back(run, a_run):
+    hit = a_run(steps=6, ratio=0.0, speeds=(1.0, 1.0))
+    hit.restart_s = 50.0
+
+    async def go():
+        running = asyncio.create_task(hit.go())
+        await asyncio.sleep(5)
+        hit.replicas[0].die("SIGKILL")
+        return await running
+
+    assert run(go()) is RunEnd.FINISHED
+    seen = [(m["rollout/engines"], m["busy/engine-0"], m["busy/engine-1"], m["idle/engines"]) for m in hit.published]
+    died, gone, came, *back = seen
+    assert died[0] == 1 and died[1] == pytest.approx(5 / 23.5) and died[3] == pytest.approx(1 - (5 + 15) / 23.5 / 2)
+    assert gone[:2] == (1, 0.0) and gone[3] == pytest.approx(1 - gone[2]), "one engine is all there is"
+    assert came[:2] == (2, 0.0) and came[3] == pytest.approx(1 - came[2] / 2)
+    assert all(m[0] == 2 and m[1] == m[2] == pytest.approx(1 - m[3]) for m in back)
+
+
 def test_a_step_in_parts_is_one_step_in_every_account_and_starts_before_its_batch_is_whole(run, a_run):
     whole, parts = a_run(ratio=0.0, speeds=(1.0, 2.5)), a_run(ratio=0.0, parts=2, speeds=(1.0, 2.5))
     for one in (whole, parts):

@@ -307,7 +307,7 @@ def test_the_engines_are_busy_only_while_something_runs(run, replica_class, make
             await asyncio.sleep(100)
             (task,) = start(manager, [make("r2")])
             await asyncio.sleep(3.5)
-            assert manager.stats().busy_s == pytest.approx(13.5)
+            assert manager.stats().busy_s_by_server == pytest.approx({"a": 13.5})
             await task
 
     run(go())

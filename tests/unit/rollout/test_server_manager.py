@@ -20,7 +20,7 @@ def test_a_request_comes_back_under_its_own_name_with_all_tokens(run, replica_cl
             assert completion.version_runs == ((4, 10),) and completion.finish_reason is FinishReason.LENGTH
             stats = manager.stats()
             assert (stats.dispatched, stats.completed, stats.generated_tokens, stats.in_flight) == (1, 1, 10, 0)
-            assert stats.busy_s == pytest.approx(10)
+            assert stats.busy_s_by_server == pytest.approx({"a": 10})
 
     run(go())
 
