@@ -63,9 +63,12 @@ class Sweep:
                 await group.restart(MegatronSettings.of(config, workers[name]))
         train, held_out = await asyncio.to_thread(prompts_of, config)
         assert isinstance(self._roles.rollout, StartedRollout)
-        roles = replace(self._roles, rollout=replace(self._roles.rollout, prompts=train, validation=held_out))
+        rollout = self._roles.rollout
+        tasks = replace(rollout.tasks, prompts=train, validation=held_out)
+        roles = replace(self._roles, rollout=replace(rollout, tasks=tasks))
         run = await couple(config, roles, recorder, folder, classes)
         async with asyncio.timeout(timeout_s):
             end = await run.pipeline.run()
+            await run.checkpoint.finish()  # before the ranks begin anew
         assert end is RunEnd.FINISHED, f"{config.exp_name} ended with {end}"
         return folder.read_metrics()
