@@ -86,7 +86,8 @@ class RolloutResult:
     """(position, reason)"""
     statistics: dict[str, float] = field(default_factory=dict)
     """Groups `seen` = `kept` + `filtered` + `failed` + `requeued` (by a weight push); `surplus` of the kept; prompts
-    `aborted` by the early stop, and `not_started`.
+    `aborted` by the early stop, and `not_started`. A validation keeps what has all its scores; without them a group is
+    filtered, because nothing can be said of it.
     """
 
 
@@ -104,8 +105,10 @@ class _Tally:
 
     def add(self, index: int, outcome: GroupOutcome) -> None:
         """One group has ended."""
-        self.fates[outcome.fate] += 1
-        if outcome.group is not None and (self.every_group or outcome.fate is GroupFate.KEPT):
+        returned = outcome.group is not None and (self.every_group or outcome.fate is GroupFate.KEPT)
+        self.fates[GroupFate.KEPT if returned else outcome.fate] += 1
+        if returned:
+            assert outcome.group is not None
             self.kept.append(outcome.group)
         elif outcome.fate is GroupFate.FAILED:
             self.failed.append((index, outcome.reason))

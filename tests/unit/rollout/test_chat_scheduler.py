@@ -417,6 +417,33 @@ def test_a_validation_round_keeps_every_prompt_and_filters_none(run, build, repl
             prompts = [build.prompt(row_id=str(i)) for i in range(7)]
             result = await scheduler.generate_sequences(prompts, 2, validation=True)
             assert sorted(int(g.prompt.row_id) for g in result.groups) == list(range(7)) and result.leftovers == ()
+            counts = result.statistics
+            assert (counts["seen"], counts["kept"], counts["filtered"], counts["surplus"]) == (7, 7, 0, 0)
+
+    run(go())
+
+
+def test_a_validation_round_counts_what_it_returns_and_says_what_it_could_not_score(
+    run, build, replica_class, scorer_class
+):
+    """Seven prompts, all answered alike: one is judged too slowly and has no score, one whose scorer is down fails."""
+
+    def score(prompt, sample):
+        if prompt.row_id == "2":
+            return Reward(score=0.0, status=RewardStatus.TIMEOUT)
+        return ConnectionError("down") if prompt.row_id == "5" else 1.0
+
+    async def go():
+        options = {"filter_enabled": True, "scoring": ScoringOptions(outage_patience_s=0)}
+        async with scheduling([replica_class("a")], scorer_class(score), **options) as scheduler:
+            prompts = [build.prompt(row_id=str(i)) for i in range(7)]
+            result = await scheduler.generate_sequences(prompts, 2, validation=True)
+            assert sorted(int(g.prompt.row_id) for g in result.groups) == [0, 1, 3, 4, 6]
+            assert [index for index, _ in result.failed] == [5]
+            counts = result.statistics
+            assert (counts["seen"], counts["kept"], counts["filtered"], counts["failed"]) == (7, 5, 1, 1)
+            trained = await scheduler.generate_sequences(prompts, 2, first_id=100)
+            assert trained.groups == () and trained.statistics["filtered"] == 6, "the filter is on outside of it"
 
     run(go())
 
