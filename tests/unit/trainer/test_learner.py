@@ -1,6 +1,7 @@
 """One training step on fake ranks: what reaches the loss, and what the step says about itself."""
 
 import asyncio
+import dataclasses
 from array import array
 
 import pytest
@@ -173,6 +174,44 @@ def test_the_overlong_penalty_is_on_the_scale_of_the_shifted_reward(build):
     rows = trial.step(of_lengths(build, (4, 1.0), (8, 1.0), (4, 0.0), (8, 0.0)))
     totals = [float(advantages[mask][0]) for advantages, mask in zip(rows.advantages, rows.mask, strict=True)]
     assert totals == [1.0, 0.0, -1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        # scores 1 and 0 with a greedy answer of 0.5; scores 3 and 1 with one of 4
+        ({}, [0.5, -0.5, -1.0, -3.0]),
+        ({"reward_shift": -0.5, "reward_scale": 2.0}, [1.0, -1.0, -2.0, -6.0]),
+        ({"reward_clip": 2.0}, [0.5, -0.5, 0.0, -1.0]),
+        ({"reward_scale": 10.0, "reward_clip": 20.0}, [5.0, -5.0, 0.0, -10.0]),
+        # A mean is taken from both alike and changes nothing, as long as it is that of the scores for both.
+        ({"norm_mean_type": "group"}, [0.5, -0.5, -1.0, -3.0]),
+        ({"norm_mean_type": "batch"}, [0.5, -0.5, -1.0, -3.0]),
+        ({"norm_std_type": "group"}, [0.5 / 0.5**0.5, -0.5 / 0.5**0.5, -1.0 / 2**0.5, -3.0 / 2**0.5]),
+        ({"norm_mean_type": "running", "norm_std_type": "running", "reward_scale": 4.0}, [0.5, -0.5, -1.0, -3.0]),
+        # Minus the group's mean the scores are 0.5, -0.5 and 1, -1; the greedy answers 0 and 2, which is cut to 0.75.
+        ({"norm_mean_type": "group", "reward_clip": 0.75}, [0.5, -0.5, 0.0, -1.5]),
+    ],
+)
+def test_a_greedy_baseline_is_subtracted_on_the_scale_of_the_shaped_scores(build, options, wanted):
+    """remax: what the actor gets is shaped(score) - shaped(greedy score)."""
+    groups = [
+        dataclasses.replace(build.group(i, scores=scores), baseline_score=greedy)
+        for i, (scores, greedy) in enumerate([((1.0, 0.0), 0.5), ((3.0, 1.0), 4.0)])
+    ]
+    rows = Trial(adv_estimator="remax", **options).step(groups)
+    found = [sorted(set(a[mask].tolist())) for a, mask in zip(rows.advantages, rows.mask, strict=True)]
+    assert all(len(of_row) == 1 for of_row in found), "one value for all tokens of a row"
+    if options.get("norm_std_type") == "running":  # scores of 4, 0, 12 and 4, their unbiased deviation
+        wanted = [4 * value / (((1 + 25 + 49 + 1) / 3) ** 0.5) for value in wanted]
+    assert [of_row[0] for of_row in found] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_overlong_penalty_is_the_samples_own_and_leaves_the_greedy_baseline_alone(build):
+    (group,) = of_lengths(build, (4, 1.0), (8, 1.0))
+    trial = Trial(adv_estimator="remax", overlong_len=4, reward_scale=2.0)
+    rows = trial.step([dataclasses.replace(group, baseline_score=0.5)])
+    assert [float(a[mask][0]) for a, mask in zip(rows.advantages, rows.mask, strict=True)] == [1.0, 0.0]
 
 
 def test_running_moments_and_the_kl_coefficient_survive_a_restart(build):
