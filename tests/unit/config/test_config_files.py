@@ -69,7 +69,7 @@ def test_numbers_in_the_comments_of_shipped_configs_are_true(path):
     for i, word in enumerate(head.replace(",", " ").replace(")", " ").split()):
         after = head.replace(",", " ").replace(")", " ").split()[i + 1 :]
         if word == "bound" and after and after[0].isdecimal():
-            assert int(after[0]) == config.staleness_bound
+            assert int(after[0]) == config.async_training.staleness.max_versions
 
 
 ODD_TEXTS = [
