@@ -1,7 +1,7 @@
-"""Warnings W02 to W10: allowed, but probably not meant."""
+"""Warnings W02 to W11: allowed, but probably not meant."""
 
 from roll_async.config.loading.diagnostics import Diagnostic
-from roll_async.config.loading.node import Node
+from roll_async.config.loading.node import Node, find
 from roll_async.config.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
 from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
@@ -9,10 +9,13 @@ from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.config.schema_async import InterruptConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 
+_GENERATION_TIMEOUT = "async_training.generation_timeout"
+
 
 def find_warnings(config: PipelineConfig, root: Node) -> list[Diagnostic]:
     """All warnings of a valid config, in the order of their ids."""
-    return [placed(*finding, root) for rule in _RULES for finding in rule(config)]
+    found = (finding for rule in _RULES for finding in rule(config))
+    return [placed(*finding, root) for finding in (*found, *patience(config, root))]
 
 
 def ratio_is_one(config: PipelineConfig) -> Findings:
@@ -121,6 +124,20 @@ def without_effect(config: PipelineConfig) -> Findings:
         yield "W08", "async_training.staleness", message
     if interrupt != InterruptConfig():
         yield "W08", "async_training.interrupt", message
+
+
+def patience(config: PipelineConfig, root: Node) -> Findings:
+    """W11. Only where a file or an override names it: replicas that tell of no token are found within a minute whatever
+    the time-outs, and the defaults rely on that.
+    """
+    key, limit_s, stall_s = _GENERATION_TIMEOUT, config.async_training.generation_timeout, config.fault.stall_timeout
+    if find(root, key.split(".")) is not None and limit_s >= stall_s:
+        message = (
+            f"a request that does not end is given to another engine after {limit_s:g} s, and the run ends after"
+            f" fault.stall_timeout, {stall_s:g} s, if nothing else moves: set it below that, or raise"
+            " fault.stall_timeout"
+        )
+        yield "W11", key, message
 
 
 def on_cpu(config: PipelineConfig) -> Findings:

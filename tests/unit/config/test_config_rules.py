@@ -154,6 +154,23 @@ def test_an_odd_config_gets_one_warning_and_loads(files, id, edits, message):
     assert [f"{d.id} {d.key}: {d.message}" for d in warnings] == [f"{id} {message}"]
 
 
+def test_a_time_out_behind_the_end_of_the_run_is_told_where_somebody_wrote_it(files):
+    """The defaults, 3600 s and 1800 s, say nothing: silent engines are found by their silence."""
+    key = "async_training.generation_timeout"
+
+    def told(edits):
+        return [(d.id, d.key, d.message) for d in load_with_warnings(files.rlvr(edits)).warnings]
+
+    said = (
+        "a request that does not end is given to another engine after 3600 s, and the run ends after"
+        " fault.stall_timeout, {} s, if nothing else moves: set it below that, or raise fault.stall_timeout"
+    )
+    assert told({}) == told({key: 1799.0}) == told({key: 3600.0, "fault.stall_timeout": 3601.0}) == []
+    assert told({"fault.stall_timeout": 60.0}) == []
+    assert told({key: 3600.0}) == [("W11", key, said.format(1800))]
+    assert told({key: 3600.0, "fault.stall_timeout": 3600.0}) == [("W11", key, said.format(3600))]
+
+
 def test_what_the_trainer_waits_for_is_a_rule_of_whole_groups(files):
     """A mini-batch of 8 samples holds 4 groups of 2: streaming works; the default waits for all mini-batches."""
     config = load(files.rlvr({"rollout_batch_size": 16, "async_training.require_batches": 2}))
