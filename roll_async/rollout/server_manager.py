@@ -1,96 +1,34 @@
-"""One request to one replica: load-aware dispatch, interruption, re-dispatch of what a dead or silent replica held.
+"""The replicas of `actor_infer` as a run sees them: rounds of requests, weight pushes, validation, loss and return.
 
-    generate --> waiting --pump--> outbox of a replica with free slots --submit--> replica
-                   ^                                                                  |
-                   +------ the next attempt, with its tokens <---- reader <---collect--+
-
-Dispatch is event-driven: every freed slot is refilled at once, and no slot is free while a request may run there.
-Calls to a replica carry batches. No lock is held across a wait. Where an attempt is, `attempts.py` knows; whether a
-replica works, `liveness.py` finds out. A replica that does not answer a control call in time is lost like one that
-died.
+How one request reaches a replica, and what becomes of its attempts, is `request_dispatch.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING
 
-from roll_async.inference.protocol import EngineReport, PauseMode
-from roll_async.rollout.attempts import Attempt, AttemptState, Stop
-from roll_async.rollout.liveness import Liveness
-from roll_async.rollout.load_index import ReplicaChoice
+from roll_async.inference.protocol import PauseMode
+from roll_async.rollout.attempts import Stop
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import Replica
-from roll_async.rollout.replica_link import REPLICA_ERRORS, ReplicaLink, ask_all, wait_drained
-from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
-from roll_async.rollout.server_counts import ServerCounts, ServerStats
-from roll_async.rollout.waiting import WaitingRequests
-from roll_async.schema import Completion, FinishReason, GenerateRequest, Prompt
+from roll_async.rollout.replica_link import ReplicaLink, ask_all, wait_drained
+from roll_async.rollout.request_dispatch import REPLY_WITHIN_S, RequestDispatch
+from roll_async.schema import Prompt
 
 if TYPE_CHECKING:
     from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, RolloutResult
 
-logger = logging.getLogger(__name__)
 
-_REPLY_WITHIN_S = 5.0
-"""An attempt whose end was acknowledged has its reply ready: so long that may take to arrive."""
-_SHORTEST_POLL_S = 0.1
-"""Between two questions for the load of a replica that runs requests of others."""
-
-
-class AsyncLLMServerManager:
+class AsyncLLMServerManager(RequestDispatch):
     """All replicas of `actor_infer`. `start` before use, `close` at the end; failures of the readers surface in
     `wait_failed`.
     """
 
     def __init__(self, clients: Sequence[Replica], options: ManagerOptions) -> None:
-        self._options = options
-        self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
-        self._liveness = Liveness(self, options, self._spawn)
-        self._returns: Callable[[str, str], bool] | None = None
-        self._expected: set[str] = set()
-        self._choice = ReplicaChoice()
-        self._waiting = WaitingRequests()
-        self._counts = ServerCounts()
-        self._dispatching, self._foreground_only = True, False
-        self.num_interrupts = 0
-        self._interrupt_mode: str | None = None
-        self._pump_soon: asyncio.Handle | None = None
-        self._round_began_s = float("-inf")
-        self._num_requests = 0
-        self._followed: set[ReplicaLink] = set()
+        super().__init__(clients, options)
         self._scheduler: ChatCompletionScheduler | None = None
-        self._failure: asyncio.Future[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        """Begin to read replies."""
-        self._failure = asyncio.get_running_loop().create_future()
-        for link in self._links.values():
-            self._begin(link)
-        self._liveness.start()
-
-    def _begin(self, link: ReplicaLink) -> None:
-        self._set_free(link)
-        link.open()
-
-    async def close(self) -> None:
-        """Stop reading; requests that still wait are cancelled."""
-        if self._pump_soon is not None:
-            self._pump_soon.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for pending in [*self._waiting, *(attempt.request for attempt in self._all_in_flight())]:
-            pending.result.cancel()
-        self._waiting.clear()
-
-    async def wait_failed(self) -> None:
-        """Returns never; raises what ended the last replica."""
-        assert self._failure is not None, "start() first"
-        await asyncio.shield(self._failure)
 
     @property
     def num_servers(self) -> int:
@@ -101,53 +39,6 @@ class AsyncLLMServerManager:
     def clients(self) -> list[Replica]:
         """Replicas alive."""
         return [s.client for s in self._links.values()]
-
-    @property
-    def links(self) -> Collection[ReplicaLink]:
-        """Replicas alive, with what is in flight there."""
-        return self._links.values()
-
-    @property
-    def stands_still(self) -> bool:
-        """A weight push stops the replicas."""
-        return not self._dispatching
-
-    def stats(self) -> ServerStats:
-        """Counters since the start."""
-        now_s = asyncio.get_running_loop().time()
-        return self._counts.stats(queued=len(self._waiting), now_s=now_s, links=self._links.values())
-
-    # Requests
-
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        affinity: str | None = None,
-        conversation: str | None = None,
-        foreground: bool = False,
-    ) -> Completion:
-        """Run a request to its end, over as many replicas and weight versions as it takes.
-
-        `affinity`: requests with the same key go to one replica while it lives and has room. `conversation`: later
-        requests with this key go where the first one went while that lives, at once and also when it is full: its cache
-        holds all they begin with. `foreground`: runs also while `set_aside` holds the others back.
-        Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
-        """
-        loop = asyncio.get_running_loop()
-        later = conversation is not None and self._choice.is_settled(conversation)
-        self._num_requests += 1
-        pending = PendingRequest(
-            request, loop.create_future(), affinity, foreground, self._num_requests, conversation, later
-        )
-        self._waiting.add(pending)
-        if self._pump_soon is None:  # requests that are made in one turn of the loop leave in one call per replica
-            self._pump_soon = loop.call_soon(self._pump)
-        try:
-            return await pending.result
-        except asyncio.CancelledError:
-            self._forget(pending)
-            raise
 
     def scheduled_by(self, scheduler: ChatCompletionScheduler) -> None:
         """Who runs the rounds of `generate_sequences`."""
@@ -160,38 +51,6 @@ class AsyncLLMServerManager:
         if self._scheduler is None:
             raise RuntimeError("generate_sequences: no ChatCompletionScheduler was made with this manager")
         return await self._scheduler.generate_sequences(prompts, num_groups, validation=validation, first_id=first_id)
-
-    async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns, which is in
-        bounded time wherever they are: what has not left ends at once, what is on the wire when it has arrived, what
-        runs when its replica says so. A replica that does not say so within `interrupt_timeout_s` is lost.
-        """
-        wanted = set(request_ids)
-        for pending in [p for p in self._waiting if p.request.request_id in wanted]:
-            self._waiting.discard(pending)
-            pending.attempt.to(AttemptState.ABORTED)
-            self._finish_aborted(pending)
-        attempts = [a for a in self._all_in_flight() if a.request.request.request_id in wanted]
-        for attempt in attempts:
-            attempt.request.abort_wanted, attempt.stop = True, Stop.CALLER
-        await self._end_on_servers(attempts)
-        left = [a.request.result for a in attempts if not a.ended]
-        if left:
-            await asyncio.wait(left, timeout=min(_REPLY_WITHIN_S, self._options.interrupt_timeout_s))
-        for attempt in attempts:
-            if not attempt.ended:  # acknowledged, and its reply did not come: what it told of is all there is
-                self._lose(attempt)
-                self._finish_aborted(attempt.request)
-        self._pump()
-
-    async def abort_all(self) -> None:
-        """End every request, queued or running."""
-        running = (attempt.request for attempt in self._all_in_flight())
-        await self.abort([p.request.request_id for p in [*self._waiting, *running]])
-
-    def forget_affinity(self, key: str) -> None:
-        """No further request will come with this affinity or conversation key."""
-        self._choice.forget(key)
 
     # Weight pushes and validation
 
@@ -215,7 +74,7 @@ class AsyncLLMServerManager:
             self._recall(self._all_in_flight())
         await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
         if mode != "keep":
-            await wait_drained(self._links.values(), min(_REPLY_WITHIN_S, max(0.0, deadline - loop.time())))
+            await wait_drained(self._links.values(), min(REPLY_WITHIN_S, max(0.0, deadline - loop.time())))
             for link in [link for link in self._links.values() if link.in_flight]:
                 for attempt in list(link.in_flight.values()):  # its tokens never came
                     self._lose(attempt)
@@ -258,6 +117,8 @@ class AsyncLLMServerManager:
         else:
             self._pump()
 
+    # Replicas that come and go
+
     async def add(self, client: Replica) -> None:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
@@ -287,300 +148,3 @@ class AsyncLLMServerManager:
         """Remove a replica; its requests go on elsewhere from their last token."""
         if name in self._links:
             self.lost(self._links[name], reason)
-
-    # Dispatch
-
-    def _pump(self) -> None:
-        """Give waiting requests, oldest first, to replicas with free slots. One that may not run on any replica with a
-        free slot keeps its place and holds nobody up. Later turns of conversations go to their replica in any case.
-        """
-        if self._pump_soon is not None:
-            self._pump_soon.cancel()
-            self._pump_soon = None
-        if not self._dispatching or not self._waiting:
-            return
-        now = asyncio.get_running_loop().time()
-        if now - self._round_began_s >= self._options.batch_creation_interval_s:
-            self._round_began_s = now
-            self._choice.begin_round()
-        if self._waiting.any_later_turn:
-            self._send_home()
-        passed = []
-        while self._choice.any_free:
-            pending = self._waiting.pop(foreground_only=self._foreground_only)
-            if pending is None:
-                break
-            name = self._choice.choose(pending.affinity, self._avoided(pending))
-            if name is None:
-                passed.append(pending)
-                continue
-            if pending.conversation is not None:
-                self._choice.settle(pending.conversation, name)
-            self._dispatch(pending, self._links[name], now)
-        for pending in passed:
-            self._waiting.add(pending)
-
-    def _send_home(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
-            assert pending.conversation is not None
-            if (home := self._choice.home(pending.conversation, self._avoided(pending))) is not None:
-                self._waiting.discard(pending)
-                self._dispatch(pending, self._links[home], now)
-
-    def _avoided(self, pending: PendingRequest) -> Collection[str]:
-        """Replicas that failed this request and are still there: it goes elsewhere while there is one."""
-        if not pending.failed_on:
-            return ()
-        return {link.name for link in pending.failed_on if self._links.get(link.name) is link}
-
-    def _dispatch(self, pending: PendingRequest, link: ReplicaLink, now_s: float) -> None:
-        if pending.num_generated >= pending.request.sampling.max_new_tokens:
-            pending.attempt.to(AttemptState.ANSWERED)
-            self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.LENGTH))
-            return
-        link.send(pending.attempt, now_s)
-        self._counts.dispatched += 1
-        self._counts.resumed += bool(pending.pieces)
-        self._counts.in_flight += 1
-        self._set_free(link)
-
-    def _set_free(self, link: ReplicaLink) -> None:
-        """What it runs, for us and for others, decides how much more it gets; a suspect shows with one that it works.
-        The load of others is asked for again before it is older than `batch_creation_interval_s`.
-        """
-        running = len(link.in_flight)
-        free = self._options.max_concurrent_per_server - running - link.foreign_requests
-        if link.suspect:
-            free = min(free, 1 - running)
-        self._choice.set(link.name, free, 1.0 if link.load is None else link.load.free_kv_fraction)
-        if link.foreign_requests and link not in self._followed:
-            self._followed.add(link)
-            self._spawn(self._follow_load(link), f"load of {link.name}")
-
-    async def _follow_load(self, link: ReplicaLink) -> None:
-        """While others run requests on a replica its free slots change without a report."""
-        try:
-            while link.foreign_requests and self._links.get(link.name) is link:
-                await asyncio.sleep(max(self._options.batch_creation_interval_s, _SHORTEST_POLL_S))
-                async with asyncio.timeout(self._options.interrupt_timeout_s):
-                    await link.ask_load()
-        except REPLICA_ERRORS:
-            link.foreign_requests = 0  # whether it works at all the heartbeat finds out
-        finally:
-            self._followed.discard(link)
-
-    def load_told(self, link: ReplicaLink) -> None:
-        """A replica has told its load outside of a report: others may have taken or left its slots."""
-        if self._links.get(link.name) is link:
-            self._set_free(link)
-            self._pump()
-
-    def overlooked(self) -> list[tuple[str, str]]:
-        """(request, replica) where a request waits although the replica has a free slot for it: none, between two
-        events. The invariant of work conservation, for who checks it.
-        """
-        if not self._dispatching or self._pump_soon is not None:
-            return []
-        limit = self._options.max_concurrent_per_server
-        free = [k for k in self.links if not k.suspect and limit > len(k.in_flight) + k.foreign_requests]
-        waiting = [p for p in self._waiting if p.foreground or not self._foreground_only] if free else []
-        names = {link.name for link in free}
-        return [(p.request.request_id, sorted(left)[0]) for p in waiting if (left := names - set(self._avoided(p)))]
-
-    # Ends of attempts
-
-    def reported(self, link: ReplicaLink, report: EngineReport) -> None:
-        """What came back from a replica."""
-        for progress in report.progress:
-            attempt = link.in_flight.get(progress.piece.request_id)
-            if attempt is not None and attempt.receive(progress):  # else of an attempt that is over
-                self._works(link)
-        for completion in report.completions:
-            self._reply(link, completion)
-        for wire_id, reason in report.failures:
-            attempt = self._ended(link, wire_id, AttemptState.ANSWERED)
-            if attempt is not None:
-                self._keep_received(attempt)
-                self._retry(attempt.request, link, reason)
-        link.take_note(report.load)
-        self._set_free(link)
-        self._pump()
-
-    def _works(self, link: ReplicaLink) -> None:
-        """A token came from it."""
-        link.quiet_looks = link.strikes = 0
-
-    def _reply(self, link: ReplicaLink, completion: Completion) -> None:
-        aborted = completion.finish_reason is FinishReason.ABORT
-        attempt = self._ended(link, completion.request_id, AttemptState.ABORTED if aborted else AttemptState.ANSWERED)
-        if attempt is None:
-            return
-        pending, tokens = attempt.request, len(completion.token_ids)
-        self._counts.generated_tokens += tokens
-        if tokens:
-            self._works(link)
-        if not aborted or pending.abort_wanted:
-            self._finish(pending, completion, link.name)
-        elif attempt.stop is Stop.TIMEOUT:
-            pending.keep(completion)
-            self._retry(pending, link, f"did not end within {self._options.generation_timeout_s:g} s")
-        elif self._interrupt_mode == "abort":
-            self._counts.gave_up(pending.num_generated + tokens)
-            if not pending.result.done():
-                pending.result.set_exception(Interrupted(pending.request.request_id))
-        elif self._interrupt_mode is not None or attempt.stop is Stop.ASIDE:
-            pending.keep(completion)
-            self._requeue(pending)
-        else:
-            pending.keep(completion)
-            self._retry(pending, link, "ended it as aborted, and nobody had asked for that")
-
-    def _ended(self, link: ReplicaLink, wire_id: str, state: AttemptState) -> Attempt | None:
-        """The attempt a replica tells the end of. None, and counted: it had ended before."""
-        attempt = link.in_flight.get(wire_id)
-        if attempt is None:
-            self._counts.late_results += 1
-            return None
-        self._end(attempt, state)
-        return attempt
-
-    def _end(self, attempt: Attempt, state: AttemptState) -> None:
-        """An attempt that a replica was chosen for is over."""
-        assert attempt.link is not None
-        attempt.link.end(attempt, state)
-        self._counts.in_flight -= 1
-        if self._links.get(attempt.link.name) is attempt.link:
-            self._set_free(attempt.link)
-
-    def _lose(self, attempt: Attempt) -> None:
-        """Give an attempt up; the tokens it told of are kept."""
-        self._end(attempt, AttemptState.LOST)
-        self._keep_received(attempt)
-
-    def _recall(self, attempts: Iterable[Attempt]) -> None:
-        """What has not left for its replica yet waits again, in its place."""
-        for attempt in attempts:
-            if attempt.state is AttemptState.OUTBOX:
-                self._end(attempt, AttemptState.ABORTED)
-                self._requeue(attempt.request)
-
-    def give_elsewhere(self, attempts: Sequence[Attempt], reason: str) -> None:
-        """These attempts failed on their replica: they go on elsewhere from the last token they told of."""
-        for attempt in attempts:
-            if not attempt.ended:
-                assert attempt.link is not None
-                self._lose(attempt)
-                self._retry(attempt.request, attempt.link, reason)
-        self._pump()
-
-    def _retry(self, pending: PendingRequest, link: ReplicaLink, reason: str) -> None:
-        """A replica failed this request. The next attempt avoids it while there is another one."""
-        pending.failures += 1
-        pending.failed_on.add(link)
-        if pending.failures > self._options.request_retries and not pending.abort_wanted:
-            if not pending.result.done():
-                whole = f"request {pending.request.request_id} failed {pending.failures} times"
-                pending.result.set_exception(GenerationFailed(f"{whole}; last: {link.name}: {reason}"))
-            return
-        self._counts.retried += 1
-        self._requeue(pending)
-
-    def _requeue(self, pending: PendingRequest) -> None:
-        """The next attempt waits, unless nobody wants the request any more."""
-        if pending.abort_wanted:
-            self._finish_aborted(pending)
-        elif not pending.result.done():
-            pending.begin_attempt()
-            self._waiting.add(pending)
-
-    def _keep_received(self, attempt: Attempt) -> None:
-        """An attempt is over, and its reply will not count: its last reported token is the last one that there is."""
-        if self._interrupt_mode != "abort":
-            self._counts.generated_tokens += attempt.request.keep(attempt.received_piece())
-
-    def _finish_aborted(self, pending: PendingRequest) -> None:
-        self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.ABORT))
-
-    def _finish(self, pending: PendingRequest, last: Completion, replica: str = "") -> None:
-        if pending.result.done():
-            return
-        if last.finish_reason is FinishReason.ABORT:
-            self._counts.gave_up(pending.num_generated + len(last.token_ids))
-        else:
-            self._counts.completed += 1
-        pending.result.set_result(pending.merged(last, replica))
-
-    def _forget(self, pending: PendingRequest) -> None:
-        """Its caller is gone: stop the work, expect no reply."""
-        attempt = pending.attempt
-        if self._waiting.discard(pending) or attempt.ended or attempt.link is None:
-            return
-        arrives = attempt.state is AttemptState.RUNNING  # one on the wire is ended when it is acknowledged
-        self._end(attempt, AttemptState.ABORTED)
-        if arrives:
-            self._spawn(self._liveness.end_there(attempt.link, [attempt]), f"abort on {attempt.link.name}")
-        self._pump()
-
-    async def _end_on_servers(self, attempts: Sequence[Attempt]) -> None:
-        """No replica runs these attempts when this returns; what has not left does not leave."""
-        by_link: dict[ReplicaLink, list[Attempt]] = {}
-        for attempt in attempts:
-            if attempt.state is AttemptState.OUTBOX:
-                self._end(attempt, AttemptState.ABORTED)
-                self._finish_aborted(attempt.request)
-            elif attempt.link is not None:
-                by_link.setdefault(attempt.link, []).append(attempt)
-        await asyncio.gather(*(self._liveness.end_there(link, part) for link, part in by_link.items()))
-
-    # Losses
-
-    def lost(self, link: ReplicaLink, reason: str) -> None:
-        """A replica is gone: its requests are dispatched again from their last received token."""
-        name = link.name
-        if self._links.get(name) is not link:
-            return
-        del self._links[name]
-        orphans = link.cut()
-        logger.warning("engine %s is lost: %s; its %d requests go elsewhere", name, reason, len(orphans))
-        self._counts.lost(link, asyncio.get_running_loop().time())
-        self._counts.in_flight -= len(orphans)
-        self._choice.remove(name)
-        for attempt in orphans:
-            self._keep_received(attempt)
-            self._retry(attempt.request, link, reason)
-        if self._returns is not None and self._returns(name, reason):
-            self._expected.add(name)
-        self._end_without_engines(name, reason)
-        self._pump()
-
-    def _end_without_engines(self, name: str, reason: str) -> None:
-        """No replica is there and none will come: everything that waits fails."""
-        if self._links or self._expected:
-            return
-        error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
-        for pending in self._waiting:
-            if not pending.result.done():
-                pending.result.set_exception(error)
-        self._waiting.clear()
-        self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
-            self._failure.exception()  # a run that ends for another reason need not look at it
-
-    def _all_in_flight(self) -> list[Attempt]:
-        return [a for link in self._links.values() for a in link.in_flight.values()]
-
-    def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(error)
