@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roll_async.envs.worlds.frozen_lake import FrozenLake, FrozenLakeOptions
 from roll_async.envs.worlds.moves import STEPS, WORDS
 
-VERSION = 1
+VERSION = 2
 STEPS_WARM, BATCH, RATE = 500, 12, 4e-3
 RANDOM_MOVES, CALLS = 0.55, 0.15
 MAX_TURNS = 10
