@@ -145,6 +145,21 @@ class BatchFreshness:
     """Trained tokens by staleness in versions."""
 
     @classmethod
+    def without_queue(cls, groups: Sequence[Group], *, step: int, now_s: float) -> BatchFreshness:
+        """What the groups alone tell, for a step whose queue was lost: they count as finished under the newest version
+        that sampled one of their tokens, and as taken now.
+        """
+        newest = [max((v for s in g.samples for v, _ in s.version_runs), default=step - 1) for g in groups]
+        return cls.measure(
+            groups,
+            newest,
+            step=step,
+            taken_s=[now_s] * len(groups),
+            max_versions=step,  # no token can be older
+            soft_versions=None,
+        )
+
+    @classmethod
     def measure(
         cls,
         groups: Sequence[Group],

@@ -177,11 +177,12 @@ class TrainLoop:
             return RunEnd.INTERRUPTED
         groups, report = consumed
         self.trained, self.mid_step = step, False  # the weights hold it, whether its record succeeds or not
-        ages = await parts.queue.freshness(step)
-        await parts.queue.step_trained(step)
         self.num_samples += report.num_samples
+        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
         sync, validation = None, {}
         try:
+            ages = await parts.queue.freshness(step)
+            await parts.queue.step_trained(step)
             if not self._abandoned and self._push_due(step):
                 self.state = TrainerState.SYNCHRONIZING
                 with clock.measure("weight_sync"):
@@ -190,7 +191,7 @@ class TrainLoop:
                 self.state = TrainerState.VALIDATING
                 with clock.measure("validation"):
                     validation = await self._validate(step)
-        finally:  # also when the push fails: the step is whole, and may be saved
+        finally:  # also when the queue is gone or the push fails: the step is whole, and may be saved
             metrics = self._metrics(step, groups, report, sync, clock, ages)
             parts.observer.step(step, {**metrics, **validation})
             self._trace(step, groups, clock)

@@ -37,7 +37,8 @@ def test_one_batch_ahead_overlaps_stays_within_the_bound_and_leaves_what_it_prom
     assert code == 0, output
     metrics = launcher.metrics()
     assert max(m["staleness/max"] for m in metrics) == 1
-    assert [m["step"] for m in metrics if "validation/accuracy" in m] == [2, 4]
+    assert [m["step"] for m in metrics if "validation/accuracy" in m] == [2, 4, 5], "the last model, too"
+    assert [m["validation/version"] for m in metrics if "validation/accuracy" in m] == [2, 4, 5]
     folder = launcher.output / "run"
     for name in ("config.yaml", "metrics.jsonl", "run.log", "reward.png", "ledger.sqlite", "trace.json"):
         assert (folder / name).stat().st_size > 0, name

@@ -122,3 +122,19 @@ def test_a_push_that_reaches_nobody_is_published_and_saved_and_a_stalled_queue_t
     with pytest.raises(BaseExceptionGroup) as raised:
         run(stalled.go())
     assert raised.group_contains(StallError) and stalled.saved == [3]
+
+
+def test_a_step_whose_queue_is_lost_after_it_was_learned_is_published_dumped_and_saved(run, a_run):
+    hit = a_run(steps=50)
+    freshness = hit.queue.freshness
+
+    async def lost(step):
+        if step == 3:
+            raise ConnectionError("rollout process: process is gone")
+        return await freshness(step)
+
+    hit.queue.freshness = lost
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(hit.go())
+    assert raised.group_contains(ConnectionError)
+    assert len(hit.published) == 3 and hit.published[-1]["staleness/max"] >= 0 and hit.saved == [3]
