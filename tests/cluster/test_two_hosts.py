@@ -124,12 +124,12 @@ def test_tp2_with_sequence_parallel_and_two_replicas_over_two_hosts_is_on_policy
 def test_a_folder_that_is_another_one_on_a_host_is_refused_before_a_model_is_loaded(drive, cluster):
     """NeMo-RL, verl and we ourselves saved checkpoints to a disk of each host and called them whole."""
     unshared = cluster.folder / "unshared"
-    code, output = drive("actor_train.world_size=4", f"output_dir={unshared}", timeout=120)
+    code, output = drive("actor_train.world_size=4", "rollout_batch_size=32", f"output_dir={unshared}", timeout=120)
     assert code == 2, output
     assert f"output_dir={unshared}/run is not the driver's folder on host" in output
     assert "put it on a file system that all nodes share" in output and "Traceback" not in output
 
 
 def test_more_processes_than_the_cluster_has_cpus_for_are_refused_at_once(drive):
-    code, output = drive("actor_train.world_size=8", "output_dir=out", timeout=60)
+    code, output = drive("actor_train.world_size=8", "rollout_batch_size=64", "output_dir=out", timeout=60)
     assert code == 2 and "the roles on CPU are 9 processes, and Ray has 6 CPUs" in output, output
