@@ -1,7 +1,7 @@
 """How many bytes of a weight push cross which kind of link, and how long that takes at given bandwidths.
 
-Arithmetic over tensor shapes, for models and clusters that are not there: `roll-async show --weights` and
-`roll-async simulate --weights` print it. The rules are those of the push itself: `layout.py` for what an engine rank
+Arithmetic over tensor shapes, for models and clusters that are not there; `tools/bench/weight_traffic.py` prints it.
+The rules are those of the push itself: `layout.py` for what an engine rank
 keeps, every holder of a tensor sends its share of it, replicas pass the weights on in a chain (`links.py`).
 """
 

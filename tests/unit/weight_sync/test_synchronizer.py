@@ -293,3 +293,11 @@ def test_versions_follow_each_other_on_one_synchronizer(run):
     run(go())
     assert [version for version, _ in world.held] == [0, 1, 2, 3]
     assert world.sync.param_sync_count == 4 and [r.serves for r in world.replicas] == [3, 3]
+
+
+def test_a_push_tells_each_replica_which_one_is_ahead_of_it_and_the_first_pulls_from_the_trainer(run):
+    world = World()
+    run(world.sync.push(1))
+    first, second = (replica.plan for replica in world.replicas)
+    assert (first.replica, first.upstream) == ("engine-0", None)
+    assert (second.replica, second.upstream) == ("engine-1", "engine-0")
