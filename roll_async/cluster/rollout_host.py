@@ -162,8 +162,8 @@ class RolloutHost:
         report = await self._side.synchronizer.push(version)
         return report, self._counters()
 
-    async def welcome(self, version: WeightVersion) -> Counters:
-        await self._side.synchronizer.welcome(version)
+    async def resync_returned(self, version: WeightVersion) -> Counters:
+        await self._side.synchronizer.resync_returned(version)
         return self._counters()
 
     async def validate(self, step: int) -> tuple[Mapping[str, float], Counters]:

@@ -212,11 +212,13 @@ class SynchronizerClient:
         self._link.take_in(counters)
         return report
 
-    async def wait_returning(self) -> None:
+    async def wait_for_returned(self) -> None:
         await self._link.returned.wait()
 
-    async def welcome(self, version: WeightVersion) -> None:
-        self._link.take_in(await self._link.wait("welcome", self._link.host.welcome.remote(version)))
+    async def resync_returned(self, version: WeightVersion) -> None:
+        self._link.take_in(
+            await self._link.wait("resync of returned replicas", self._link.host.resync_returned.remote(version))
+        )
 
     def status(self) -> SyncStatus:
         return self._link.counters.sync

@@ -149,11 +149,11 @@ def _queue_health(stats: QueueStats) -> ComponentHealth:
 
 def _sync_health(status: SyncStatus) -> ComponentHealth:
     health = Health.WAITING if status.state is SyncState.IDLE else Health.RUNNING
-    if status.taken_out:
+    if status.removed:
         health = Health.DEGRADED
-    out = f", taken out: {', '.join(status.taken_out)}" if status.taken_out else ""
+    removed = f", removed: {', '.join(status.removed)}" if status.removed else ""
     detail = (
         f"{status.state.value}, version {status.version}, {status.param_sync_count} done, "
-        f"{status.sync_failures} failed attempts{out}"
+        f"{status.sync_failures} failed attempts{removed}"
     )
     return ComponentHealth(name="ParameterSynchronizer", health=health, detail=detail)

@@ -237,7 +237,7 @@ class TrainLoop:
             with clock.measure("wait_batch"):
                 taking = parts.queue.take_batch(step, plan.groups_per_part)
                 try:
-                    part = await self._welcoming(taking, stoppable=not groups)
+                    part = await self._resync_during(taking, stoppable=not groups)
                 except EndOfData as end:
                     if not groups:
                         raise
@@ -254,7 +254,7 @@ class TrainLoop:
                 reports.append(await parts.learner.learn(part, step))
         return groups, merged_reports(reports)
 
-    async def _welcoming(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
+    async def _resync_during(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
         """The result of `work`, None when a stop came first. Meanwhile replicas that come back are given the present
         weights: without them `work` might never end.
         """
@@ -262,7 +262,7 @@ class TrainLoop:
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             while not task.done():
-                back = asyncio.ensure_future(synchronizer.wait_returning())
+                back = asyncio.ensure_future(synchronizer.wait_for_returned())
                 waits = {task, back, stop} if stoppable else {task, back}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 came_back = back.done()
@@ -272,7 +272,7 @@ class TrainLoop:
                 if stoppable and stop.done():
                     return None
                 if came_back:
-                    await synchronizer.welcome(self.trained)
+                    await synchronizer.resync_returned(self.trained)
             return await task
         finally:
             for pending in (task, stop):
@@ -319,7 +319,7 @@ class TrainLoop:
         await parts.rollouter.pause()
         try:
             self._validated = step
-            measured = await self._welcoming(parts.validate(step), stoppable=False) or {}
+            measured = await self._resync_during(parts.validate(step), stoppable=False) or {}
             return {**measured, "validation/version": float(parts.synchronizer.status().version or 0)}
         finally:
             await parts.rollouter.resume()

@@ -184,9 +184,9 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         lambda: manager.clients,
         options.sync,
         weights_held=queue.weights_held,
-        take_out=supervisor.take_out,
-        put_back=supervisor.put_back,
-        comes_back=lambda: manager.expects_return,
+        remove_replica=supervisor.remove_replica,
+        readmit=supervisor.readmit,
+        expects_return=lambda: manager.expects_return,
     )
     supervisor.attach(synchronizer.rejoin)
     validate = _validation(source, roles.validation, options) if roles.validation else None

@@ -1,9 +1,9 @@
-"""Brings lost engines back: start again, paused, then the present weights, then work.
+"""Restarts lost engines: start the process, pause it, give it the present weights, resume it.
 
-    manager.lost --> supervisor.lost --> start (retried) --> rejoin --> synchronizer --> put_back --> manager.add
+    manager.lost --> supervisor.lost --> start (retried) --> rejoin --> synchronizer --> readmit --> manager.add
 
-Its requests wait or run elsewhere meanwhile. A replica that used up its restarts stays out; the run ends when none is
-left.
+Its requests wait or run on other replicas meanwhile. A replica that has used up its restarts is not started again; the
+run ends when none is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST_DELAY_S = 1.0
 _BACKOFF = 4.0
 
 StartEngine = Callable[[str, int], Awaitable[Replica]]
-"""(name, how often it was started before) to a running replica of that name, wherever the old one lay."""
+"""(name, how often it was started before) to a running replica of that name, wherever the lost one ran."""
 
 
 class EngineSupervisor:
@@ -40,13 +40,13 @@ class EngineSupervisor:
         manager.supervise(self.lost)
 
     def attach(self, rejoin: Callable[[Replica], None]) -> None:
-        """Who gives weights to replicas that came back: `ParameterSynchronizer.rejoin`."""
+        """`rejoin` gives weights to restarted replicas: `ParameterSynchronizer.rejoin`."""
         self._rejoin = rejoin
 
     def lost(self, name: str, reason: str) -> bool:
-        """A replica is gone. True: it will be started again."""
+        """A replica was lost. True: it will be started again."""
         if self._rejoin is None or self._restarts[name] >= self._max_restarts:
-            logger.error("engine %s stays out after %d restarts: %s", name, self._restarts[name], reason)
+            logger.error("engine %s is not started again after %d restarts: %s", name, self._restarts[name], reason)
             return False
         self._restarts[name] += 1
         task = asyncio.get_running_loop().create_task(self._bring_back(name), name=f"restart of {name}")
@@ -57,25 +57,25 @@ class EngineSupervisor:
     def _ended(self, task: asyncio.Task[None], name: str) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # not a failure that a start may have: nobody would hear of it
+        if error is not None:  # not a failure of starting: without this it would go unreported
             self._manager.give_up(name, f"{type(error).__name__}: {error}")
 
-    async def take_out(self, name: str, reason: str) -> None:
-        """A replica does not take the weights, whether it works or is on its way back."""
+    async def remove_replica(self, name: str, reason: str) -> None:
+        """A replica, running or being restarted, does not accept the weights."""
         if any(client.name == name for client in self._manager.clients):
             await self._manager.remove(name, reason)
         elif not self.lost(name, reason):
             self._manager.give_up(name, reason)
 
-    async def put_back(self, client: Replica) -> None:
-        """A replica holds the weights: let it work. One that does not begin to is lost once more."""
+    async def readmit(self, client: Replica) -> None:
+        """A replica holds the weights: resume it. One that does not resume is lost once more."""
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await client.resume()
         except TimeoutError:
-            await self.take_out(client.name, f"did not resume within {self._start_timeout_s:g} s")
+            await self.remove_replica(client.name, f"did not resume within {self._start_timeout_s:g} s")
         except (RuntimeError, OSError) as error:
-            await self.take_out(client.name, f"did not resume: {error}")
+            await self.remove_replica(client.name, f"did not resume: {error}")
         else:
             await self._manager.add(client)
 

@@ -68,7 +68,7 @@ class Synchronizer:
         self.queue.weights_held(version)
         self.returning = version == 1
         return f"report {version}"
-    async def welcome(self, version):
+    async def resync_returned(self, version):
         logging.getLogger("roll_async.here").warning("engine %d is back", version)
         self.returning = False
     def status(self):
@@ -110,8 +110,8 @@ async def main():
     assert (await queue.checkpoint_state(1))["step"] == 1
     await synchronizer.push(1)
     async with asyncio.timeout(3):
-        await synchronizer.wait_returning()
-    await synchronizer.welcome(1)
+        await synchronizer.wait_for_returned()
+    await synchronizer.resync_returned(1)
     await queue.take_batch(2)
     await queue.step_trained(2)
     end = await raised(queue.take_batch(3))

@@ -33,16 +33,16 @@ async def supervised(replicas, garage, max_restarts=2, refusals=0):
     await manager.start()
     supervisor = EngineSupervisor(manager, garage.start, max_restarts=max_restarts, start_timeout_s=100.0)
 
-    def rejoin(replica):  # the synchronizer: weights, then put_back
+    def rejoin(replica):  # the synchronizer: weights, then readmit
         async def bring():
             nonlocal refusals
             await asyncio.sleep(1.0)
             assert replica.calls[0] == "pause abort" and not replica.submitted, "no request before the weights"
             refusals -= 1
             if refusals >= 0:
-                await supervisor.take_out(replica.name, "wrong digest again")
+                await supervisor.remove_replica(replica.name, "wrong digest again")
             else:
-                await supervisor.put_back(replica)
+                await supervisor.readmit(replica)
 
         tasks.append(asyncio.ensure_future(bring()))
 
@@ -148,10 +148,10 @@ def test_a_replica_that_refuses_the_weights_is_restarted_whether_it_works_or_is_
     async def go():
         old, garage = replica_class("a"), Garage(replica_class, 1.0, 1.0)
         async with supervised([old], garage, refusals=1) as (manager, supervisor):
-            await supervisor.take_out("a", "wrong digest")
+            await supervisor.remove_replica("a", "wrong digest")
             await asyncio.sleep(30)
             assert manager.num_servers == 1 and garage.started == [("a", 1), ("a", 2)]
-            await supervisor.take_out("a", "a third time")
+            await supervisor.remove_replica("a", "a third time")
             with pytest.raises(ConnectionError, match="a third time"):
                 await manager.wait_failed()
 

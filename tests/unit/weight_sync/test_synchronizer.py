@@ -67,16 +67,20 @@ class FakeReplica:
         self.serves = version
 
 
+async def _never(replica):
+    raise AssertionError(f"{replica.name} was never away")
+
+
 class FakeRollout:
     """`stubborn`: replicas that do not pause, so that they are gone when `interrupt` returns."""
 
-    def __init__(self, log, taken_out, stubborn=()):
-        self.log, self.taken_out, self.stubborn = log, taken_out, stubborn
+    def __init__(self, log, removed, stubborn=()):
+        self.log, self.removed, self.stubborn = log, removed, stubborn
 
     async def interrupt(self, mode, timeout_s):
         self.log.append(("rollout", f"interrupt {mode}"))
-        self.taken_out.update(dict.fromkeys(self.stubborn, "did not pause"))
-        if len(self.taken_out) == 2:
+        self.removed.update(dict.fromkeys(self.stubborn, "did not pause"))
+        if len(self.removed) == 2:
             raise ConnectionError("no engine is left")
 
     async def release(self):
@@ -87,26 +91,28 @@ class World:
     """A synchronizer between fakes, and what it told the others."""
 
     def __init__(self, *scripts, stubborn=(), load_s=(1.0, 1.0), **options):
-        self.log, self.trainer, self.taken_out, self.held = [], FakeTrainer(), {}, []
+        self.log, self.trainer, self.removed, self.held = [], FakeTrainer(), {}, []
         self.replicas = [
             FakeReplica(f"engine-{i}", self.log, load_s[i], **script) for i, script in enumerate(scripts or ({}, {}))
         ]
-        self.rollout = FakeRollout(self.log, self.taken_out, stubborn)
+        self.rollout = FakeRollout(self.log, self.removed, stubborn)
         options = {"transport": "shm", "max_retries": 2, "timeout_s": 60.0, "retry_delay_s": 1.0, **options}
         self.sync = ParameterSynchronizer(
             self.trainer,
             self.rollout,
-            lambda: [r for r in self.replicas if r.name not in self.taken_out],
+            lambda: [r for r in self.replicas if r.name not in self.removed],
             SyncOptions(**options),
             weights_held=self._weights_held,
-            take_out=self._take_out,
+            remove_replica=self._remove,
+            readmit=_never,
+            expects_return=lambda: False,
         )
 
     def _weights_held(self, version):
-        self.held.append((version, [r.serves for r in self.replicas if r.name not in self.taken_out]))
+        self.held.append((version, [r.serves for r in self.replicas if r.name not in self.removed]))
 
-    async def _take_out(self, name, reason):
-        self.taken_out[name] = reason
+    async def _remove(self, name, reason):
+        self.removed[name] = reason
 
     def calls(self, name):
         return [call for who, call in self.log if who == name]
@@ -121,7 +127,7 @@ def test_a_push_brings_every_replica_to_the_version_and_reports_what_it_moved(ru
     assert world.calls("rollout") == ["interrupt keep", "release"]
     assert world.held == [(7, [7, 7])]
     assert (world.sync.param_sync_count, world.sync.sync_failures, world.sync.version) == (1, 0, 7)
-    assert world.sync.state is SyncState.IDLE and world.trainer.open == 0
+    assert world.sync.status().state is SyncState.IDLE and world.trainer.open == 0
 
 
 def test_weights_count_as_held_only_after_every_commit_and_generation_goes_on_only_then(run):
@@ -143,7 +149,7 @@ def test_replicas_load_a_bucket_at_the_same_time(run):
 def test_a_replica_that_fails_once_is_tried_again_alone(run):
     world = World({"load_bucket": [None, RuntimeError("shm is full")]}, {})
     report = run(world.sync.push(2))
-    assert [r.serves for r in world.replicas] == [2, 2] and not world.taken_out
+    assert [r.serves for r in world.replicas] == [2, 2] and not world.removed
     assert report.attempts == 2 and world.sync.sync_failures == 1 and world.trainer.exports == 2
     assert world.calls("engine-1").count("begin_update") == 1, "a replica that has the version is left alone"
 
@@ -153,7 +159,7 @@ def test_a_replica_that_fails_once_is_tried_again_alone(run):
 def test_a_replica_that_keeps_failing_is_taken_out_with_its_reason_and_the_run_goes_on(run, call, error):
     world = World({call: [error] * 3}, {})
     report = run(world.sync.push(3))
-    assert world.taken_out == {"engine-0": f"{type(error).__name__}: {error}"}
+    assert world.removed == {"engine-0": f"{type(error).__name__}: {error}"}
     assert world.held == [(3, [3])] and report.replicas == 1 and world.sync.sync_failures == 3
     assert world.trainer.open == 0
 
@@ -162,7 +168,7 @@ def test_a_replica_with_another_digest_never_commits_and_is_taken_out(run):
     world = World({"finish_update": ["somebody else's"] * 3}, {})
     run(world.sync.push(4))
     assert "commit" not in world.calls("engine-0") and world.replicas[0].serves == 0
-    reason = world.taken_out["engine-0"]
+    reason = world.removed["engine-0"]
     assert "somebody else's" in reason and digest_of(4, range(3)) in reason
 
 
@@ -176,7 +182,7 @@ def test_a_hanging_replica_costs_its_time_out_and_not_the_run(run):
         return loop.time() - started
 
     assert run(go()) == pytest.approx(10 + 3, abs=1), "a time-out is not retried inside the push"
-    assert list(world.taken_out) == ["engine-0"] and "sync_timeout 10 s" in world.taken_out["engine-0"]
+    assert list(world.removed) == ["engine-0"] and "sync_timeout 10 s" in world.removed["engine-0"]
     assert world.replicas[1].serves == 5 and world.held == [(5, [5])]
 
 
@@ -192,14 +198,14 @@ def test_one_hung_load_of_four_does_not_hold_the_proven_ones(run):
 
     report, seconds = run(go())
     assert seconds < 45 and report.replicas == 3 and report.attempts == 1
-    assert list(world.taken_out) == ["engine-1"] and "30 s after half of the replicas" in world.taken_out["engine-1"]
+    assert list(world.removed) == ["engine-1"] and "30 s after half of the replicas" in world.removed["engine-1"]
     assert [r.serves for r in world.replicas] == [5, 0, 5, 5]
 
 
 def test_a_late_commit_leaves_the_others_serving(run):
     world = World({"commit": ["hang"] * 9}, {}, timeout_s=10.0, max_retries=3)
     report = run(world.sync.push(5))
-    assert report.replicas == 1 and list(world.taken_out) == ["engine-0"] and report.attempts == 1
+    assert report.replicas == 1 and list(world.removed) == ["engine-0"] and report.attempts == 1
 
 
 def test_nobody_waits_for_a_hanging_replica_that_was_taken_out_meanwhile(run):
@@ -208,12 +214,12 @@ def test_nobody_waits_for_a_hanging_replica_that_was_taken_out_meanwhile(run):
     async def go():
         loop = asyncio.get_running_loop()
         started = loop.time()
-        loop.call_later(20, world.taken_out.update, {"engine-0": "no sign of life"})
+        loop.call_later(20, world.removed.update, {"engine-0": "no sign of life"})
         await world.sync.push(5)
         return loop.time() - started
 
     assert 20 <= run(go()) < 30
-    assert world.taken_out == {"engine-0": "no sign of life"}
+    assert world.removed == {"engine-0": "no sign of life"}
     assert world.replicas[1].serves == 5 and world.held == [(5, [5])]
 
 
@@ -230,8 +236,8 @@ def test_when_no_replica_can_be_reached_the_push_fails_and_nothing_is_called_hel
     world = World(broken, broken)
     with pytest.raises(SyncFailed, match="version 6 reached no engine after 2 retries.*engine-0"):
         run(world.sync.push(6))
-    assert world.held == [] and world.taken_out == {} and world.sync.version is None
-    assert ("rollout", "release") not in world.log and world.sync.state is SyncState.IDLE
+    assert world.held == [] and world.removed == {} and world.sync.version is None
+    assert ("rollout", "release") not in world.log and world.sync.status().state is SyncState.IDLE
     assert world.sync.sync_failures == 3 and world.sync.param_sync_count == 0
 
 
@@ -240,7 +246,7 @@ def test_without_an_engine_left_the_push_ends_before_any_served_weight_changes(r
     world = World(stubborn=("engine-0", "engine-1"), transport=transport)
     with pytest.raises(ConnectionError, match="no engine is left"):
         run(world.sync.push(1))
-    assert world.trainer.exports == exports and world.held == [] and world.sync.state is SyncState.IDLE
+    assert world.trainer.exports == exports and world.held == [] and world.sync.status().state is SyncState.IDLE
     assert [r.serves for r in world.replicas] == [0, 0]
 
 
@@ -250,7 +256,7 @@ def test_a_replica_that_does_not_pause_gets_no_new_weights_and_the_others_do(run
     report = run(world.sync.push(1))
     assert report.replicas == 1 and [r.serves for r in world.replicas] == [0, 1]
     assert "commit" not in world.calls("engine-0")
-    assert world.taken_out == {"engine-0": "did not pause"}, "it is lost once: it must not use up two restarts"
+    assert world.removed == {"engine-0": "did not pause"}, "it is lost once: it must not use up two restarts"
 
 
 def test_a_replica_that_left_meanwhile_is_not_waited_for(run):
@@ -258,7 +264,7 @@ def test_a_replica_that_left_meanwhile_is_not_waited_for(run):
 
     async def leave():
         await asyncio.sleep(3.5)  # while the others are retried
-        world.taken_out["engine-0"] = "restarted"
+        world.removed["engine-0"] = "restarted"
 
     async def go():
         leaving = asyncio.create_task(leave())
@@ -280,7 +286,7 @@ def test_an_error_of_the_trainer_is_raised_and_not_blamed_on_a_replica(run):
     world.trainer.export_weights = broken_export
     with pytest.raises(RuntimeError, match="rank 3 died"):
         run(world.sync.push(1))
-    assert world.taken_out == {} and world.held == []
+    assert world.removed == {} and world.held == []
 
 
 def test_versions_follow_each_other_on_one_synchronizer(run):

