@@ -387,6 +387,10 @@ class TrainBatch:
     trajectory_index: Tensor | None = None  # [B] int64, rows of one trajectory share it; None: every row is one
     turns: TurnTable | None = None
     turn_of: Tensor | None = None  # [B,T] int64 into `turns`, -1 where not sampled; None: single answers
+    roles: tuple[str, ...] = ()
+    """[B] domain of each row, with the column `role` of its prompt if it has one (rae)."""
+    reported: Mapping[str, Tensor] = field(default_factory=dict)
+    """[B] float32 by name: numbers of the reward besides the score (gdpo)."""
 
     @property
     def response_lengths(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TypeVar
 
 import torch
@@ -29,10 +29,13 @@ from roll_async.config.advantage_options import (
     AdvantageOptions,
     DiscountAdvantageOptions,
     GaeAdvantageOptions,
+    GdpoAdvantageOptions,
     GigpoAdvantageOptions,
     GpgAdvantageOptions,
     GroupAdvantageOptions,
     LitePpoAdvantageOptions,
+    OptimalTokenBaselineAdvantageOptions,
+    RaeAdvantageOptions,
     StepReinforceAdvantageOptions,
 )
 
@@ -56,6 +59,10 @@ class AdvantageInputs:
     step_index: Tensor | None = None  # [B] int64, order inside the trajectory
     step_rewards: Tensor | None = None  # [B] reward of that step
     state_index: Tensor | None = None  # [B] int64 anchor state, meaningful inside a group (gigpo)
+    reward_parts: Tensor | None = None  # [B,K] one column per reward (gdpo)
+    role_baselines: Tensor | None = None  # [B] of rewards.py: role_baselines (rae)
+    logprobs: Tensor | None = None  # [B,T] best known ones of the current weights (optimal_token_baseline)
+    squares: Tensor | None = None  # [B,T] sum of all squared probabilities at the token (optimal_token_baseline)
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
@@ -72,7 +79,15 @@ class _Batch:
 
 def _batch(inputs: AdvantageInputs) -> _Batch:
     dtype = working_dtype(
-        inputs.scores, inputs.token_rewards, inputs.values, inputs.baseline_scores, inputs.step_rewards
+        inputs.scores,
+        inputs.token_rewards,
+        inputs.values,
+        inputs.baseline_scores,
+        inputs.step_rewards,
+        inputs.reward_parts,
+        inputs.role_baselines,
+        inputs.logprobs,
+        inputs.squares,
     )
     rows = inputs.mask.new_ones(inputs.mask.shape[0]) if inputs.row_mask is None else inputs.row_mask
     mask = inputs.mask & rows[:, None]
@@ -146,7 +161,7 @@ def rloo(inputs: AdvantageInputs) -> Result:
 
 
 def maxrl(inputs: AdvantageInputs) -> Result:
-    """MaxRL (Tajwar et al. 2026): (R - mean) / mean, the gradient of the log of the success rate, for scores >= 0. A
+    """MaxRL (arXiv 2602.02710): (R - mean) / mean, the gradient of the log of the success rate, for scores >= 0. A
     group whose mean is not positive has advantage 0.
     """
     batch = _batch(inputs)
@@ -164,6 +179,68 @@ def opo(inputs: AdvantageInputs) -> Result:
     weighted = zeros.scatter_add(0, group, lengths * batch.scores)
     baseline = (weighted / torch.where(total > 0, total, 1))[group]
     return _row_constant(torch.where(batch.groups.equal, 0, batch.scores - baseline), batch)
+
+
+@keyword_options
+def gdpo(inputs: AdvantageInputs, options: GdpoAdvantageOptions) -> Result:
+    """GDPO (arXiv 2601.05242): each reward normalised in its group, their weighted sum divided by its spread over the
+    batch. The mean over the batch, which the paper subtracts, is 0: every group of every reward is centred.
+    """
+    (parts,) = _need(inputs, "gdpo", "reward_parts")
+    batch = _batch(inputs)
+    columns = parts.detach().to(batch.scores.dtype).unbind(-1)
+    weights = options.weights or (1.0,) * len(columns)
+    if len(weights) != len(columns):
+        raise ValueError(f"gdpo has {len(weights)} weights for {len(columns)} rewards")
+    normalise = partial(
+        normalise_rewards, group_index_B=inputs.group_index, row_mask_B=batch.rows, epsilon=options.epsilon
+    )
+    total = torch.zeros_like(batch.scores)
+    for weight, column in zip(weights, columns, strict=True):
+        total = total + weight * normalise(scores_B=column, mean="group", std="group")
+    return _row_constant(normalise(scores_B=total, mean="none", std="batch"), batch)
+
+
+@keyword_options
+def rae(inputs: AdvantageInputs, options: RaeAdvantageOptions) -> Result:
+    """Role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): R minus the moving average of the scores of the
+    row's role. The average is state of the run, which `rewards.py: role_baselines` takes on with `options.decay`.
+    """
+    (baselines,) = _need(inputs, "rae", "role_baselines")
+    batch = _batch(inputs)
+    return _row_constant(batch.scores - torch.where(batch.rows, baselines.detach().to(batch.scores.dtype), 0), batch)
+
+
+@keyword_options
+def optimal_token_baseline(inputs: AdvantageInputs, options: OptimalTokenBaselineAdvantageOptions) -> Result:
+    """The optimal token baseline (arXiv 2602.07078): G_t - B_t, with B_t the mean return to go at the t-th sampled
+    token over the group, weighted by W_t = sum over tokens up to t of 1 - 2 pi + sum pi^2, the squared norm of the
+    gradient of the log-prob with respect to the logits.
+    """
+    logprobs, squares = _need(inputs, "optimal_token_baseline", "logprobs", "squares")
+    batch = _batch(inputs)
+    dtype = batch.scores.dtype
+    order, inverse = valid_positions_first(batch.mask)
+    valid = batch.mask.gather(1, order)
+    energy = 1 - 2 * torch.exp(clean(logprobs.detach(), batch.mask, dtype)) + clean(squares.detach(), batch.mask, dtype)
+    weight = torch.where(valid, torch.where(batch.mask, energy.clamp(min=0), 0).gather(1, order).cumsum(-1), 0)
+    returns = _discounted(batch.rewards, batch.mask, 1.0)
+    to_go = returns.gather(1, order)
+    _, group = torch.unique(inputs.group_index, return_inverse=True)
+    empty = to_go.new_zeros(int(group.max()) + 1 if group.numel() else 0, to_go.shape[1])
+    count, plain, total, weighted = (
+        empty.index_add(0, group, x) for x in (valid.to(dtype), to_go, weight, weight * to_go)
+    )
+    baseline = torch.where(total > 0, weighted / torch.where(total > 0, total, 1), plain / count.clamp(min=1))[group]
+    index = group[:, None].expand_as(to_go)
+    lowest, highest = (
+        (empty + sign * torch.inf).scatter_reduce(0, index, torch.where(valid, to_go, sign * torch.inf), reduce)[group]
+        for sign, reduce in ((1, "amin"), (-1, "amax"))
+    )
+    advantage = torch.where(lowest >= highest, 0, to_go - baseline)
+    if options.zero_tail:
+        advantage = torch.where((count[group] == 1) & (count[group, :1] > 1), to_go, advantage)
+    return torch.where(batch.mask, advantage.gather(1, inverse), 0), returns
 
 
 @keyword_options
@@ -354,6 +431,9 @@ ADVANTAGES: dict[str, Callable[..., Result]] = {
     "rloo": rloo,
     "opo": opo,
     "maxrl": maxrl,
+    "gdpo": gdpo,
+    "rae": rae,
+    "optimal_token_baseline": optimal_token_baseline,
     "gpg": gpg,
     "grpo_passk": grpo_passk,
     "lite_ppo": lite_ppo,

@@ -21,6 +21,7 @@ class TokenLogprobs:
 
     logprobs: Tensor  # [B,T]
     entropy: Tensor | None  # [B,T]
+    squares: Tensor | None = None  # [B,T] sum over the vocabulary of the squared probability, without gradient
 
 
 def token_chunks(shape: Sequence[int], chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
@@ -50,6 +51,7 @@ class _Sampling:
     top_p: float
     chunk_tokens: int
     with_entropy: bool
+    with_squares: bool
 
     @property
     def truncated(self) -> bool:
@@ -84,11 +86,11 @@ class _TokenLogprobs(torch.autograd.Function):
     """Forward saves references and [B,T] numbers; backward recomputes chunk by chunk into one gradient buffer."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, tokens: Tensor, mask: Tensor | None, sampling: _Sampling) -> tuple[Tensor, Tensor]:  # noqa: ANN001
+    def forward(ctx, logits: Tensor, tokens: Tensor, mask: Tensor | None, sampling: _Sampling) -> tuple[Tensor, ...]:  # noqa: ANN001
         dtype = working_dtype(logits)
         # log_z: log-sum-exp of all z. log_kept: log of the probability mass that truncation leaves, 0 without it.
-        logprobs, entropy, log_z, log_kept = (
-            torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(4)
+        logprobs, entropy, squares, log_z, log_kept = (
+            torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(5)
         )
         as_is = sampling.reads_as_is(logits, dtype)
         for part in token_chunks(tokens.shape, sampling.chunk_tokens):
@@ -103,18 +105,22 @@ class _TokenLogprobs(torch.autograd.Function):
             if sampling.truncated:
                 drop_truncated(log_p, index, top_k=sampling.top_k, top_p=sampling.top_p)
                 log_kept[part] = torch.logsumexp(log_p, -1)
+            if sampling.with_squares:
+                squares[part] = torch.exp(torch.logsumexp(log_p.mul_(2), -1) - 2 * log_kept[part])
             del z, log_p  # before the next chunk is made
         logprobs -= log_kept
         if mask is not None:
             logprobs.masked_fill_(~mask, 0)
             entropy.masked_fill_(~mask, 0)
+            squares.masked_fill_(~mask, 0)
         ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
         ctx.sampling = sampling
         ctx.set_materialize_grads(False)  # an entropy that is only reported costs the backward pass nothing
-        return logprobs, entropy
+        ctx.mark_non_differentiable(squares)
+        return logprobs, entropy, squares
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         logits, tokens, mask, log_z, log_kept, entropy = ctx.saved_tensors
         sampling: _Sampling = ctx.sampling
         if grad_logprobs is None:
@@ -156,12 +162,13 @@ def token_logprobs(
     top_p: float = 1.0,
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
+    with_squares: bool = False,
 ) -> TokenLogprobs:
     """Log-prob of each token under softmax(logits / temperature), renormalised over what top-k, then top-p keep.
 
     The sampled token is always kept; what is kept is a constant for the gradient; the entropy is that of the full
-    softmax. Beyond logits and their gradient at most 3 * chunk_tokens * V * 4 bytes are alive (8 with truncation).
-    Raises ValueError for temperature <= 0, top_p outside (0, 1], chunk_tokens < 1.
+    softmax, the squares are those of what is kept. Beyond logits and their gradient at most 3 * chunk_tokens * V * 4
+    bytes are alive (8 with truncation). Raises ValueError for temperature <= 0, top_p outside (0, 1], chunk_tokens < 1.
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be > 0")
@@ -172,9 +179,11 @@ def token_logprobs(
     if mask_BT is not None:
         check_mask(mask_BT)
     tokens = tokens_BT if mask_BT is None else torch.where(mask_BT, tokens_BT, 0)
-    sampling = _Sampling(temperature, top_k, top_p, chunk_tokens, with_entropy)
-    logprobs, entropy = _TokenLogprobs.apply(logits_BTV, tokens, mask_BT, sampling)
-    return TokenLogprobs(logprobs=logprobs, entropy=entropy if with_entropy else None)
+    sampling = _Sampling(temperature, top_k, top_p, chunk_tokens, with_entropy, with_squares)
+    logprobs, entropy, squares = _TokenLogprobs.apply(logits_BTV, tokens, mask_BT, sampling)
+    return TokenLogprobs(
+        logprobs=logprobs, entropy=entropy if with_entropy else None, squares=squares if with_squares else None
+    )
 
 
 def merge_vocab_shards(*, max_PN: Tensor, sumexp_PN: Tensor, target_logit_PN: Tensor) -> Tensor:

@@ -317,13 +317,14 @@ def _probabilities(terms: _Terms) -> tuple[Tensor, Tensor]:
     return torch.exp(now.clamp(max=0)), torch.exp((now - terms.delta.detach()).clamp(max=0))
 
 
-def binary_kl(terms: _Terms) -> Tensor:
-    """[B,T] KL(base || now) of the token against all others: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
-    Arguments of the second logarithm are at least 1e-8.
+def binary_kl(terms: _Terms) -> tuple[Tensor, Tensor]:
+    """[B,T] KL(base || now) and KL(now || base) of the token against all others: with q in the base and p now, q log(q
+    / p) + (1 - q) log((1 - q) / (1 - p)), and p and q exchanged. Arguments of the second logarithm are at least 1e-8.
     """
     p, q = _probabilities(terms)
-    others = torch.log((1 - q).clamp(min=1e-8)) - torch.log((1 - p).clamp(min=1e-8))
-    return q * -clamp_log_ratio(terms.delta.detach()) + (1 - q) * others
+    token = clamp_log_ratio(terms.delta.detach())
+    others = torch.log((1 - p).clamp(min=1e-8)) - torch.log((1 - q).clamp(min=1e-8))
+    return -q * token - (1 - q) * others, p * token + (1 - p) * others
 
 
 def _masked_weighted(
@@ -353,13 +354,13 @@ def dppo_tv(inputs: PolicyLossInputs, *, options: DppoTvOptions) -> tuple[Tensor
 def dppo_kl(inputs: PolicyLossInputs, *, options: DppoKlOptions) -> tuple[Tensor, Metrics]:
     """The same with the binary KL divergence."""
     terms = _terms(inputs, options.ratio_base)
-    return _dppo(terms, binary_kl(terms), options)
+    return _dppo(terms, binary_kl(terms)[0], options)
 
 
 def kpop(inputs: PolicyLossInputs, *, options: KpopOptions) -> tuple[Tensor, Metrics]:
-    """The same for either sign of the advantage: the mask is about disagreement, not about direction."""
+    """The same for either sign of the advantage and with the KL of either direction: the mask is about disagreement."""
     terms = _terms(inputs, options.ratio_base)
-    outside = binary_kl(terms) > options.divergence
+    outside = torch.maximum(*binary_kl(terms)) > options.divergence
     upward = terms.delta.detach() > 0
     return _masked_weighted(terms, outside, options.ratio_cap, upward, ~upward)
 

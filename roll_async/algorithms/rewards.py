@@ -134,6 +134,21 @@ def clip_rewards(*, scores_B: Tensor, limit: float) -> Tensor:
     return scores_B.detach().to(working_dtype(scores_B)).clamp(-limit, limit)
 
 
+def role_baselines(
+    *, scores_B: Tensor, role_index_B: Tensor, averages_R: Tensor, decay: float
+) -> tuple[Tensor, Tensor]:
+    """([B] baseline of each row, [R] averages after the batch): b = decay b + (1 - decay) R, row after row, as SPIRAL
+    does (arXiv 2506.24119, role-conditioned advantage estimation); a row's own score is in its baseline.
+
+    Worked example: scores `1 0 1` of one role, average 0, decay 0.5: baselines `0.5 0.25 0.625`.
+    """
+    averages, baselines = averages_R.double().tolist(), []
+    for role, score in zip(role_index_B.tolist(), scores_B.double().tolist(), strict=True):
+        averages[role] = decay * averages[role] + (1 - decay) * score
+        baselines.append(averages[role])
+    return torch.tensor(baselines, dtype=torch.float64), torch.tensor(averages, dtype=torch.float64)
+
+
 def overlong_penalty(
     *, lengths_B: Tensor, max_length: int, buffer_length: int, factor: float = 1.0, clamp: bool = True
 ) -> Tensor:

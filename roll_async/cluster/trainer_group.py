@@ -127,6 +127,9 @@ class MegatronRank:
     def compute_logprobs(self, rows: TokenRows) -> Tensor | None:
         return self._worker.compute_logprobs(rows)
 
+    def compute_squares(self, rows: TokenRows) -> Tensor | None:
+        return self._worker.compute_squares(rows)
+
     def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         return self._worker.update_policy(rows, step)
 
@@ -256,6 +259,11 @@ class RayTrainerGroup:
         """[B,T] float32, see ScoringGroup."""
         ref = ray.put(rows)
         return _answer(await self._all("compute_logprobs", lambda r: r.compute_logprobs.remote(ref)))
+
+    async def compute_squares(self, rows: TokenRows) -> Tensor:
+        """[B,T] float32, see TrainerGroup."""
+        ref = ray.put(rows)
+        return _answer(await self._all("compute_squares", lambda r: r.compute_squares.remote(ref)))
 
     async def compute_base_logprobs(self, rows: TokenRows) -> Tensor:
         """`compute_logprobs` of the model without its LoRA adapters."""

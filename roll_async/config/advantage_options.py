@@ -3,10 +3,11 @@
 The estimators themselves are in `algorithms/advantages.py`, which takes these objects as they are.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_async.config.fields import Options, bounded
+from roll_async.config.fields import Options, bounded, section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,43 @@ class GpgAdvantageOptions(AdvantageOptions):
     """Divide by the group's standard deviation; the paper does not."""
     epsilon: float = bounded(1e-6, "> 0")
     """Added to the standard deviation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GdpoAdvantageOptions(AdvantageOptions):
+    """gdpo."""
+
+    rewards: tuple[str, ...] = section(lambda: ("score",))
+    """Rewards, each normalised on its own: score (after shift, scale and shaping), or any number the reward reports."""
+    weights: tuple[float, ...] = section(tuple)
+    """Of the rewards, in their order; empty = 1 each."""
+    epsilon: float = bounded(1e-6, "> 0")
+    """Added to the standard deviations of group and batch."""
+
+    @classmethod
+    def further_contradictions(cls, values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+        """As many weights as rewards."""
+        rewards, weights = values["rewards"], values["weights"]
+        assert isinstance(rewards, tuple | list) and isinstance(weights, tuple | list)
+        if weights and len(weights) != len(rewards):
+            yield "weights", f"empty or one for each of the {len(rewards)} rewards"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaeAdvantageOptions(AdvantageOptions):
+    """rae."""
+
+    decay: float = bounded(0.95, "in [0, 1)")
+    """Of the moving average of a role's scores; the paper's 0.95. A role is a domain and the column `role` of its rows,
+    if they have one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimalTokenBaselineAdvantageOptions(AdvantageOptions):
+    """optimal_token_baseline."""
+
+    zero_tail: bool = False
+    """Where only the longest answer of a group still runs: true = its return without a baseline, false = 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +139,9 @@ ADVANTAGE_OPTIONS: dict[str, type] = {
     "rloo": NoAdvantageOptions,
     "opo": NoAdvantageOptions,
     "maxrl": NoAdvantageOptions,
+    "gdpo": GdpoAdvantageOptions,
+    "rae": RaeAdvantageOptions,
+    "optimal_token_baseline": OptimalTokenBaselineAdvantageOptions,
     "gpg": GpgAdvantageOptions,
     "grpo_passk": GroupAdvantageOptions,
     "lite_ppo": LitePpoAdvantageOptions,
@@ -121,6 +162,8 @@ GROUP_RELATIVE = frozenset(
         "rloo",
         "opo",
         "maxrl",
+        "gdpo",
+        "optimal_token_baseline",
         "gpg",
         "grpo_passk",
         "lite_ppo",

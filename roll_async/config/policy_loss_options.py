@@ -236,12 +236,14 @@ class DppoKlOptions(DppoTvOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KpopOptions(PolicyLossOptions):
-    """Binary-KL mask whatever the sign of the advantage: tokens on which the two policies disagree leave the loss."""
+    """KPop (Guo et al., Ant Group 2026, ringtech.notion.site/kpop): a binary-KL mask whatever the sign of the
+    advantage; tokens on which the two policies disagree leave the loss.
+    """
 
     ratio_base: RatioBase = "behaviour"
     """The disagreement is that of trainer and engine."""
-    divergence: float = bounded(0.05, "> 0")
-    """Bound of the binary KL divergence."""
+    divergence: float = bounded(0.1, "> 0")
+    """Bound of the binary KL divergence in either direction; 0.1 is the authors'."""
     ratio_cap: float = bounded(20.0, "> 0")
     """Truncation of the importance weight."""
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from roll_async.schema import ExpertRecord, ExpertRows, Group, Sample, TrainBatch, TurnTable, VersionRuns
+from roll_async.schema import ExpertRecord, ExpertRows, Group, Prompt, Sample, TrainBatch, TurnTable, VersionRuns
 
 
-def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> TrainBatch:
-    """One row per sample, in group order; padded to the longest row.
+def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str], numbers: Sequence[str] = ()) -> TrainBatch:
+    """One row per sample, in group order; padded to the longest row. `numbers`: what rewards report and the estimator
+    reads.
 
     Worked example: prompt `[5, 6]`, response `[7, 8]` sampled by version 3 gives tokens `[5, 6, 7, 8]`, mask `[0, 0,
     1, 1]`, versions `[-1, -1, 3, 3]`. Raises ValueError for a sample without a score: an outage must not reach the
@@ -57,7 +58,24 @@ def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str]) -> Tr
         trajectory_index=trajectory,
         turns=turns,
         turn_of=turn_of,
+        roles=tuple(_role(g.prompt) for g, _ in samples),
+        reported={name: torch.tensor([_number(s, name) for _, s in samples]) for name in numbers},
     )
+
+
+def _role(prompt: Prompt) -> str:
+    role = prompt.extra.get("role")
+    return prompt.domain if role is None else f"{prompt.domain}/{role}"
+
+
+def _number(sample: Sample, name: str) -> float:
+    reported = {} if sample.reward is None else sample.reward.metrics
+    if name not in reported:
+        raise ValueError(
+            f"sample {sample.sample_id}: its reward reports no {name!r}, which algorithm.adv_options.rewards names; it "
+            f"reports {', '.join(sorted(reported)) or 'nothing but the score'}"
+        )
+    return float(reported[name])
 
 
 def _trajectories(groups: Sequence[Group]) -> Tensor:

@@ -96,6 +96,17 @@ def token_rewards(batch: TrainBatch, scores: Tensor) -> Tensor:
     return fold.unfold(rewards + torch.where(last, rest[:, None], 0))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What single estimators read besides scores and rewards."""
+
+    values: Tensor | None = None  # [B,T] of the critic (gae)
+    reward_parts: Tensor | None = None  # [B,K] one column per reward (gdpo)
+    role_baselines: Tensor | None = None  # [B] (rae)
+    logprobs: Tensor | None = None  # [B,T] (optimal_token_baseline)
+    squares: Tensor | None = None  # [B,T] (optimal_token_baseline)
+
+
 def advantages(
     batch: TrainBatch,
     estimator: str,
@@ -103,24 +114,34 @@ def advantages(
     *,
     scores: Tensor,
     rewards: Tensor | None,
-    values: Tensor | None,
+    evidence: Evidence,
 ) -> tuple[Tensor, Tensor]:
     """(advantages [B,T], returns [B,T]). `scores` [B] of the trajectories; `rewards` [B,T] replaces them, token by
-    token; `values` [B,T] of the critic.
+    token.
     """
     compute = ADVANTAGES[estimator]
     if estimator in COMPARE_TURNS:
         fold, inputs = _turn_inputs(batch, scores, rewards)
     else:
         fold, lead = _by_trajectory(batch), first_rows(batch)
-        baseline = batch.baseline_scores
+
+        def per_token(values: Tensor | None) -> Tensor | None:
+            return None if values is None else fold.fold(values)
+
+        def per_trajectory(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[lead]
+
         inputs = AdvantageInputs(
             scores=scores[lead],
             mask=fold.mask,
             group_index=batch.group_index[lead],
-            token_rewards=None if rewards is None else fold.fold(rewards),
-            values=None if values is None else fold.fold(values),
-            baseline_scores=None if baseline is None else baseline[lead],
+            token_rewards=per_token(rewards),
+            values=per_token(evidence.values),
+            baseline_scores=per_trajectory(batch.baseline_scores),
+            reward_parts=per_trajectory(evidence.reward_parts),
+            role_baselines=per_trajectory(evidence.role_baselines),
+            logprobs=per_token(evidence.logprobs),
+            squares=per_token(evidence.squares),
             segment_ids=None if batch.turn_of is None else fold.fold(_turn_order(batch)),
         )
     found, returns = compute(inputs, **options)

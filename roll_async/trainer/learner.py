@@ -77,6 +77,13 @@ class LearnerOptions:
     """The actor's routers take the experts the engines took."""
     seed: int = 42
 
+    @property
+    def reported_numbers(self) -> tuple[str, ...]:
+        """Numbers of the rewards, besides the score, that the estimator reads."""
+        names = self.adv_options.get("rewards", ()) if self.adv_estimator == "gdpo" else ()
+        assert isinstance(names, Sequence)
+        return tuple(name for name in names if name != "score")
+
     @classmethod
     def of(cls, config: PipelineConfig) -> LearnerOptions:
         """What shapes the training signal, as the config has it; algorithm keys of the same name as they are."""
@@ -113,11 +120,13 @@ class LearnerState:
 
     moments: dict[str, RunningMoments] = field(default_factory=dict)
     token_kl_coef: float = 0.0
+    role_averages: dict[str, float] = field(default_factory=dict)
+    """Moving average of the scores of each role (rae)."""
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON values."""
         moments = {name: [m.count, m.mean, m.m2] for name, m in self.moments.items()}
-        return {"moments": moments, "token_kl_coef": self.token_kl_coef}
+        return {"moments": moments, "token_kl_coef": self.token_kl_coef, "role_averages": self.role_averages}
 
     @classmethod
     def from_json(cls, state: Mapping[str, object]) -> LearnerState:
@@ -125,7 +134,9 @@ class LearnerState:
         stored = state["moments"]
         assert isinstance(stored, Mapping)
         moments = {str(name): RunningMoments(count=c, mean=mean, m2=m2) for name, (c, mean, m2) in stored.items()}
-        return cls(moments=moments, token_kl_coef=float(state["token_kl_coef"]))  # type: ignore[arg-type]
+        averages = state.get("role_averages", {})
+        assert isinstance(averages, Mapping)
+        return cls(moments=moments, token_kl_coef=float(state["token_kl_coef"]), role_averages=dict(averages))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,16 +168,22 @@ class Learner:
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
         """Train on whole groups. `step` counts from 1; staleness as in `buffer/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
-        batch = await asyncio.to_thread(collate, groups, step=step, domains=options.domains)
+        batch = await asyncio.to_thread(
+            collate, groups, step=step, domains=options.domains, numbers=options.reported_numbers
+        )
         rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
         started = loop.time()
         proximal = await self._proximal(batch, rows)
         reference = await parts.reference.compute_logprobs(rows) if parts.reference else None
         teacher = await parts.teacher.compute_logprobs(rows) if parts.teacher else None
         values = await parts.critic.compute_values(rows) if parts.critic else None
+        squares = None
+        if options.adv_estimator == "optimal_token_baseline":
+            squares = await parts.actor.compute_squares(replace(rows, experts=self._replayed(batch)))
         scored = loop.time()
         known = proximal if proximal is not None else batch.behaviour_logprobs
-        signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, values)
+        evidence = credit.Evidence(values=values, logprobs=known, squares=squares)
+        signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
         policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
         metrics = {**signal.metrics, **correction}
         if parts.critic is not None:
@@ -210,7 +227,12 @@ class Learner:
         return batch.experts
 
     def _signal(
-        self, batch: TrainBatch, known: Tensor, reference: Tensor | None, teacher: Tensor | None, values: Tensor | None
+        self,
+        batch: TrainBatch,
+        known: Tensor,
+        reference: Tensor | None,
+        teacher: Tensor | None,
+        evidence: credit.Evidence,
     ) -> _Signal:
         """Scores to advantages, and the mask of trained tokens. `known` [B,T]: best known log-probs of the current
         weights.
@@ -231,8 +253,12 @@ class Learner:
             )
             observed = kl_estimate(logprobs_BT=known, ref_logprobs_BT=reference, mask_BT=batch.mask, estimator="k1")
             metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=batch.mask))
+        if options.adv_estimator == "gdpo":
+            evidence = replace(evidence, reward_parts=self._reward_parts(batch, scores))
+        elif options.adv_estimator == "rae":
+            evidence = replace(evidence, role_baselines=self._role_baselines(batch, scores))
         advantages, returns = credit.advantages(
-            batch, options.adv_estimator, options.adv_options, scores=scores, rewards=token_rewards, values=values
+            batch, options.adv_estimator, options.adv_options, scores=scores, rewards=token_rewards, evidence=evidence
         )
         if options.whiten_advantages:
             advantages = whiten(values_BT=advantages, mask_BT=batch.mask)
@@ -245,6 +271,27 @@ class Learner:
         metrics["staleness/masked_fraction"] = 1.0 - float(mask.sum()) / max(1, int(batch.mask.sum()))
         metrics["advantages/std"] = float(advantages[batch.mask].std()) if int(batch.mask.sum()) > 1 else 0.0
         return _Signal(advantages=advantages.float(), returns=returns.float(), mask=mask, metrics=metrics)
+
+    def _reward_parts(self, batch: TrainBatch, scores: Tensor) -> Tensor:
+        """[B,K] the rewards of gdpo, in their order."""
+        names = self._options.adv_options["rewards"]
+        assert isinstance(names, Sequence)
+        return torch.stack([scores if name == "score" else batch.reported[name] for name in names], -1)
+
+    def _role_baselines(self, batch: TrainBatch, scores: Tensor) -> Tensor:
+        """[B] baselines of rae; the averages go on, trajectory by trajectory."""
+        decay, averages = self._options.adv_options["decay"], self.state.role_averages
+        assert isinstance(decay, float)
+        names = sorted({*averages, *batch.roles})
+        lead = credit.first_rows(batch)
+        baselines, after = reward_math.role_baselines(
+            scores_B=scores[lead],
+            role_index_B=torch.tensor([names.index(role) for role in batch.roles])[lead],
+            averages_R=torch.tensor([averages.get(name, 0.0) for name in names], dtype=torch.float64),
+            decay=decay,
+        )
+        self.state.role_averages = dict(zip(names, after.tolist(), strict=True))
+        return credit.of_each_row(batch, baselines)
 
     def _shaped_scores(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """[B] scores after shift and scale, overlong shaping on that scale, normalisation, clipping; and the scores of

@@ -110,6 +110,10 @@ class ScoringGroup(Protocol):
 class TrainerGroup(ScoringGroup, Protocol):
     """The ranks of `actor_train`. Data-parallel splitting is its own business: callers hand in whole batches."""
 
+    async def compute_squares(self, rows: TokenRows) -> Tensor:
+        """[B,T] float32, the sum over the vocabulary of the squared probability at token t; 0 where not in the mask."""
+        ...
+
     async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of one training step. Metrics: loss, grad_norm, learning_rate, policy/...,
         num_optimizer_steps.

@@ -457,8 +457,8 @@ def critic_export(rank, world_size, port, settings, folder, export):
 
 
 def sharded_logprobs(rank, world_size, port, logits, tokens, mask, settings):
-    """Log-probs and entropies of each setting, and the gradient of their weighted sum, on this rank's part of the
-    vocabulary.
+    """Of each setting log-probs, entropies, the gradient of their weighted sum on this rank's part of the vocabulary,
+    and squares.
     """
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
@@ -466,8 +466,10 @@ def sharded_logprobs(rank, world_size, port, logits, tokens, mask, settings):
     found = []
     for sampling in settings:
         part = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
-        result = next_token_logprobs(part, tokens, mask, sampling, torch.distributed.group.WORLD, with_entropy=True)
+        result = next_token_logprobs(
+            part, tokens, mask, sampling, torch.distributed.group.WORLD, with_entropy=True, with_squares=True
+        )
         (result.logprobs * 2 + result.entropy * 3).sum().backward()
-        found.append((result.logprobs.detach(), result.entropy.detach(), part.grad))
+        found.append((result.logprobs.detach(), result.entropy.detach(), part.grad, result.squares))
     torch.distributed.destroy_process_group()
     return found

@@ -33,9 +33,12 @@ def test_every_rank_finds_what_one_rank_with_the_whole_vocabulary_finds(rank_poo
     found = rank_pool.run(cases.sharded_logprobs, world_size, **arguments)
     for i, sampling in enumerate(SAMPLING):
         whole = logits.clone().requires_grad_()
-        wanted = token_logprobs(logits_BTV=whole, tokens_BT=tokens, mask_BT=mask, with_entropy=True, **sampling)
+        wanted = token_logprobs(
+            logits_BTV=whole, tokens_BT=tokens, mask_BT=mask, with_entropy=True, with_squares=True, **sampling
+        )
         (wanted.logprobs * 2 + wanted.entropy * 3).sum().backward()
-        for logprobs, entropy, _ in (rank[i] for rank in found):
+        for logprobs, entropy, _, squares in (rank[i] for rank in found):
+            assert torch.allclose(squares, wanted.squares, atol=2e-6)
             assert torch.allclose(logprobs, wanted.logprobs, atol=2e-6)
             assert torch.allclose(entropy, wanted.entropy, atol=5e-6)
         grad = torch.cat([rank[i][2] for rank in found], -1)

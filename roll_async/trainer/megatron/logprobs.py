@@ -28,6 +28,7 @@ def next_token_logprobs(
     group: dist.ProcessGroup,
     *,
     with_entropy: bool,
+    with_squares: bool = False,
 ) -> TokenLogprobs:
     """Log-prob of `targets[b,s]` from the logits at the same position; 0 where not wanted. `logits` [b,s,V or shard].
 
@@ -45,11 +46,16 @@ def next_token_logprobs(
             if logits.is_cuda
             else max(1, min(_CHUNK_TOKENS, _HOST_CHUNK_BYTES // (4 * logits.shape[-1]))),
             with_entropy=with_entropy,
+            with_squares=with_squares,
         )
-    sampling = _Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, with_entropy)
+    sampling = _Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, with_entropy, with_squares)
     flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _ShardedLogprobs.apply(flat, targets.reshape(-1), wanted.reshape(-1), sampling, group)
-    return TokenLogprobs(logprobs=logprobs.view_as(targets), entropy=entropy.view_as(targets) if with_entropy else None)
+    logprobs, entropy, squares = _ShardedLogprobs.apply(flat, targets.reshape(-1), wanted.reshape(-1), sampling, group)
+    return TokenLogprobs(
+        logprobs=logprobs.view_as(targets),
+        entropy=entropy.view_as(targets) if with_entropy else None,
+        squares=squares.view_as(targets) if with_squares else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class _Sampling:
     top_k: int
     top_p: float
     with_entropy: bool
+    with_squares: bool
 
     @property
     def truncated(self) -> bool:
@@ -73,7 +80,7 @@ class _ShardedLogprobs(torch.autograd.Function):
     def forward(ctx, logits, tokens, mask, sampling, group):  # noqa: ANN001, ANN205
         count, shard = logits.shape
         first = group.rank() * shard
-        logprobs, entropy, log_z, log_kept = (torch.zeros(count, device=logits.device) for _ in range(4))
+        logprobs, entropy, squares, log_z, log_kept = (torch.zeros(count, device=logits.device) for _ in range(5))
         for start in range(0, count, _CHUNK_TOKENS):
             part = slice(start, start + _CHUNK_TOKENS)
             z = _chunk(logits[part], mask[part], sampling.temperature)
@@ -92,17 +99,24 @@ class _ShardedLogprobs(torch.autograd.Function):
             )
             if sampling.with_entropy:  # sum p (log Z - z), with z relative to its maximum
                 entropy[part] = sums[0].log() - sums[2] / sums[0]
-            if sampling.truncated:
+            if sampling.truncated or sampling.with_squares:
                 log_p = z.sub_(sums[0].log()[:, None])
+            if sampling.truncated:
                 log_kept[part] = _drop_truncated(log_p, tokens[part], mask[part], sampling, group)
+            if sampling.with_squares:
+                shard_squares = log_p.sub_(log_kept[part, None]).mul_(2).exp_().sum(-1)
+                dist.all_reduce(shard_squares, group=group)
+                squares[part] = shard_squares
         logprobs -= log_kept
         ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
         ctx.sampling, ctx.group = sampling, group
         ctx.set_materialize_grads(False)  # an entropy that is only reported costs the backward pass nothing
-        return torch.where(mask, logprobs, 0), torch.where(mask, entropy, 0)
+        squares = torch.where(mask, squares, 0)
+        ctx.mark_non_differentiable(squares)
+        return torch.where(mask, logprobs, 0), torch.where(mask, entropy, 0), squares
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):  # noqa: ANN001, ANN205
+    def backward(ctx, grad_logprobs, grad_entropy, _):  # noqa: ANN001, ANN205
         logits, tokens, mask, log_z, log_kept, entropy = ctx.saved_tensors
         sampling, shard = ctx.sampling, logits.shape[1]
         first = ctx.group.rank() * shard

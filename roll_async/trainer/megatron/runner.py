@@ -151,8 +151,12 @@ class Runner:
         group = tensor_group()
         return feed.padding.chunk(group.size(), 1)[group.rank()].contiguous()
 
-    def logprobs(self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool) -> TokenLogprobs:
-        """Log-prob of each token of the rows ([b,t], 0 outside the mask), and the entropy where it was sampled."""
+    def logprobs(
+        self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool, with_squares: bool = False
+    ) -> TokenLogprobs:
+        """Log-prob of each token of the rows ([b,t], 0 outside the mask); entropy, sum of squared probabilities of what
+        it was sampled from.
+        """
         result = next_token_logprobs(
             logits,
             batch.feed.targets,
@@ -160,9 +164,13 @@ class Runner:
             self._settings,
             tensor_group(),
             with_entropy=with_entropy,
+            with_squares=with_squares,
         )
-        entropy = None if result.entropy is None else self.to_rows(batch, result.entropy)
-        return TokenLogprobs(logprobs=self.to_rows(batch, result.logprobs), entropy=entropy)
+        return TokenLogprobs(
+            logprobs=self.to_rows(batch, result.logprobs),
+            entropy=None if result.entropy is None else self.to_rows(batch, result.entropy),
+            squares=None if result.squares is None else self.to_rows(batch, result.squares),
+        )
 
     def to_rows(self, batch: MicroBatch, answers: Tensor) -> Tensor:
         """[b,t] of one answer per fed position ([b,s] of this context rank)."""

@@ -112,6 +112,17 @@ class MegatronWorker:
         return self._score(rows, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False).logprobs)
 
     @torch.no_grad()
+    def compute_squares(self, rows: TokenRows) -> Tensor | None:
+        """[B,T] float32 on rank 0, None elsewhere: the sum of all squared probabilities at the token."""
+
+        def squares(batch: MicroBatch, output: Tensor) -> Tensor:
+            found = self._runner.logprobs(batch, output, with_entropy=False, with_squares=True).squares
+            assert found is not None
+            return found
+
+        return self._score(rows, squares)
+
+    @torch.no_grad()
     def compute_base_logprobs(self, rows: TokenRows) -> Tensor | None:
         """`compute_logprobs` of the model without its adapters."""
         with adapters_off(self._model.chunks):

@@ -11,7 +11,8 @@ from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs, clip_a
 
 CASES = [
     ("grpo", {}), ("grpo", {"normalise_std": False}), ("grpo", {"epsilon": 0.1}), ("dr_grpo", {}), ("rloo", {}),
-    ("opo", {}), ("maxrl", {}),
+    ("opo", {}), ("maxrl", {}), ("gdpo", {}), ("gdpo", {"rewards": ("a", "b"), "weights": (0.3, 2.0), "epsilon": 0.1}),
+    ("rae", {}), ("optimal_token_baseline", {}), ("optimal_token_baseline", {"zero_tail": True}),
     ("gpg", {}), ("gpg", {"normalise_std": True}), ("grpo_passk", {}), ("grpo_passk", {"normalise_std": False}),
     ("lite_ppo", {}), ("reinforce", {}), ("reinforce", {"gamma": 0.7}), ("reinforce_plus_plus", {"gamma": 0.9}),
     ("reinforce_plus_plus_baseline", {}), ("remax", {}), ("gae", {}), ("gae", {"gamma": 0.8, "lam": 0.5}),
@@ -47,6 +48,9 @@ def make(seed, poison, rows=9, length=5, token_rewards=False, padding=True):
         segment_ids=torch.where(mask, integers(3, (rows, length)) * 50, -1), trajectory_index=trajectory,
         step_index=step,
         step_rewards=torch.where(row_mask, integers(4).double() / 4, torch.nan), state_index=integers(2),
+        reward_parts=torch.where(row_mask[:, None], integers(3, (rows, 2)).double() / 2, torch.nan),
+        role_baselines=torch.where(row_mask, integers(5).double() / 4, torch.nan),
+        logprobs=poison(-numbers.abs(), valid), squares=poison(torch.exp(-numbers.abs()) ** 2 + 0.01, valid),
     )  # fmt: skip
 
 
@@ -125,11 +129,45 @@ class SlowAdvantage:
                     return 0.0
                 gap = ordered[0] - ordered[1]
                 return gap / (statistics.stdev(ordered) + 1e-6) if normalise else gap
+            case "gdpo":
+                return self.decoupled(b)
+            case "rae":
+                return score - float(self.x.role_baselines[b])
             case "lite_ppo":
                 everything = list(self.score.values())
                 if len(set(everything)) == 1:
                     return 0.0
                 return self.group_relative(b, False) / (statistics.stdev(everything) + 1e-6)
+
+    def decoupled(self, b):
+        """A reward after the other, each in its group; then over the batch, mean and all, as the paper writes it."""
+        weights, epsilon, sums = self.o.get("weights", (1.0, 1.0)), self.o.get("epsilon", 1e-6), {}
+        for c in self.rows:
+            parts = [[float(self.x.reward_parts[d, k]) for d in self.peers(c)] for k in (0, 1)]
+            own = [float(self.x.reward_parts[c, k]) for k in (0, 1)]
+            sums[c] = sum(
+                w * self.relative(r, p, p, True, epsilon) for w, r, p in zip(weights, own, parts, strict=True)
+            )
+        if len(set(sums.values())) == 1:
+            return 0.0
+        return (sums[b] - statistics.mean(sums.values())) / (statistics.stdev(sums.values()) + epsilon)
+
+    def token_baselines(self):
+        returns, weights, result = {}, {}, {}
+        for b in self.rows:
+            spent = 0.0
+            for place, t in enumerate(self.valid[b]):
+                spent += 1 - 2 * math.exp(float(self.x.logprobs[b, t])) + float(self.x.squares[b, t])
+                returns[b, place] = math.fsum(self.rewards[b][s] for s in self.valid[b][place:])
+                weights[b, place] = spent
+        for b in self.rows:
+            for place, t in enumerate(self.valid[b]):
+                there = [c for c in self.peers(b) if place < len(self.valid[c])]
+                baseline = sum(weights[c, place] * returns[c, place] for c in there)
+                baseline /= sum(weights[c, place] for c in there)
+                alone = len(there) == 1 and sum(bool(self.valid[c]) for c in self.peers(b)) > 1
+                result[b, t] = returns[b, place] - (0.0 if alone and self.o.get("zero_tail") else baseline)
+        return result
 
     def gae(self, gamma, lam):
         advantages, returns = {}, {}
@@ -201,6 +239,8 @@ class SlowAdvantage:
                 return self.whitened(to_go), to_go
             case "remax":
                 return {(b, t): g - float(self.x.baseline_scores[b]) for (b, t), g in to_go.items()}, to_go
+            case "optimal_token_baseline":
+                return self.token_baselines(), to_go
             case "gae":
                 return self.gae(gamma, self.o.get("lam", 0.95))
             case "agentic_reinforce":
@@ -255,7 +295,7 @@ def test_padding_rows_and_columns_do_not_matter(name, poisoned):
 
     def pad(x):
         fill = torch.nan if x.is_floating_point() else 0
-        wide = torch.nn.functional.pad(x, (2, 1), value=fill) if x.ndim == 2 else x
+        wide = torch.nn.functional.pad(x, (2, 1), value=fill) if x.shape[1:] == (width,) else x
         return torch.cat([wide, torch.full((2, *wide.shape[1:]), fill).to(wide.dtype)])
 
     for a, b in zip(ADVANTAGES[name](inputs), ADVANTAGES[name](changed(inputs, pad)), strict=True):
@@ -264,7 +304,7 @@ def test_padding_rows_and_columns_do_not_matter(name, poisoned):
 
 
 RELATIVE = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "gpg", "grpo_passk", "lite_ppo"]
-RELATIVE += ["reinforce_plus_plus_baseline"]
+RELATIVE += ["reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline"]
 
 
 @pytest.mark.parametrize("name", RELATIVE)
@@ -272,7 +312,10 @@ RELATIVE += ["reinforce_plus_plus_baseline"]
 def test_no_relative_information_gives_exactly_zero(name, groups):
     # The float32 mean of seven 0.1s is not 0.1: a division by that rounding error would train on nothing.
     scores = torch.full((7,), 0.1) if len(set(groups)) == 1 else torch.rand(7)
-    inputs = AdvantageInputs(scores=scores, mask=torch.ones(7, 3).bool(), group_index=torch.tensor(groups))
+    inputs = AdvantageInputs(
+        scores=scores, mask=torch.ones(7, 3).bool(), group_index=torch.tensor(groups),
+        reward_parts=scores[:, None].expand(7, 2), logprobs=-torch.rand(7, 3), squares=torch.rand(7, 3),
+    )  # fmt: skip
     advantages, _ = ADVANTAGES[name](inputs)
     assert torch.equal(advantages, torch.zeros(7, 3))
 
@@ -285,7 +328,8 @@ def test_nothing_valid_gives_zeros(name, shape):
     inputs = AdvantageInputs(
         scores=ones, mask=torch.zeros(shape).bool(), group_index=index, values=torch.full(shape, torch.nan),
         baseline_scores=ones, trajectory_index=torch.arange(rows), step_index=index, step_rewards=ones,
-        state_index=index,
+        state_index=index, reward_parts=ones[:, None], role_baselines=ones, logprobs=torch.full(shape, torch.nan),
+        squares=torch.full(shape, torch.nan),
     )  # fmt: skip
     for result in ADVANTAGES[name](inputs):
         assert torch.equal(result, torch.zeros(shape))
@@ -310,7 +354,8 @@ def test_advantages_are_constants_of_the_widest_input(name, poisoned):
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("remax", "baseline_scores"), ("gae", "values"),
+        ("remax", "baseline_scores"), ("gae", "values"), ("gdpo", "reward_parts"), ("rae", "role_baselines"),
+        ("optimal_token_baseline", "logprobs"), ("optimal_token_baseline", "squares"),
         *[("step_reinforce", f) for f in ("trajectory_index", "step_index", "step_rewards")],
         *[("gigpo", f) for f in ("trajectory_index", "step_index", "step_rewards", "state_index")],
     ],
@@ -338,6 +383,39 @@ def test_clipping_and_bad_choices(poisoned):
         ADVANTAGES["step_reinforce"](make(0, poisoned), mean="running")
     with pytest.raises(ValueError, match="bool"):
         AdvantageInputs(scores=torch.ones(1), mask=torch.ones(1, 1), group_index=torch.zeros(1).long())
+
+
+def test_gdpo_keeps_apart_what_the_sum_of_rewards_makes_equal():
+    # The paper's example: an answer that earns one of two rewards and one that earns both, each against one that earns
+    # none, have the same advantage once their rewards are summed.
+    def estimate(parts):
+        parts = torch.tensor(parts, dtype=torch.float64)
+        inputs = AdvantageInputs(
+            scores=parts.sum(-1), mask=torch.ones(len(parts), 1).bool(), group_index=torch.tensor([0, 0, 1, 1]),
+            reward_parts=parts,
+        )  # fmt: skip
+        return [ADVANTAGES[name](inputs)[0][:, 0] for name in ("gdpo", "grpo")]
+
+    decoupled, summed = estimate([[0, 0], [0, 1], [0, 0], [1, 1]])
+    assert decoupled[3] == pytest.approx(2 * decoupled[1]) and summed[3] == pytest.approx(summed[1])
+    with pytest.raises(ValueError, match="weights"):
+        ADVANTAGES["gdpo"](make(0, lambda x, _: x), rewards=("a",), weights=(1.0, 2.0))
+
+
+def test_a_group_with_the_optimal_token_baseline_has_the_least_variance_of_all_baselines():
+    # One token each; the gradient of token i is g_i (R_i - b): the b that makes sum g_i^2 (R_i - b)^2 least.
+    probability = torch.tensor([[0.9], [0.4], [0.1]], dtype=torch.float64)
+    squares, scores = probability**2 + (1 - probability) ** 2, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    inputs = AdvantageInputs(
+        scores=scores, mask=torch.ones(3, 1).bool(), group_index=torch.zeros(3).long(), logprobs=probability.log(),
+        squares=squares,
+    )  # fmt: skip
+    advantages, _ = ADVANTAGES["optimal_token_baseline"](inputs)
+    norms = (1 - 2 * probability + squares)[:, 0]
+    found = float(scores[0] - advantages[0, 0])
+    grid = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+    best = grid[(norms * (scores - grid[:, None]) ** 2).sum(-1).argmin()]
+    assert found == pytest.approx(float(best), abs=1e-5)
 
 
 def test_estimators_match_a_loop_on_drawn_batches(poisoned):

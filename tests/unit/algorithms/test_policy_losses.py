@@ -152,8 +152,9 @@ class SlowLoss:
         others = math.log(max(1 - q, 1e-8)) - math.log(max(1 - p, 1e-8))
         kl = q * -limit(lp[b][t] - self.base[b][t]) + (1 - q) * others
         if self.name == "kpop":
-            up = lp[b][t] > self.base[b][t]
-            return kl > o.divergence and up, kl > o.divergence and not up
+            up, gap = lp[b][t] > self.base[b][t], limit(lp[b][t] - self.base[b][t])
+            apart = max(kl, p * gap - (1 - p) * others) > o.divergence
+            return apart and up, apart and not up
         moved = abs(p - q) if self.name == "dppo_tv" else kl
         return a > 0 and p > q and moved > o.divergence_high, a <= 0 and p < q and moved > o.divergence_low
 

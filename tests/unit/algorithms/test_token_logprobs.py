@@ -45,6 +45,35 @@ def test_values_and_gradients_equal_plain_log_softmax(seed, temperature, chunk):
     torch.testing.assert_close(leaf.grad, reference.grad, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7, "temperature": 1.4}])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_squares_are_those_of_what_the_token_was_sampled_from(options, chunk):
+    logits, tokens, mask = make(5)
+    leaf = logits.clone().requires_grad_()
+    arguments = {"tokens_BT": tokens, "mask_BT": mask, "chunk_tokens": chunk, **options}
+    result = token_logprobs(logits_BTV=leaf, with_squares=True, with_entropy=True, **arguments)
+    without = token_logprobs(logits_BTV=logits, with_entropy=True, **arguments)
+    # The probability of every token under the same sampling. One that truncation cut off is kept where it is the
+    # sampled one, so its probability is read only where the sampled token alone changes nothing.
+    slow = torch.zeros(B, T, dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            z = (logits[b, t] / options.get("temperature", 1.0)).tolist()
+            ordered = sorted(range(V), key=lambda v: -z[v])[: options.get("top_k") or V]
+            weights, kept, before = [math.exp(z[v]) for v in ordered], [], 0.0
+            for v, weight in zip(ordered, weights, strict=True):
+                if before < options.get("top_p", 1.0):
+                    kept.append(v)
+                before += weight / math.fsum(weights)
+            kept = {*kept, int(tokens[b, t])}
+            whole = math.fsum(math.exp(z[v]) for v in kept)
+            slow[b, t] = sum((math.exp(z[v]) / whole) ** 2 for v in kept) if mask[b, t] else 0.0
+    torch.testing.assert_close(result.squares, slow, rtol=1e-10, atol=1e-12)
+    assert not result.squares.requires_grad and without.squares is None
+    for name in ("logprobs", "entropy"):
+        assert torch.equal(getattr(result, name).detach(), getattr(without, name))
+
+
 @pytest.mark.parametrize("used", ["log-probs", "entropy"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_answer_that_no_loss_reads_leaves_the_gradient_of_the_other_alone(used, temperature):

@@ -8,7 +8,7 @@ import torch
 from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from roll_async.algorithms.group_filter import filter_groups
 from roll_async.algorithms.logprobs import merge_vocab_shards, token_logprobs
-from roll_async.algorithms.rewards import RunningMoments, normalise_rewards, overlong_penalty
+from roll_async.algorithms.rewards import RunningMoments, normalise_rewards, overlong_penalty, role_baselines
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 1]]).bool()
 GROUPS = torch.tensor([7, 7, 7, 3, 3])
@@ -36,6 +36,10 @@ def inputs(name):
         step_index=torch.tensor([0, 0, 1, 0, 0]),
         step_rewards=torch.tensor([0.2, 0, 1, 0.5, 0.3], dtype=torch.float64),
         state_index=torch.tensor([0, 0, 1, 5, 5]),
+        reward_parts=torch.tensor([[1, 0], [0, 0], [0.5, 1], [2, 0], [2, 1]], dtype=torch.float64),
+        role_baselines=torch.tensor([0.05, 0.0475, 0.070125, 0.1, 0.195], dtype=torch.float64),
+        logprobs=rows("-0.1 -0.2 -0.3; -0.4; -0.5 -0.6; -0.7 -0.8 -0.9; -1.0 -1.1", math.nan),
+        squares=rows("0.9; 0.5; 0.6; 0.3; 0.2", math.nan),
     )
 
 
@@ -45,6 +49,9 @@ ESTIMATORS = [
     ("rloo", {}, "0.75; -0.75; 0; 0; 0"),
     ("opo", {}, "0.333333; -0.666667; -0.166667; 0; 0"),
     ("maxrl", {}, "1; -1; 0; 0; 0"),
+    ("gdpo", {}, "0.378029; -1.410824; 1.032795; -0.632455; 0.632455"),
+    ("rae", {}, "0.95; -0.0475; 0.429875; 1.9; 1.805"),
+    ("optimal_token_baseline", {}, "0.554219 0.357966 0; -0.445781; 0.054219 -0.142034; 0; 0"),
     ("gpg", {}, "0.833333; -0.833333; 0; 0; 0"),
     ("grpo_passk", {}, "0.999998; 0; 0; 0; 0"),
     ("lite_ppo", {}, "0.559016; -0.559016; 0; 0; 0"),
@@ -66,6 +73,13 @@ ESTIMATORS = [
 def test_estimators_on_input_f(name, options, expected):
     advantages, _ = ADVANTAGES[name](inputs(name), **options)
     torch.testing.assert_close(advantages, rows(expected), rtol=0, atol=1.01e-6)
+
+
+def test_baselines_of_roles_on_input_f():
+    rows = {"scores_B": SCORES, "role_index_B": torch.tensor([0, 0, 0, 1, 1])}
+    found, after = role_baselines(**rows, averages_R=torch.zeros(2), decay=0.95)
+    assert found.tolist() == pytest.approx(inputs("rae").role_baselines.tolist())
+    assert after.tolist() == pytest.approx([0.070125, 0.195])
 
 
 def test_every_estimator_has_an_example():

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 from array import array
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from roll_async.algorithms.correction import CorrectionOptions
-from roll_async.schema import ExpertRecord
+from roll_async.schema import ExpertRecord, Reward
 from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts, LearnerState
 
 
@@ -28,6 +29,10 @@ class FakeActor(FakeScoring):
     def __init__(self, log, shift=0.0):
         super().__init__(log, "actor", shift)
         self.rows = []
+
+    async def compute_squares(self, rows):
+        self.log.append(("actor", "squares"))
+        return torch.where(rows.mask, 0.75, 0.0)
 
     async def update_policy(self, rows, step):
         self.log.append(("actor", f"update {step}"))
@@ -228,6 +233,48 @@ def test_running_moments_and_the_kl_coefficient_survive_a_restart(build):
         found = second.step(batch, step)
     assert torch.equal(found.advantages, wanted.advantages)
     assert second.learner.state == whole.learner.state and whole.learner.state.token_kl_coef != 0.2
+
+
+def reporting(build, *rows):
+    """One group of samples with the given (score, reported numbers)."""
+    prompt = build.prompt()
+    samples = tuple(build.sample(prompt, reward=Reward(score=score, metrics=reported)) for score, reported in rows)
+    return [build.group(0, prompt=prompt, samples=samples)]
+
+
+def per_row(rows):
+    return [float(a[mask][0]) for a, mask in zip(rows.advantages, rows.mask, strict=True)]
+
+
+def test_gdpo_reads_the_shaped_score_and_the_numbers_the_reward_reports(build):
+    groups = reporting(build, (1.0, {"format": 0.0}), (0.0, {"format": 3.0}), (0.0, {"format": 0.0}))
+    options = {"adv_estimator": "gdpo", "adv_options": {"rewards": ("format", "score"), "weights": (2.0, 1.0)}}
+    found = per_row(Trial(**options).step(groups))
+    # Normalised: format -1 2 -1 and score 2 -1 -1, each over sqrt(3); weighted sums 0 3 -3 over sqrt(3).
+    assert found == pytest.approx([0.0, 1.0, -1.0], abs=1e-5)
+    with pytest.raises(ValueError, match="reports no 'speed'.*it reports format"):
+        Trial(adv_estimator="gdpo", adv_options={"rewards": ("speed",)}).step(groups)
+
+
+def test_rae_compares_with_the_average_of_the_role_and_goes_on_after_a_restart(build):
+    options = {"adv_estimator": "rae", "adv_options": {"decay": 0.5}}
+    first, white = Trial(**options), build.prompt(extra={"role": "white"})
+    groups = [
+        build.group(0, scores=(1.0, 0.0)),
+        build.group(1, prompt=white, samples=(build.sample(white, score=4.0),)),
+    ]
+    assert per_row(first.step(groups)) == pytest.approx([0.5, -0.25, 2.0])
+    assert first.learner.state.role_averages == {"math": 0.25, "math/white": 2.0}
+    second = Trial(**options)
+    second.learner.restore_state(json.loads(json.dumps(first.learner.export_state())))
+    assert per_row(second.step([build.group(2, scores=(1.0,))], 2)) == pytest.approx([1 - 0.625])
+
+
+def test_the_optimal_token_baseline_asks_the_actor_for_squares(build):
+    trial = Trial(adv_estimator="optimal_token_baseline")
+    rows = trial.step([build.group(0, scores=(1.0, 0.0))])
+    assert trial.log == [("actor", "logprobs"), ("actor", "squares"), ("actor", "update 1")]
+    assert per_row(rows) == pytest.approx([0.5, -0.5]), "equal weights: the plain mean"
 
 
 def test_a_teacher_lifts_the_tokens_it_finds_more_likely(build):
