@@ -59,6 +59,7 @@ class _Running:
     """Served when it was admitted."""
     output: dict[str, Any] = field(default_factory=dict)
     """SGLang's newest answer: all tokens so far."""
+    task: asyncio.Task | None = None
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,6 +74,7 @@ class SglangEngine:
         """The model holds no whole version: nothing is generated until the next commit."""
         self._running: dict[str, _Running] = {}
         self._incoming: Incoming | None = None
+        self._failed = False
         on_cuda = settings.device != "cpu"
         # On CUDA SGLang decides at the start whether it keeps a copy of the weights on the host.
         levels = levels_up_to(settings.sleep_level)
@@ -102,11 +104,33 @@ class SglangEngine:
         import sglang
 
         try:
-            self._engine = sglang.Engine(**arguments)
+            self._engine = sglang.Engine(**arguments, custom_sigquit_handler=_leave_it_to_the_start)
         except TypeError as error:
             raise ValueError(f"strategy_config.extra: {error}") from error
         self._manager = self._engine.tokenizer_manager
+        self._manager.signal_handler_class = self._signals
         self._kv_tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+
+    def _signals(self, manager: Any) -> Any:
+        """What SGLang's manager does on signals, where it lives on the main thread: when one of its processes fails, the
+        requests do; left to itself SGLang kills this process, whatever else it does.
+        """
+        from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+        handler = SignalHandler(manager)
+        handler.running_phase_sigquit_handler = self._fail
+        return handler
+
+    def _fail(self) -> None:
+        """A scheduler has ended: nothing will be answered again."""
+        self._failed = True
+        for run in self._running.values():
+            if run.task is not None:
+                run.task.cancel()
+
+    def _need_alive(self) -> None:
+        if self._failed:
+            raise ConnectionError("a process of SGLang has failed; its own log names the cause")
 
     def _read_config(self) -> None:
         """Names and sizes from the model's config alone."""
@@ -126,6 +150,7 @@ class SglangEngine:
     # Requests
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        self._need_alive()
         self._sleep.need_awake(f"request {request.request_id}")
         settings, sampling = self._settings, request.sampling
         room = settings.max_model_len - len(request.prompt_token_ids)
@@ -140,6 +165,7 @@ class SglangEngine:
             request=request,
             budget=min(sampling.max_new_tokens, room),
             started_s=asyncio.get_running_loop().time(),
+            task=asyncio.current_task(),
             wire_id=f"{request.request_id};",  # SGLang aborts every request whose id begins with the one it is told
             held_back=max((len(stop.encode()) for stop in sampling.stop_strings), default=1) - 1,
         )
@@ -147,6 +173,9 @@ class SglangEngine:
             if await self._admitted(run):
                 await self._stream(run)
             return self._completion(run)
+        except asyncio.CancelledError:
+            self._need_alive()
+            raise
         finally:
             del self._running[request.request_id]
             run.done.set()
@@ -417,6 +446,12 @@ class SglangEngine:
         for task in self._manager.asyncio_tasks:
             task.cancel()
         await asyncio.to_thread(self._engine.shutdown)
+
+
+def _leave_it_to_the_start(signum: int, frame: object) -> None:
+    """A process that fails while SGLang starts is the error of the start, which waits for it. By default SGLang kills
+    the process that starts it, on the main thread.
+    """
 
 
 def _checked(what: str, answer: tuple[bool, str]) -> None:

@@ -726,3 +726,22 @@ def test_random_weights_generate_nothing_before_the_first_update_and_closing_lea
             break
         time.sleep(0.1)
     assert not left
+
+
+@pytest.mark.parametrize("variant", ["sglang"], indirect=True)
+def test_a_scheduler_that_dies_fails_the_requests_and_not_the_process_around_it(variant, tmp_path):
+    strategy, changes = variant
+    replica = Replica(strategy, tmp_path, tied=False, **changes)
+
+    async def go():
+        (task,) = replica.start(replica.request(max_new_tokens=480))
+        await asyncio.sleep(0.3)
+        scheduler = next(p for p in psutil.Process().children(recursive=True) if "sched" in p.name())
+        scheduler.kill()
+        with pytest.raises(ConnectionError, match="process of SGLang has failed"):
+            await asyncio.wait_for(task, 30)
+        with pytest.raises(ConnectionError):
+            await replica.engine.generate(replica.request())
+
+    replica.runner.run(go())
+    replica.close()
