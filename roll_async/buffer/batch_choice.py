@@ -1,4 +1,4 @@
-"""Which groups make the next batch, and which groups in flight are too many. Looks at a `GroupBook`, changes
+"""Which groups form the next batch, which are too old, and which in flight are too many. Reads a `GroupBook`, changes
 nothing.
 """
 
@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from roll_async.buffer.book import Entry, GroupBook
+from roll_async.buffer.freshness import newest_trained_version
 from roll_async.buffer.staleness import StalenessPolicy, is_schedulable, largest_excess, staleness
 from roll_async.buffer.states import GroupState, QueueOptions
-from roll_async.schema import WeightVersion
+from roll_async.schema import Group, WeightVersion
 
 
 class BatchChoice:
@@ -38,7 +39,7 @@ class BatchChoice:
         return chosen
 
     def may_take(self, chosen: Sequence[Entry], step: int) -> bool:
-        """The look-ahead rule: what stays behind can still be trained in time."""
+        """The look-ahead rule: the groups left behind can still be trained in time."""
         return is_schedulable(
             left_by_version=self._without(chosen),
             step=step,
@@ -49,7 +50,7 @@ class BatchChoice:
 
     @property
     def _taken(self) -> int:
-        """Groups of the present step that are with the trainer already: a batch may be taken in parts."""
+        """Groups of the present step that the trainer has taken already: a batch may be taken in parts."""
         return self._book.counts[GroupState.TRAINING]
 
     def surplus(self, step: int, num_groups: int, *, nothing_more_fits: bool) -> list[Entry]:
@@ -58,7 +59,7 @@ class BatchChoice:
 
         `nothing_more_fits`: the kept groups fill the admission rule, so nothing in flight can be kept before the next
         weight push and none of it may hold the batch up. Only then are groups too many under policies drop and
-        token_mask, where one that is late holds nothing up. Prompts that gave way before come last, the youngest first.
+        token_mask, where a late group delays nothing. The youngest are chosen first, prompts aborted before come last.
         """
         options, book = self._options, self._book
         if not options.oversample_groups or len(book.buffered_ids) < num_groups:
@@ -81,7 +82,7 @@ class BatchChoice:
 
     def is_too_many(self, entry: Entry, last_taken: int) -> bool:
         """With this finished group the buffered ones alone would miss a deadline. Over-sampling under policy wait only:
-        the other policies deal with what is late.
+        the other policies drop or mask late tokens.
         """
         options, book = self._options, self._book
         if not options.oversample_groups or options.policy is not StalenessPolicy.WAIT:
@@ -93,6 +94,23 @@ class BatchChoice:
     def still_fits(self, admitted_version: WeightVersion, next_step: int) -> bool:
         """One more group of this version beside those waiting can be trained in time."""
         return self._excess(self._book.waiting_by_version + Counter({admitted_version: 1}), next_step) is None
+
+    def is_over_bound(self, group: Group, step: int) -> bool:
+        """Policies drop and token_mask: too old for `step`. token_mask keeps a group as long as one of its trained
+        tokens is within the bound.
+        """
+        masks = self._options.policy is StalenessPolicy.TOKEN_MASK
+        decisive = newest_trained_version(group) if masks else group.oldest_version
+        return decisive is not None and staleness(step=step, version=decisive) > self._options.bound_versions
+
+    def num_stale(self, next_step: int) -> int:
+        """Buffered groups that would be older than soft_versions at the next step."""
+        soft = self._options.soft_versions
+        if soft is None:
+            return 0
+        groups = (self._book.entries[i].group for i in self._book.buffered_ids)
+        oldest = (g.oldest_version for g in groups if g is not None)
+        return sum(1 for v in oldest if v is not None and staleness(step=next_step, version=v) > soft)
 
     def _oldest(self, num_groups: int) -> list[Entry]:
         return [self._book.entries[i] for i in self._book.buffered_ids[:num_groups]]

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 async def within(timeout_s: float, awaitable: Awaitable[T], what: str) -> T:
-    """The result, or StallError `<what> within <timeout_s> s` when it is not there in time; `what` names who did not do
-    what. A TimeoutError of the work itself stays one.
+    """The result, or StallError `<what> within <timeout_s> s` when it is late; `what` says which role did not do what.
+    A TimeoutError of the work itself stays one.
     """
     deadline = asyncio.timeout(timeout_s)
     try:

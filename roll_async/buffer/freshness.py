@@ -1,4 +1,4 @@
-"""How old what we train is, where the age came from, and whether length decided what got trained."""
+"""Ages of the trained groups, where they arose, and whether response length biased which groups were trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def response_lengths(group: Group) -> list[int]:
 
 
 def finished_lengths(group: Group) -> list[int]:
-    """Response tokens of the samples that nobody cut short."""
+    """Response tokens of the samples that were not aborted."""
     return [len(s.response_token_ids) for s in group.samples if s.finish_reason is not FinishReason.ABORT]
 
 
@@ -58,10 +58,10 @@ def newest_version(group: Group) -> WeightVersion | None:
 
 @dataclass(kw_only=True, slots=True)
 class LengthAudit:
-    """Response lengths of what was generated and of what was trained, so that dropping long answers cannot go unseen.
+    """Response lengths of generated and of trained samples: shows a bias against long answers.
 
-    An answer that was cut short is at least as long as what there is of it: it counts as censored. Leaving these out
-    would hide exactly the long ones, which an early stop cuts.
+    An aborted answer is at least as long as its tokens so far: it counts as censored. Leaving these out would hide
+    exactly the long ones, which an early stop aborts.
     """
 
     generated_samples: int = 0
@@ -74,11 +74,11 @@ class LengthAudit:
     finished: Counter[int] = field(default_factory=Counter)
     """Finished samples by length."""
     censored: Counter[int] = field(default_factory=Counter)
-    """Samples that were cut short, by the length they had then."""
+    """Aborted samples, by the length they had then."""
     _mean: float | None = None
 
     def generated(self, group: Group) -> None:
-        """Its finished samples, and those that were cut short."""
+        """Add its finished samples, and those that were aborted."""
         lengths = finished_lengths(group)
         self.generated_samples += len(lengths)
         self.generated_tokens += sum(lengths)
@@ -96,8 +96,8 @@ class LengthAudit:
 
     @property
     def mean_generated(self) -> float:
-        """Mean length of the answers the model gives, the rest of those cut short estimated from the others of that
-        length: the area under the Kaplan-Meier curve. 0 without finished samples.
+        """Mean length of the model's answers, the remainder of aborted ones estimated from the others of that length:
+        the area under the Kaplan-Meier curve. 0 without finished samples.
         """
         if self._mean is None:
             self._mean = censored_mean(self.finished, self.censored)
@@ -107,8 +107,8 @@ class LengthAudit:
 def censored_mean(finished: Mapping[int, int], censored: Mapping[int, int]) -> float:
     """Mean of values of which some are only known to be larger than a number (Kaplan-Meier, up to the largest value).
 
-    Worked example: finished 1, 3, 3 and one cut short at 2. Of 4, 1 ends at 1 and 3/4 go on; of the 2 left after the
-    cut both end at 3: 1 + 3/4 * (3 - 1) = 2.5.
+    Worked example: finished 1, 3, 3 and one aborted at 2. Of 4, 1 ends at 1 and 3/4 go on; of the 2 left after the
+    abort both end at 3: 1 + 3/4 * (3 - 1) = 2.5.
     """
     at_risk = sum(finished.values()) + sum(censored.values())
     mean, share, before = 0.0, 1.0, 0
@@ -146,7 +146,7 @@ class BatchFreshness:
 
     @classmethod
     def without_queue(cls, groups: Sequence[Group], *, step: int, now_s: float) -> BatchFreshness:
-        """What the groups alone tell, for a step whose queue was lost: they count as finished under the newest version
+        """Measured from the groups alone, for a step whose queue was lost: they count as finished under the newest version
         that sampled one of their tokens, and as taken now.
         """
         newest = [max((v for s in g.samples for v, _ in s.version_runs), default=step - 1) for g in groups]

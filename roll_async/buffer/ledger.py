@@ -104,7 +104,7 @@ class Ledger(Protocol):
 
 
 class MemoryLedger:
-    """Keeps nothing: after a restart finished groups are generated again. Refuses a second use of a position."""
+    """Stores nothing: after a restart finished groups are generated again. Refuses a second use of a position."""
 
     def __init__(self) -> None:
         self._used: set[int] = set()
@@ -260,10 +260,9 @@ class SqliteLedger:
         self._step = step
 
     def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered:
-        """State relative to a restored step: what later steps consumed is available again, what was decided after it is
-        open again, groups of weights newer than it are gone. A ledger that does not know the step, because it was lost
-        or the step was saved without it, takes the position from the checkpoint's `state`; so does one that turns out
-        to be damaged.
+        """State relative to a restored step: groups that later steps consumed are available again, later verdicts are
+        undone, groups of newer weights are deleted. A ledger without a record of the step, because it was lost or the
+        step was saved without it, takes the position from the checkpoint's `state`; so does a damaged one.
         """
         try:
             return self._restore(step, state)
@@ -301,8 +300,8 @@ class SqliteLedger:
         return self._read()
 
     def _take_position(self, step: int, state: Mapping[str, object]) -> None:
-        """The accounting of a checkpoint, where the ledger has none: what is done there is done, what it holds finished
-        besides stays.
+        """Take the accounting of a checkpoint where the ledger has none: its done positions are done, other finished
+        groups of the ledger stay.
         """
         next_index, still_open = state["next_index"], state["open"]
         assert isinstance(next_index, int) and isinstance(still_open, list)
@@ -373,7 +372,7 @@ class SqliteLedger:
             self._db.executemany("INSERT INTO facts (name, value) VALUES (?, ?)", list(fingerprint.items()))
 
     def close(self) -> None:
-        """Fold the log into the one file and let it go."""
+        """Merge the write-ahead log into the file and release it."""
         with self._naming("closing"):
             self._db.close()
 
@@ -399,7 +398,7 @@ class SqliteLedger:
 
 def set_aside(path: str | Path) -> Path | None:
     """Move an older ledger (file, log, index) to `PATH.previous`, None when there is none. Raises LedgerError when a
-    run still uses it: a file must not be taken away from under it.
+    run still uses it.
     """
     source = Path(path)
     if not source.exists():

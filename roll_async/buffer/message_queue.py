@@ -4,10 +4,10 @@ One instance per run, on one event loop; no call holds anything across a wait. T
 counts are in `book.py`, what is durable is in `ledger.py`. Synchronous and asynchronous runs differ by the admission
 limit only.
 
-Who waits for whom: `reserve` for the trainer, a weight push or a release; `take_batch` for groups in flight; `put` only
-while the groups kept already fill the admission rule (over-sampling). `take_batch` reports every `batch_timeout_s` and
-raises StallError after `stall_timeout_s` without any change; the step itself and the push have deadlines of their
-owners.
+What each call waits for: `reserve` for the trainer, a weight push or a release; `take_batch` for groups in flight;
+`put` only while the kept groups already fill the admission rule (over-sampling). `take_batch` reports every
+`batch_timeout_s` and raises StallError after `stall_timeout_s` without any change; the owners of the step and of the
+push have deadlines of their own.
 """
 
 from __future__ import annotations
@@ -20,15 +20,9 @@ from dataclasses import replace
 
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.book import Entry, GroupBook
-from roll_async.buffer.errors import EndOfData, LedgerError, QueueClosed, StallError, TooManyFailures
-from roll_async.buffer.fingerprint import Fingerprint, changes, moves_positions
-from roll_async.buffer.freshness import (
-    BatchFreshness,
-    LengthAudit,
-    group_bytes,
-    newest_trained_version,
-    newest_version,
-)
+from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
+from roll_async.buffer.fingerprint import Fingerprint, same_or_regenerate
+from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, newest_version
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
 from roll_async.buffer.states import GroupState, Outcome, QueueOptions, QueueStats, Slot
@@ -53,8 +47,8 @@ class MessageQueue:
         self._next_id = self._next_index = 0
         self._requeued: list[tuple[int, int]] = []  # heap of (prompt index, attempt)
         self._closed_slots: list[tuple[int, int]] = []
-        """(prompt index, attempt) of surplus groups that were aborted: slot and prompt come again with the next push.
-        Under the same weights they would only become surplus once more.
+        """(prompt index, attempt) of aborted surplus groups: slot and prompt are available again after the next push.
+        Under the same weights they would become surplus once more.
         """
         self._done: frozenset[int] = frozenset()
         self._held: WeightVersion | None = None
@@ -68,7 +62,7 @@ class MessageQueue:
         self._progress_s = self._waits_since_s = self._reported_s = 0.0
         self._filtered_before = 0
         self.trouble: Callable[[], str] | None = None
-        """What keeps the rollout from working, in words, for reports; empty = nothing known."""
+        """Describes what keeps the rollout from working, for reports; empty = nothing known."""
 
     @property
     def admission_limit(self) -> int:
@@ -78,7 +72,7 @@ class MessageQueue:
     # Producer
 
     async def reserve(self, max_groups: int) -> list[Slot]:
-        """Up to `max_groups` slots; waits for at least one. Empty when nothing will ever be admitted again."""
+        """Up to `max_groups` slots; waits for at least one. Empty when no group will be admitted any more."""
         while True:
             if self._closed or self._stopped_reserving:
                 return []
@@ -88,12 +82,12 @@ class MessageQueue:
                     count = min(count, len(self._requeued))
                 if count > 0:
                     return [self._admit() for _ in range(count)]
-            elif not self._may_come_again():
+            elif not self._more_may_be_admitted():
                 return []
             await self._changed.wait()
 
-    def _may_come_again(self) -> bool:
-        """After the end of the data: a group in flight may be released, a buffered one dropped over the bound."""
+    def _more_may_be_admitted(self) -> bool:
+        """After the end of the data: a group in flight may be released, or a buffered one dropped over the bound."""
         counts, drops = self._book.counts, self._options.policy is not StalenessPolicy.WAIT
         waits = counts[GroupState.IN_FLIGHT] or self._closed_slots
         return bool(waits or (drops and counts[GroupState.BUFFERED]))
@@ -103,11 +97,11 @@ class MessageQueue:
         options, counts = self._options, self._book.counts
         waiting = counts[GroupState.IN_FLIGHT] + counts[GroupState.BUFFERED]
         if self._book.finished >= self.admission_limit:
-            return 0  # over-sampled slots too: nothing they finish could be kept
+            return 0  # also for over-sampling: no finished group could be kept
         free = self.admission_limit + options.oversample_groups - self._book.occupying - len(self._closed_slots)
         free = min(free, options.queue_limit + options.oversample_groups - waiting)
-        if waiting >= options.groups_per_batch and self._stale_waiting():
-            return 0  # a batch can come without new groups, so holding them back cannot starve the trainer
+        if waiting >= options.groups_per_batch and self._choice.num_stale(self._last_taken + 1):
+            return 0  # a batch is complete without new groups, so holding them back cannot starve the trainer
         return max(0, free)
 
     def _admit(self) -> Slot:
@@ -125,8 +119,8 @@ class MessageQueue:
         return slot
 
     async def put(self, group: Group) -> bool:
-        """A finished, kept group: durable first, then buffered. False: refused, the group was released meanwhile (a
-        late result) or is surplus, in which case its prompt comes again.
+        """Make a finished, kept group durable, then buffered. False: refused, because the group was released meanwhile
+        (a late result) or is surplus, in which case its prompt is requeued.
         """
         while True:
             entry = self._book.in_flight_entry(group.group_id)
@@ -144,7 +138,7 @@ class MessageQueue:
                 logger.error("group %d finished after the queue was closed: it is not kept", group.group_id)
                 return False
             if self._stopped_reserving or self._book.finished < self.admission_limit:
-                break  # at the end of a run nothing would make room any more, and the ledger keeps what is finished
+                break  # at the end of a run no slot would be freed any more, and the ledger keeps finished groups
             await self._changed.wait()
         expected = self._options.samples_per_group
         assert expected is None or len(group.trajectories) == expected, f"group {group.group_id} is not whole"
@@ -159,9 +153,9 @@ class MessageQueue:
         return True
 
     async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
-        """Give a slot back without a kept group. `group`: what was generated all the same, for the length audit.
+        """Give a slot back without a kept group. `group`: the samples generated nevertheless, for the length audit.
 
-        Raises TooManyFailures when one group too many was quarantined.
+        Raises TooManyFailures when more than `max_failed_groups` were quarantined.
         """
         entry = self._book.in_flight_entry(group_id)
         if entry is None:
@@ -175,7 +169,7 @@ class MessageQueue:
                 self._book.forget(entry)
             case Outcome.REQUEUED:
                 self._book.move(entry, GroupState.DROPPED)
-                self._comes_again(entry)
+                self._requeue_prompt(entry)
             case Outcome.FILTERED:
                 self._ledger.closed(index, group_id, "filtered", reason)
                 self._book.move(entry, GroupState.FILTERED)
@@ -189,8 +183,8 @@ class MessageQueue:
             last = "; ".join(self._failures[-3:])
             raise TooManyFailures(f"{failed} groups failed, more than fault.max_failed_groups={allowed}; last: {last}")
 
-    def _comes_again(self, entry: Entry) -> None:
-        """The prompt of an aborted group, at once; that of a surplus group with the next push."""
+    def _requeue_prompt(self, entry: Entry) -> None:
+        """Requeue the prompt of an aborted group at once, that of a surplus group with the next push."""
         again = (entry.slot.prompt_index, entry.slot.attempt + 1)
         if entry.surplus and len(self._closed_slots) < self._options.oversample_groups:
             self._closed_slots.append(again)
@@ -198,15 +192,15 @@ class MessageQueue:
             heapq.heappush(self._requeued, again)
 
     def _open_slots(self) -> None:
-        """Closed slots are free again, and their prompts come first."""
+        """Free the closed slots; their prompts are admitted first."""
         for again in self._closed_slots:
             heapq.heappush(self._requeued, again)
         self._closed_slots.clear()
 
     async def early_stop(self, asked: Collection[int] = ()) -> list[int]:
-        """Waits until a group in flight that is not in `asked` has become surplus (the batch is complete without it)
-        and names all that are; the caller aborts and releases them. Empty when the queue closes. Only over-sampling
-        makes surplus groups.
+        """Wait until a group in flight that is not in `asked` has become surplus (the batch is complete without it) and
+        return the ids of all that are; the caller aborts and releases them. Empty when the queue closes. Only
+        over-sampling makes surplus groups.
         """
         while not self._closed:
             surplus = [e.slot.group_id for e in self._book.in_state(GroupState.IN_FLIGHT) if e.surplus]
@@ -216,7 +210,7 @@ class MessageQueue:
         return []
 
     def end_of_data(self) -> None:
-        """The prompt stream is exhausted; requeued prompts still come."""
+        """The prompt stream is exhausted; requeued prompts are still admitted."""
         self._no_more_prompts = True
         self._notify()
 
@@ -231,8 +225,8 @@ class MessageQueue:
         """Exactly G groups for training step `step` (1, 2, ...; after a restore the next one), oldest admission first.
         `num_groups`: only that many of them, the rest of the step follows by calls with the same `step`.
 
-        Raises EndOfData when no full batch can come any more, QueueClosed after `close`, StallError when nothing moved
-        for stall_timeout_s.
+        Raises EndOfData when no full batch can be completed any more, QueueClosed after `close`, StallError after
+        stall_timeout_s without a change.
         """
         taken = self._book.counts[GroupState.TRAINING]
         if step != self._last_taken + (0 if taken else 1):
@@ -253,7 +247,7 @@ class MessageQueue:
                 self._notify()
                 return [entry.group for entry in chosen if entry.group is not None]
             if self._closed_slots and not self._book.counts[GroupState.IN_FLIGHT]:
-                self._open_slots()  # nothing else could bring the batch, nor the push after it
+                self._open_slots()  # otherwise neither the batch nor the push after it could happen
                 self._notify()
             if self._exhausted():
                 left = len(self._book.buffered_ids)
@@ -277,15 +271,11 @@ class MessageQueue:
         return self._choice.batch(step, num_groups)
 
     def _drop_stale(self, step: int) -> None:
-        """Discard buffered groups over the bound. Policy token_mask keeps a group as long as one of its trained
-        tokens is within it.
-        """
-        bound, masks = self._options.bound_versions, self._options.policy is StalenessPolicy.TOKEN_MASK
+        """Discard buffered groups over the bound and requeue their prompts."""
         for entry in [self._book.entries[i] for i in self._book.buffered_ids]:
             group = entry.group
             assert group is not None
-            decisive = newest_trained_version(group) if masks else group.oldest_version
-            if decisive is None or staleness(step=step, version=decisive) <= bound:
+            if not self._choice.is_over_bound(group, step):
                 continue
             self._audit.dropped(group)
             self._dropped_stale += 1
@@ -351,11 +341,16 @@ class MessageQueue:
     def restore(
         self, step: int, state: Mapping[str, object] | None = None, fingerprint: Fingerprint | None = None
     ) -> None:
-        """Continue after training step `step`: what the ledger holds within the bound is buffered, every other open
-        prompt comes again. A group sampled by weights newer than the restored step is generated again: those weights do
+        """Continue after training step `step`: groups of the ledger within the bound are buffered, every other open
+        prompt is requeued. A group sampled by weights newer than the restored step is generated again: those weights do
         not exist any more. `state`: `checkpoint_state` of that step, needed when the ledger is not durable.
         """
-        usable = self._compare(step, state, fingerprint)
+        self._fingerprint = dict(fingerprint or {})
+        saved = (state or {}).get("fingerprint")
+        before = saved if isinstance(saved, dict) and saved else self._ledger.fingerprint()
+        usable = same_or_regenerate(before, self._fingerprint, step=step)
+        if fingerprint:
+            self._ledger.remember(self._fingerprint)
         recovered = self._ledger.restore(step, state)
         self._last_taken, self._next_id = step, recovered.next_group_id
         self._next_index, self._done = recovered.next_index, recovered.done
@@ -376,25 +371,7 @@ class MessageQueue:
         for index in range(self._next_index):
             if index not in self._done and index not in kept:
                 heapq.heappush(self._requeued, (index, 1))
-        self._book.check()  # nobody waits before the run begins
-
-    def _compare(self, step: int, state: Mapping[str, object] | None, now: Fingerprint | None) -> bool:
-        """Whether finished groups can be used. Raises LedgerError where positions mean other prompts."""
-        self._fingerprint = dict(now or {})
-        saved = (state or {}).get("fingerprint")
-        before = saved if isinstance(saved, dict) and saved else self._ledger.fingerprint()
-        changed = changes(before, self._fingerprint)
-        said = "; ".join(f"{name} {how}" for name, how in changed.items())
-        if moves_positions(changed) and (step or before):
-            raise LedgerError(
-                f"the run to go on with (step {step}) had other prompts: {said}; a position in them means something "
-                "else now: set it back, or start fresh under another exp_name"
-            )
-        if changed:
-            logger.warning("%s: finished groups of the earlier run are of no use and are generated again", said)
-        if now:
-            self._ledger.remember(self._fingerprint)
-        return not changed
+        self._book.check()  # no waiter to wake before the run begins
 
     def _still_usable(self, group: Group, step: int) -> bool:
         """Sampled by weights that exist, within the bound, and schedulable with what is buffered already."""
@@ -407,7 +384,7 @@ class MessageQueue:
         return oldest is None or staleness(step=step + 1, version=oldest) <= options.bound_versions
 
     def _readmit(self, index: int, group: Group, finished_version: WeightVersion) -> None:
-        """Keeps its admission number, which orders deadlines; the times of the old process mean nothing here."""
+        """Keep the admission number, which orders deadlines; loop times of the earlier process are not comparable."""
         now = self._now()
         slot = Slot(group_id=group.group_id, prompt_index=index, admitted_version=group.admitted_version)
         entry = self._book.admit(slot, now)
@@ -450,7 +427,7 @@ class MessageQueue:
             memory_bytes=sum(group_bytes(e.group) for e in entries if e.group is not None),
             oldest_in_flight_s=max(flying, default=0.0),
             oldest_buffered_s=max(waiting, default=0.0),
-            stale_waiting=self._stale_waiting(),
+            stale_waiting=self._choice.num_stale(self._last_taken + 1),
             generated_samples=self._audit.generated_samples,
             generated_tokens=self._audit.generated_tokens,
             trained_samples=self._audit.trained_samples,
@@ -466,36 +443,27 @@ class MessageQueue:
 
     # Inside
 
-    def _stale_waiting(self) -> int:
-        """Buffered groups that would be older than soft_versions at the next step."""
-        soft = self._options.soft_versions
-        if soft is None:
-            return 0
-        groups = (self._book.entries[i].group for i in self._book.buffered_ids)
-        oldest = (g.oldest_version for g in groups if g is not None)
-        return sum(1 for v in oldest if v is not None and staleness(step=self._last_taken + 1, version=v) > soft)
-
     def _notify(self) -> None:
-        """Something changed: wake every waiter, which looks again."""
+        """Something changed: wake every waiter, which checks its condition again."""
         self._book.check()
         self._progress_s = self._now()
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _change_or_stall(self, step: int) -> None:
-        """Wait for any change; say whom we wait for every batch_timeout_s, by the clock of the wait, whatever changes
-        meanwhile; give up after stall_timeout_s without a change.
+        """Wait for any change. Every batch_timeout_s of the whole wait, log what it waits for; raise StallError after
+        stall_timeout_s without a change.
         """
         changed, options = self._changed, self._options
         while True:
             now = self._now()
             left = self._progress_s + options.stall_timeout_s - now
             if left < _ROUNDING_S:
-                raise StallError(f"nothing moved for {now - self._progress_s:.0f} s: {self._whom_we_wait_for(step)}")
+                raise StallError(f"nothing moved for {now - self._progress_s:.0f} s: {self._wait_report(step)}")
             report_in_s = self._reported_s + options.batch_timeout_s - now
             if report_in_s < _ROUNDING_S:
                 self._reported_s, report_in_s = now, options.batch_timeout_s
-                logger.warning("%s", self._whom_we_wait_for(step))
+                logger.warning("%s", self._wait_report(step))
             try:
                 async with asyncio.timeout(min(report_in_s, left)):
                     await changed.wait()
@@ -503,7 +471,7 @@ class MessageQueue:
             except TimeoutError:
                 continue
 
-    def _whom_we_wait_for(self, step: int) -> str:
+    def _wait_report(self, step: int) -> str:
         options, now = self._options, self._now()
         flying = [e for e in self._book.in_state(GroupState.IN_FLIGHT) if not e.surplus]
         bound = options.bound_versions
@@ -513,7 +481,7 @@ class MessageQueue:
         who = f"groups {', '.join(names)}{more} in flight, {len(due)} of them due" if names else "no group is in flight"
         free = self._free_slots()
         filtered = self._book.counts[GroupState.FILTERED] - self._filtered_before
-        why = f"; {filtered} groups were filtered meanwhile, for want of spread" if filtered else ""
+        why = f"; {filtered} groups without spread were filtered meanwhile" if filtered else ""
         if self.trouble is not None and (trouble := self.trouble()):
             why += f"; {trouble}"
         return (

@@ -49,7 +49,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueOptions:
-    """The part of the config the queue obeys. Times in seconds of the loop."""
+    """The options of the queue. Times in seconds of the loop."""
 
     groups_per_batch: int
     """G: groups one training step consumes."""
@@ -189,7 +189,7 @@ class QueueStats:
     trained_samples: int
     trained_tokens: int
     mean_generated_length: float = 0.0
-    """Tokens of an answer on average, those that were cut short estimated (`LengthAudit.mean_generated`)."""
+    """Tokens of an answer on average, aborted ones estimated (`LengthAudit.mean_generated`)."""
     dropped_by_length: Mapping[int, int] = field(default_factory=dict)
     """Finished samples of dropped groups, by response length: key b counts lengths in (b / 2, b]."""
     failures: tuple[str, ...] = ()

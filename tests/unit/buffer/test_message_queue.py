@@ -484,7 +484,7 @@ def test_finished_groups_of_another_configuration_are_not_trained_and_what_chang
         same.close()
         other = kept_by(tmp_path, {**BEFORE, "samples per group": "4"})
         assert other.stats().buffered == 0 and other.stats().requeued_prompts == 2
-        assert "samples per group from 2 to 4: finished groups of the earlier run are of no use" in caplog.text
+        assert "samples per group from 2 to 4: finished groups of the earlier run cannot be used" in caplog.text
         other.close()
         with pytest.raises(LedgerError, match="seed from 1 to 2"):
             kept_by(tmp_path, {**BEFORE, "seed": "2"})
