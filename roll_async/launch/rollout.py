@@ -140,10 +140,10 @@ class RolloutStarter:
         (train, held_out), scorer = await asyncio.gather(
             asyncio.to_thread(prompts_of, config), self._start_scorer(config)
         )
-        options = SchedulerOptions.of(config)
 
         def source(order: RolloutOrder) -> Callable[[AsyncLLMServerManager], GroupSource]:
-            tools = _tools(order, config)
+            assert isinstance(order.config, RLVRConfig)
+            options, tools = SchedulerOptions.of(order.config), _tools(order, order.config)
             return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
 
         return StartedTasks(prompts=train, source=source, validation=held_out)
@@ -216,7 +216,9 @@ async def start_agents(config: AgenticConfig, stack: AsyncExitStack) -> StartedT
     parts = await agent_parts(config, stack)
 
     def source(order: RolloutOrder) -> Callable[[AsyncLLMServerManager], GroupSource]:
-        return lambda manager: AgentGroups(manager, parts, group_options(config))
+        assert isinstance(order.config, AgenticConfig)
+        options = group_options(order.config)
+        return lambda manager: AgentGroups(manager, parts, options)
 
     return StartedTasks(
         prompts=training_tasks(config),
