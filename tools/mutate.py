@@ -29,7 +29,7 @@ TESTS = {
     "roll_async/rollout": ["tests/unit/rollout"],
     "roll_async/buffer": ["tests/unit/buffer", "tests/unit/rollout/test_rollouter.py"],
     "roll_async/weight_sync/synchronizer.py": ["tests/unit/weight_sync"],
-    "roll_async/pipelines/train_loop.py": ["tests/unit/pipelines"],
+    "roll_async/pipelines/rlvr.py": ["tests/unit/pipelines"],
     "roll_async/trainer/learner.py": ["tests/unit/trainer"],
     "roll_async/inference/engine_host.py": ["tests/unit/inference/test_engine_host.py"],
 }

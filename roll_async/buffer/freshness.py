@@ -146,8 +146,8 @@ class BatchFreshness:
 
     @classmethod
     def without_queue(cls, groups: Sequence[Group], *, step: int, now_s: float) -> BatchFreshness:
-        """Measured from the groups alone, for a step whose queue was lost: they count as finished under the newest version
-        that sampled one of their tokens, and as taken now.
+        """Measured from the groups alone, for a step whose queue was lost: they count as finished under the newest
+        version that sampled one of their tokens, and as taken now.
         """
         newest = [max((v for s in g.samples for v, _ in s.version_runs), default=step - 1) for g in groups]
         return cls.measure(

@@ -32,7 +32,10 @@ from roll_async.launch.inputs import resolve_names
 from roll_async.launch.signals import EndedAtOnce
 
 if TYPE_CHECKING:
+    from roll_async.cluster.runtime import RuntimeInfo
+    from roll_async.launch.roles import RolePlacements
     from roll_async.launch.run import RunClasses
+    from roll_async.observe.recorder import Recorder
     from roll_async.observe.run_folder import RunFolder
     from roll_async.pipelines.protocol import RunEnd
 
@@ -173,7 +176,6 @@ def exit_code(error: BaseException) -> int | None:
 def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunClasses) -> int:
     from roll_async.cluster.role_log import FOLDER_VARIABLE
     from roll_async.cluster.runtime import ray_runtime
-    from roll_async.launch.lives import train
     from roll_async.launch.roles import place_roles
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.prometheus import PrometheusTracker
@@ -205,10 +207,33 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     }
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
-            end = asyncio.run(train(config, runtime, placements, (recorder, folder), classes))
+            end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))
     finally:
         recorder.close()
     return _report(config, folder, end)
+
+
+async def _train(
+    config: RLVRConfig | AgenticConfig,
+    runtime: RuntimeInfo,
+    placements: RolePlacements,
+    observers: tuple[Recorder, RunFolder],
+    classes: RunClasses,
+) -> RunEnd:
+    """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
+    from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
+
+    recorder, folder = observers
+    while True:
+        try:
+            async with started_roles(config, runtime, placements, observers, classes) as run:
+                end = await run.pipeline.run()
+                await run.export_hf(str(folder.path / "hf"))
+            return end
+        except BaseException as error:
+            if not can_restart(config, recorder.restarts, error):
+                raise
+            config = restart_from_newest(config, recorder, error)
 
 
 def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:

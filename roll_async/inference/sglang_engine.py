@@ -112,8 +112,8 @@ class SglangEngine:
         self._kv_tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
 
     def _signals(self, manager: Any) -> Any:
-        """What SGLang's manager does on signals, where it lives on the main thread: when one of its processes fails, the
-        requests do; left to itself SGLang kills this process, whatever else it does.
+        """What SGLang's manager does on signals, where it runs on the main thread: when one of its processes fails, the
+        requests fail; by default SGLang would kill this process, whatever else it does.
         """
         from sglang.srt.managers.tokenizer_manager import SignalHandler
 

@@ -19,8 +19,8 @@ from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.checkpoint import LoopCheckpoint, restore_loop
 from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
-from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.pipelines.protocol import PipelineParts, RunPlan
+from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.turns import TurnRollout
 from roll_async.pipelines.wire import Classes, RunOptions, wire
 from roll_async.prompts.tokenizer import load_tokenizer

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from roll_async.buffer.states import QueueStats
-from roll_async.pipelines.train_loop import PipelineParts, TrainerState, TrainLoop
+from roll_async.pipelines.protocol import PipelineParts, TrainerState
+from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.weight_sync.synchronizer import SyncState, SyncStatus
 

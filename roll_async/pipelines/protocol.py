@@ -1,16 +1,19 @@
-"""What the loops need from the other roles. Queue, rollouter and synchronizer may be the objects themselves or their
-clients, when they run in a process of their own (`cluster/rollout_process.py`); their counters are then as of the last
-answer.
+"""The plan of the loops, and what they need from the other roles.
+
+Queue, rollouter and synchronizer may be the objects themselves or their clients, when they run in a process of their
+own (`cluster/rollout_process.py`); their counters are then as of the last answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
+from roll_async.config.schema import PipelineConfig
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
@@ -92,3 +95,69 @@ class RunEnd(Enum):
     FINISHED = "finished"  # max_steps done
     END_OF_DATA = "end of data"
     INTERRUPTED = "interrupted"  # stop asked for; state saved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """The number of steps, and the intervals of pushes, saves and validations."""
+
+    first_step: int
+    """1, or one past the restored step."""
+    max_steps: int
+    sync_every: int
+    """k: training steps per weight push."""
+    save_every: int
+    """0 = only at the end."""
+    eval_every: int
+    """0 = never."""
+    groups_per_batch: int
+    """G: groups one step consumes."""
+    samples_per_group: int
+    """N."""
+    groups_per_part: int
+    """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
+    rescue_timeout_s: float = 1800.0
+    """Once another role failed: seconds for the rest of the step under way, and again for its checkpoint."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig, *, first_step: int) -> RunPlan:
+        """As the config has it."""
+        a = config.async_training
+        return cls(
+            first_step=first_step,
+            max_steps=config.max_steps,
+            sync_every=a.trigger_parameter_sync_step,
+            save_every=config.save_steps,
+            eval_every=config.eval_steps,
+            groups_per_batch=config.groups_per_batch,
+            samples_per_group=config.samples_per_group,
+            groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
+            rescue_timeout_s=config.fault.stall_timeout,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineParts:
+    """The roles the loop couples."""
+
+    queue: Batches
+    rollouter: Generates
+    learner: Learns
+    synchronizer: Pushes
+    checkpoint: Saves
+    observer: Observes
+    validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
+    dump: Callable[[int, Sequence[Group]], None] | None = None
+    """Gets the groups of every step."""
+
+
+class TrainerState(Enum):
+    """What the training side is doing."""
+
+    STARTING = "starting"
+    WAITING = "waiting"  # for groups
+    LEARNING = "learning"
+    SYNCHRONIZING = "synchronizing"  # a weight push
+    VALIDATING = "validating"
+    SAVING = "saving"
+    STOPPED = "stopped"

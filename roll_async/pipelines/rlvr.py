@@ -6,31 +6,48 @@
      |  pause / resume            | weights_held             |
      +----------------------------+------ synchronizer <-----+
 
-Two coroutines under one TaskGroup (and a watcher that only reads); the first failure stops all. When it is not the
+Two coroutines under one TaskGroup (and a monitor that only reads); the first failure stops all. When it is not the
 trainer's own, the step under way is finished first, and the last whole step is saved before the error is raised.
 `async_generation_ratio` 0 is the same loop: admission opens the next batch only when its weights are held. Queue: one
 producer (Rollouter), one consumer (TrainLoop), bound `max_queue_size`.
+
+One training step:
+
+    take_batch --groups--> learn --+ until the step is whole --> step_trained --> push --> validate --> metrics --> save
+        ^                          |
+        +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
+
+A step is published before it is saved: a run that is killed in between repeats the step, one that is killed afterwards
+has published all of it. When another role fails, a step whose groups are all there is finished and published without a
+push, so that it can be saved (`abandon`, `rescue`). While the trainer waits for groups, restarted replicas are given
+the present weights: without them the groups might never come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from roll_async.buffer.deadline import within
-from roll_async.buffer.errors import first_cause
-from roll_async.pipelines.protocol import RunEnd
-from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.buffer.errors import EndOfData, first_cause
+from roll_async.buffer.freshness import BatchFreshness
+from roll_async.pipelines.metrics import StepClock, merged_reports, step_metrics
+from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
+from roll_async.schema import Group
+from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.synchronizer import SyncReport
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RLVRPipeline:
     """Runs one training run to its end. `run` once.
 
-    `trainer`: the training side, built from the same parts and plan. `watch`: a coroutine function that looks on until
-    it is cancelled (`pipelines/health.py`).
+    `trainer`: the training side, built from the same parts and plan. `watch`: a coroutine function that monitors the
+    run until it is cancelled (`pipelines/health.py`).
     """
 
     def __init__(
@@ -93,8 +110,8 @@ class RLVRPipeline:
         return await self.trainer.run()
 
     async def _beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
-        """A role beside the trainer, to its end. Its failure is raised when the trainer has finished what needs nobody
-        else: the ranks would do that to its end anyway.
+        """Run a role beside the trainer to its end. Its failure is raised when the trainer has finished the work that
+        needs no other role: the ranks would finish it anyway.
         """
         running = asyncio.ensure_future(role())
         try:
@@ -112,7 +129,7 @@ class RLVRPipeline:
         running.result()
 
     async def _rescue(self) -> None:
-        """Save what the trainer has, unless it is what failed; a failure of that hides no other."""
+        """Save the last whole step, unless saving is what failed; a failure here hides no other."""
         trainer, limit_s = self.trainer, self._plan.rescue_timeout_s
         try:
             await within(limit_s, trainer.rescue(), f"step {trainer.trained} was not saved")
@@ -124,3 +141,230 @@ class RLVRPipeline:
             self.rescued = f"step {trainer.trained} is not saved: the weights hold a part of the next one"
         else:
             self.rescued = f"step {trainer.saved} is saved" if trainer.saved else "no step was trained"
+
+
+class TrainLoop:
+    """Consumes one batch a step until `max_steps`, the end of the data, or a stop. `run` once."""
+
+    def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
+        self._parts, self._plan = parts, plan
+        self._stop = asyncio.Event()
+        self._abandoned = self._complete = self._data_ended = False
+        self._busy_s: Mapping[str, float] = {}
+        self._validated = 0
+        """Last step that was validated."""
+        self.state = TrainerState.STARTING
+        self.trained = plan.first_step - 1
+        """Last whole step."""
+        self.saved = self.trained
+        """Last step with a checkpoint, or the one the run began after."""
+        self._save_begun = self.trained
+        """A save that failed is not tried again: its writer is broken."""
+        self.mid_step = False
+        """Weights hold a part of the next step: no checkpoint can name them."""
+        self.num_samples = 0
+        """Samples trained by this process."""
+
+    def request_stop(self) -> None:
+        """Finish the step under way and end with RunEnd.INTERRUPTED. Safe to call more than once."""
+        self._stop.set()
+
+    def abandon(self) -> None:
+        """Another role failed: start no further step, push no weights."""
+        self._abandoned = True
+        self._stop.set()
+
+    @property
+    def finishing(self) -> bool:
+        """The present work of the trainer needs no other role, and a cancellation would waste it."""
+        return self.state is TrainerState.SAVING or (self.state is TrainerState.LEARNING and self._complete)
+
+    async def rescue(self) -> None:
+        """After an error: a checkpoint of the last whole step is complete when this returns, if the weights have not
+        gone past it. Raises what the save failed with.
+        """
+        if self._save_begun < self.trained:
+            await self.save()
+        elif self.saved < self.trained:
+            raise RuntimeError("its save failed before")
+        await self._parts.checkpoint.finish()
+
+    async def run(self) -> RunEnd:
+        """Train until the end. Waits for the queue, unblocked by put, by the end of the data or by a stop."""
+        try:
+            for step in range(self._plan.first_step, self._plan.max_steps + 1):
+                if (end := await self._step(step)) is not None:
+                    return end
+            return RunEnd.FINISHED
+        finally:
+            self.state = TrainerState.STOPPED
+
+    async def save(self) -> None:
+        """A checkpoint of the last step, unless it has one, or the weights have gone past it."""
+        if self.saved < self.trained and not self.mid_step:
+            self.state, self._save_begun = TrainerState.SAVING, self.trained
+            await self._parts.checkpoint.save(self.trained)
+            self.saved = self.trained
+
+    async def _step(self, step: int) -> RunEnd | None:
+        """One training step; why the run ends, or None to go on."""
+        parts, plan, clock = self._parts, self._plan, StepClock()
+        if plan.save_every and self.trained % plan.save_every == 0:
+            with clock.measure("save"):
+                await self.save()
+        try:
+            consumed = await self._consume(step, clock)
+        except EndOfData as end:
+            parts.observer.event("end_of_data", leftover=str(end))
+            await self._last_model()
+            return RunEnd.END_OF_DATA
+        if consumed is None:
+            return RunEnd.INTERRUPTED
+        groups, report = consumed
+        self.trained, self.mid_step = step, False  # the weights hold it, whether its record succeeds or not
+        self.num_samples += report.num_samples
+        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
+        sync, validation = None, {}
+        try:
+            ages = await parts.queue.freshness(step)
+            await parts.queue.step_trained(step)
+            if not self._abandoned and self._push_due(step):
+                self.state = TrainerState.SYNCHRONIZING
+                with clock.measure("weight_sync"):
+                    sync = await parts.synchronizer.push(step)
+            if not self._abandoned:
+                self.state = TrainerState.VALIDATING
+                with clock.measure("validation"):
+                    validation = await self._validate(step)
+        finally:  # also when the queue is gone or the push fails: the step is whole, and may be saved
+            metrics = self._metrics(step, groups, report, sync, clock, ages)
+            parts.observer.step(step, {**metrics, **validation})
+            self._trace(step, groups, clock)
+            if parts.dump is not None:
+                parts.dump(step, groups)
+        if self._data_ended:
+            return RunEnd.END_OF_DATA
+        return RunEnd.INTERRUPTED if self._stop.is_set() else None
+
+    async def _last_model(self) -> None:
+        """The data ended between two steps: push the last weights to the engines and validate them."""
+        parts, step, self._data_ended = self._parts, self.trained, True
+        if self._abandoned or step < self._plan.first_step:
+            return
+        if parts.synchronizer.status().version != step:
+            self.state = TrainerState.SYNCHRONIZING
+            await parts.synchronizer.push(step)
+        if self._eval_due(step) and self._validated < step:
+            self.state = TrainerState.VALIDATING
+            parts.observer.event("validation", step=step, **await self._validate(step))
+
+    def _push_due(self, step: int) -> bool:
+        """Every k steps; before a validation, which measures the weights of its step; and the last model."""
+        plan = self._plan
+        return step % plan.sync_every == 0 or self._eval_due(step) or step == plan.max_steps or self._data_ended
+
+    def _eval_due(self, step: int) -> bool:
+        """Every `eval_every` steps, and the last model."""
+        plan = self._plan
+        if self._parts.validate is None or not plan.eval_every:
+            return False
+        return step % plan.eval_every == 0 or step == plan.max_steps or self._data_ended
+
+    async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
+        """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
+        part.
+        """
+        parts, plan = self._parts, self._plan
+        groups: list[Group] = []
+        reports: list[StepReport] = []
+        while len(groups) < plan.groups_per_batch:
+            self.state = TrainerState.WAITING
+            with clock.measure("wait_batch"):
+                taking = parts.queue.take_batch(step, plan.groups_per_part)
+                try:
+                    part = await self._resync_during(taking, stoppable=not groups)
+                except EndOfData as end:
+                    if not groups:
+                        raise
+                    # The weights hold these parts: the step is whole with what there is, or nothing could be saved.
+                    parts.observer.event("short_step", step=step, groups=len(groups), leftover=str(end))
+                    self._data_ended = True
+                    break
+            if part is None:
+                return None
+            groups += part
+            self._complete = len(groups) == plan.groups_per_batch
+            self.state, self.mid_step = TrainerState.LEARNING, True
+            with clock.measure("learn"):
+                reports.append(await parts.learner.learn(part, step))
+        return groups, merged_reports(reports)
+
+    async def _resync_during(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
+        """The result of `work`, None when a stop came first. Meanwhile restarted replicas are given the present
+        weights: without them `work` might never end.
+        """
+        synchronizer = self._parts.synchronizer
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            while not task.done():
+                back = asyncio.ensure_future(synchronizer.wait_for_returned())
+                waits = {task, back, stop} if stoppable else {task, back}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                came_back = back.done()
+                back.cancel()
+                if task.done():
+                    break
+                if stoppable and stop.done():
+                    return None
+                if came_back:
+                    await synchronizer.resync_returned(self.trained)
+            return await task
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+
+    def _metrics(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        report: StepReport,
+        sync: SyncReport | None,
+        clock: StepClock,
+        ages: BatchFreshness,
+    ) -> dict[str, float]:
+        """Everything this step publishes, the user's own numbers included."""
+        parts = self._parts
+        rollout = parts.rollouter.stats()
+        before, self._busy_s = self._busy_s, rollout.busy_s_by_server
+        busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
+        metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
+        custom = self._compute_custom_metrics(groups) or {}
+        return {**metrics, **self._mode_metrics(ages, sync), **custom}
+
+    def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
+        """Numbers of one mode of running; none here."""
+        return {}
+
+    def _compute_custom_metrics(self, batch: Sequence[Group]) -> Mapping[str, float] | None:
+        """Hook: more numbers of a step, by key, from the groups it trained. They go where all metrics go."""
+        return None
+
+    def _trace(self, step: int, groups: Sequence[Group], clock: StepClock) -> None:
+        observer = self._parts.observer
+        for name, started, ended in clock.spans:
+            observer.span("trainer", name, started, ended, step=step)
+        for group in groups:
+            observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=step)
+
+    async def _validate(self, step: int) -> Mapping[str, float]:
+        """Generation for training is paused while the validation prompts run."""
+        parts = self._parts
+        if parts.validate is None or not self._eval_due(step):
+            return {}
+        await parts.rollouter.pause()
+        try:
+            self._validated = step
+            measured = await self._resync_during(parts.validate(step), stoppable=False) or {}
+            return {**measured, "validation/version": float(parts.synchronizer.status().version or 0)}
+        finally:
+            await parts.rollouter.resume()

@@ -27,8 +27,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
-from roll_async.pipelines.protocol import Batches, Learns, Saves
-from roll_async.pipelines.train_loop import PipelineParts, RunPlan
+from roll_async.pipelines.protocol import Batches, Learns, PipelineParts, RunPlan, Saves
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory, StepReport
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan

@@ -20,8 +20,8 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
-from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.pipelines.protocol import PipelineParts, RunPlan
+from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
 from roll_async.pipelines.validation import validation_metrics
 from roll_async.rollout.chat_scheduler import sampling_of

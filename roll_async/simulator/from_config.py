@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import RLVRConfig
-from roll_async.pipelines.train_loop import RunPlan
+from roll_async.pipelines.protocol import RunPlan
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.simulator.figures import Workload

@@ -7,7 +7,7 @@ from random import Random
 
 from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
 from roll_async.buffer.states import QueueOptions
-from roll_async.pipelines.train_loop import RunPlan
+from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions

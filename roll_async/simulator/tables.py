@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roll_async.buffer.states import QueueOptions
-from roll_async.pipelines.train_loop import RunPlan
+from roll_async.pipelines.protocol import RunPlan
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams

@@ -19,9 +19,8 @@ from roll_async.buffer.errors import LedgerError, first_cause
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, QueueStats, Slot
-from roll_async.pipelines.protocol import RunEnd
+from roll_async.pipelines.protocol import PipelineParts, RunEnd
 from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.train_loop import PipelineParts
 from roll_async.pipelines.wire import Classes, EngineOptions, RolloutRoles, RunOptions, connect, wire, wire_rollout
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.manager_options import ManagerOptions

@@ -9,20 +9,18 @@ PACKAGE = ROOT / "roll_async"
 START = "examples/start_rlvr_pipeline.py"
 TO_THE_LOOP = (
     (START, "launch("),
-    ("roll_async/commands/run.py", "asyncio.run(train("),
-    ("roll_async/launch/lives.py", "run.pipeline.run()"),
+    ("roll_async/commands/run.py", "run.pipeline.run()"),
     ("roll_async/pipelines/rlvr.py", "async def _run("),
 )
-"""(file, what it calls of the next one). Protocols are followed to what `wire` couples."""
+"""(file, what it calls of the next one). Protocols are followed to the classes that `wire` couples."""
 TO_A_WEIGHT_PUSH = (
     *TO_THE_LOOP[:-1],
-    ("roll_async/pipelines/rlvr.py", "self.trainer.run()"),
-    ("roll_async/pipelines/train_loop.py", "synchronizer.push("),
+    ("roll_async/pipelines/rlvr.py", "synchronizer.push("),
     ("roll_async/weight_sync/synchronizer.py", "async def push("),
 )
 TO_THE_LOSS = (
-    *TO_A_WEIGHT_PUSH[:-2],
-    ("roll_async/pipelines/train_loop.py", "learner.learn("),
+    *TO_THE_LOOP[:-1],
+    ("roll_async/pipelines/rlvr.py", "learner.learn("),
     ("roll_async/trainer/learner.py", "actor.update_policy("),
     ("roll_async/cluster/trainer_group.py", "self._worker.update_policy("),  # Ray's border
     ("roll_async/trainer/megatron/worker.py", "policy_loss("),
@@ -42,14 +40,10 @@ def hops(chain):
     return len(chain) - 1
 
 
-def test_the_loop_is_three_files_from_the_start_script_and_a_weight_push_five():
-    assert hops(TO_THE_LOOP) == 3
-    assert hops(TO_A_WEIGHT_PUSH) == 5
-
-
-def test_from_the_loop_to_the_number_that_is_differentiated_there_are_five_files():
-    assert hops(TO_THE_LOSS) == 8
-    assert len(TO_THE_LOSS) - len(TO_THE_LOOP) == 5
+def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the_loss_six():
+    assert hops(TO_THE_LOOP) == 2
+    assert hops(TO_A_WEIGHT_PUSH) == 3
+    assert hops(TO_THE_LOSS) == 6
 
 
 def test_a_loss_is_two_files():

@@ -44,7 +44,7 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import load
     from roll_async.launch.run import RunClasses
-    from roll_async.pipelines.train_loop import TrainLoop
+    from roll_async.pipelines.rlvr import TrainLoop
     from tools.sweep import Sweep
 
     class OldestAllowed(TrainLoop):

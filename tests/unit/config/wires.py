@@ -16,7 +16,7 @@ from roll_async.algorithms.objective import LossSettings
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig
 from roll_async.inference.settings import EngineSettings
-from roll_async.pipelines.train_loop import RunPlan
+from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
 from roll_async.prompts.load import DataOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions

@@ -7,7 +7,8 @@ import pytest
 
 from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.states import QueueOptions
-from roll_async.pipelines.train_loop import PipelineParts, RunPlan, TrainLoop
+from roll_async.pipelines.protocol import PipelineParts, RunPlan
+from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.wire import (
     Classes,
     EngineOptions,

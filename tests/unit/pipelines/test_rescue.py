@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from roll_async.buffer.errors import LedgerError, StallError, TooManyFailures
-from roll_async.pipelines.train_loop import TrainerState
+from roll_async.pipelines.protocol import TrainerState
 from roll_async.weight_sync.synchronizer import SyncFailed
 
 

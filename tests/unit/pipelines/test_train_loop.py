@@ -9,8 +9,7 @@ import pytest
 from roll_async.observe.recorder import REQUIRED_KEYS
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.metrics import merged_reports
-from roll_async.pipelines.protocol import RunEnd
-from roll_async.pipelines.train_loop import TrainerState
+from roll_async.pipelines.protocol import RunEnd, TrainerState
 from roll_async.trainer.protocol import StepReport
 
 ROOT = Path(__file__).resolve().parents[3]
