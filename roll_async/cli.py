@@ -11,6 +11,7 @@ COMMANDS = {
     "run": ("roll_async.commands.run", "train what a config says"),
     "validate": ("roll_async.commands.validate", "check configs, one line each"),
     "show": ("roll_async.commands.show", "print a config with all defaults and derived values"),
+    "plan": ("roll_async.commands.plan", "where a config's processes run, how weights travel, what a step consumes"),
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),
     "serve-policy": ("roll_async.commands.serve_policy", "a fixed model at the endpoints that agents are trained at"),

@@ -1,4 +1,4 @@
-"""The gate: what `run` and the launchers accept, and hence what `validate`, `show` and `simulate` accept.
+"""The gate: what `run` and the launchers accept, and hence what `validate`, `show`, `plan` and `simulate` accept.
 
 A config that passes the loader may still hold what this version cannot honour, devices that no transport connects, or
 parallel sizes that the model does not divide by. All of it is refused here, before anything starts, with the place in
@@ -26,7 +26,7 @@ from roll_async.config.schema import (
 )
 from roll_async.launch.inputs import missing_inputs
 from roll_async.launch.model_fit import misfits
-from roll_async.weight_sync.transports import SENDERS, choose_transport
+from roll_async.weight_sync.transports import SENDERS, transport_of
 
 
 def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
@@ -94,13 +94,7 @@ def _place(loaded: Loaded, key: str) -> dict[str, str | int]:
 def _devices(config: PipelineConfig) -> Iterator[str]:
     """Devices that no transport connects, and processes whose devices lie on two nodes."""
     try:
-        choose_transport(
-            config.weight_sync.transport,
-            trainer_devices=config.actor_train.device_mapping,
-            engine_devices=config.actor_infer.device_mapping,
-            num_gpus_per_node=config.num_gpus_per_node,
-            into_devices=not isinstance(config.actor_infer.strategy_args.strategy_config, SglangConfig),
-        )
+        transport_of(config)
     except ValueError as error:
         yield str(error).replace("weight_sync.transport ", "weight_sync.transport: ", 1)
     engines = config.actor_infer

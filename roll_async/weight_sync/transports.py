@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from roll_async.config.schema import PipelineConfig, SglangConfig
 from roll_async.weight_sync.bucket import UpdatePlan
 
-if TYPE_CHECKING:  # torch: who only chooses a transport needs none
+if TYPE_CHECKING:  # choosing a transport must not import torch
     from roll_async.weight_sync.packing import TensorPart
     from roll_async.weight_sync.receiving import Receiver
     from roll_async.weight_sync.sending import BlockSender, BlockWriter
@@ -29,6 +30,17 @@ RECEIVERS: dict[str, str] = {
 }
 STAGED = frozenset({"shm", "filesystem", "gloo"})
 """They deliver into host memory beside the served weights: engines generate meanwhile and stop only for the swap."""
+
+
+def transport_of(config: PipelineConfig) -> tuple[str, str]:
+    """`choose_transport` for the device mappings of a config."""
+    return choose_transport(
+        config.weight_sync.transport,
+        trainer_devices=config.actor_train.device_mapping,
+        engine_devices=config.actor_infer.device_mapping,
+        num_gpus_per_node=config.num_gpus_per_node,
+        into_devices=not isinstance(config.actor_infer.strategy_args.strategy_config, SglangConfig),
+    )
 
 
 def choose_transport(

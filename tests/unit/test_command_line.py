@@ -45,7 +45,7 @@ def test_an_unknown_command_names_the_nearest_or_all(capsys):
     assert main(["validat"]) == 2
     assert "did you mean 'validate'?" in capsys.readouterr().err
     assert main(["frobnicate"]) == 2
-    assert "there are run, validate, show" in capsys.readouterr().err
+    assert "there are run, validate, show, plan, simulate" in capsys.readouterr().err
     assert main([]) == 2
 
 
@@ -70,6 +70,25 @@ def test_results_are_lines_in_a_pipe_and_a_table_on_a_terminal(capsys, monkeypat
     command_line.print_pairs(rows)
     table = capsys.readouterr().out
     assert "engines [80%]" in table and len(table.splitlines()) > 2
+
+
+def test_the_plan_names_placement_weight_push_and_batches(capsys):
+    assert main(["plan", str(ROOT / "configs/rlvr_config_async.yaml"), "async_generation_ratio=2"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    rows = {name: text.strip() for name, text in lines.items()}
+    assert rows["nodes"] == "3 of 8 devices"
+    assert rows["actor_train"] == "16 ranks on devices 0-15 (node 0, 1): tensor 2, data 8 parallel"
+    assert rows["actor_infer"] == "8 sglang replicas on devices 16-23 (node 2)"
+    assert rows["weight transport"].startswith("gloo: ") and "generate during the transfer" in rows["weight transport"]
+    assert rows["training step"] == "64 prompts x 8 samples in 1 optimizer steps of 512 samples"
+    assert rows["admitted in total"] == "192, 256, 320 groups after 0, 1, 2 weight pushes, then 192 at a time"
+    assert "mean about 2 batches, at most 2 weight versions, policy wait" in rows["staleness"]
+
+
+def test_the_plan_refuses_what_the_gate_refuses(capsys):
+    assert main(["plan", str(ROOT / "configs/rlvr_config_async.yaml"), "weight_sync.transport=cuda_ipc"]) == 2
+    assert "C202" in capsys.readouterr().err
+    assert main(["plan"]) == 2 and "expected one config" in capsys.readouterr().err
 
 
 def test_an_error_of_our_own_says_where_it_was_raised():

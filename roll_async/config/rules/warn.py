@@ -1,4 +1,4 @@
-"""Warnings W02 to W11: allowed, but probably not meant."""
+"""Warnings W02 to W12: allowed, but probably not meant."""
 
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.node import Node, find
@@ -15,7 +15,9 @@ _GENERATION_TIMEOUT = "async_training.generation_timeout"
 def find_warnings(config: PipelineConfig, root: Node) -> list[Diagnostic]:
     """All warnings of a valid config, in the order of their ids."""
     found = (finding for rule in _RULES for finding in rule(config))
-    return [placed(*finding, root) for finding in (*found, *patience(config, root))]
+    return [
+        placed(*finding, root) for finding in (*found, *patience(config, root), *written_without_effect(config, root))
+    ]
 
 
 def ratio_is_one(config: PipelineConfig) -> Findings:
@@ -127,7 +129,7 @@ def without_effect(config: PipelineConfig) -> Findings:
 
 
 def patience(config: PipelineConfig, root: Node) -> Findings:
-    """W11. Only where a file or an override names it: replicas that tell of no token are found within a minute whatever
+    """W11. Only where a file or an override names it: replicas that report no token are found within a minute whatever
     the time-outs, and the defaults rely on that.
     """
     key, limit_s, stall_s = _GENERATION_TIMEOUT, config.async_training.generation_timeout, config.fault.stall_timeout
@@ -138,6 +140,23 @@ def patience(config: PipelineConfig, root: Node) -> Findings:
             " fault.stall_timeout"
         )
         yield "W11", key, message
+
+
+def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
+    """W12: keys that a file or an override names and this run does not read; configs of other systems have them."""
+    bound, engine = config.queue_bound_groups, config.actor_infer.strategy_args.strategy_name
+    cases = (
+        ("reward_pretrain", config.critic is None, "it is the critic's model, and there is no critic"),
+        ("actor_infer.infer_batch_size", engine in ("vllm", "sglang"), f"{engine} forms its batches itself"),
+        (
+            "async_training.max_queue_size",
+            config.async_training.max_queue_size > bound,
+            f"admission never lets more than ceil((1 + r) * W) = {bound} groups wait; a lower value would bound them",
+        ),
+    )
+    for key, ignored, why in cases:
+        if ignored and find(root, key.split(".")) is not None:
+            yield "W12", key, f"no effect: {why}"
 
 
 def on_cpu(config: PipelineConfig) -> Findings:
@@ -153,3 +172,5 @@ def on_cpu(config: PipelineConfig) -> Findings:
 _RULES = (
     ratio_is_one, dtypes, truncation, sequence_parallel, unused, discarding, without_effect, on_cpu, penalty_is_zero,
 )  # fmt: skip
+_RULES_OF_TEXT = (patience, written_without_effect)
+"""They look at what is written, defaults left out."""

@@ -171,6 +171,21 @@ def test_a_time_out_behind_the_end_of_the_run_is_told_where_somebody_wrote_it(fi
     assert told({key: 3600.0, "fault.stall_timeout": 3600.0}) == [("W11", key, said.format(3600))]
 
 
+def test_keys_that_this_run_does_not_read_are_told_where_somebody_wrote_them(files):
+    def told(edits):
+        found = load_with_warnings(files.rlvr(edits)).warnings
+        return {d.key: d.message for d in found if d.id == "W12"}
+
+    size, queue = "actor_infer.infer_batch_size", "async_training.max_queue_size"
+    assert told({}) == {}
+    assert told({"reward_pretrain": "other"}) == {
+        "reward_pretrain": "no effect: it is the critic's model, and there is no critic"
+    }
+    assert told({size: 4}) == {size: "no effect: vllm forms its batches itself"}
+    assert told({size: 4, "actor_infer.strategy_args": {"strategy_name": "hf_infer"}}) == {}
+    assert "lets more than" in told({"async_generation_ratio": 1, queue: 100_000})[queue]
+
+
 def test_what_the_trainer_waits_for_is_a_rule_of_whole_groups(files):
     """A mini-batch of 8 samples holds 4 groups of 2: streaming works; the default waits for all mini-batches."""
     config = load(files.rlvr({"rollout_batch_size": 16, "async_training.require_batches": 2}))

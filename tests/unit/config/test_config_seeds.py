@@ -242,7 +242,7 @@ def test_the_rlvr_example_loads_verbatim(files):
     assert (config.num_servers, config.num_nodes, config.colocated) == (8, 3, False)
     assert config.actor_infer.strategy_args.strategy_config.context_length == 10240
     assert config.rewards["math_rule"].type == "math_rule"
-    assert [d.id for d in loaded.warnings] == ["W03", "W04"]
+    assert [d.id for d in loaded.warnings] == ["W03", "W04", "W12", "W12"]
 
 
 def test_the_async_training_block_loads_verbatim(files, workers):
@@ -254,7 +254,7 @@ def test_the_async_training_block_loads_verbatim(files, workers):
     assert (section.max_queue_size, section.require_batches, section.batch_timeout) == (1000, 1, 30.0)
     assert (section.generation_timeout, section.batch_creation_interval) == (30.0, 0.1)
     assert (section.max_sync_retries, section.sync_timeout, section.sync_retry_delay) == (3, 30.0, 1.0)
-    assert {d.id for d in loaded.warnings} == {"W01"}
+    assert {d.id for d in loaded.warnings} == {"W01", "W12"}
 
 
 def test_the_resource_block_becomes_devices_trainer_first(files, workers):
