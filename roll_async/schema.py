@@ -84,6 +84,8 @@ class Prompt:
     text: str = ""
     """Last user message, for judges and logs."""
     extra: Mapping[str, str] = field(default_factory=dict)
+    answer_ids: array | None = None  # [R] int32
+    """Answer of a supervised row, with the end-of-sequence token: trained on in place of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

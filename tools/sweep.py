@@ -61,10 +61,10 @@ class Sweep:
         for name, group in self._roles.training.items():
             if name in workers:
                 await group.restart(MegatronSettings.of(config, workers[name]))
-        train, held_out = await asyncio.to_thread(prompts_of, config)
+        loaded = await asyncio.to_thread(prompts_of, config)
         assert isinstance(self._roles.rollout, StartedRollout)
         rollout = self._roles.rollout
-        tasks = replace(rollout.tasks, prompts=train, validation=held_out)
+        tasks = replace(rollout.tasks, prompts=loaded.stream, validation=loaded.held_out, pool=loaded.pool)
         roles = replace(self._roles, rollout=replace(rollout, tasks=tasks))
         run = await couple(config, roles, recorder, folder, classes)
         async with asyncio.timeout(timeout_s):

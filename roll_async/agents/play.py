@@ -17,6 +17,7 @@ from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
 from roll_async.agents.session import BadRequest, Session, TrajectoryEnded
 from roll_async.agents.tools.toolbox import Toolbox
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
+from roll_async.prompts.row_tools import RowTools, parse_tools
 from roll_async.rollout.requests import GenerationFailed
 from roll_async.schema import Outcome
 
@@ -42,6 +43,7 @@ class Play:
     def __init__(self, session: Session, world: LiveWorld, toolbox: Toolbox, options: PlayOptions) -> None:
         self._session, self._world, self._toolbox, self._options = session, world, toolbox, options
         self._world_tools: dict[str, Mapping[str, object]] = {}
+        self._row_tools = RowTools()
         self._system: list[Message] = []
         self._messages: list[Message] = []
         """Since the beginning; windowed: of the present turn of the world."""
@@ -80,6 +82,10 @@ class Play:
         if system:
             self._system = [Message(role="system", content=system)]
             self._story.append(("system", system))
+        try:
+            self._row_tools = parse_tools(observation.info.get("tool_names"), observation.info.get("tool_arguments"))
+        except ValueError as error:
+            raise WorldFailed(f"reset: {error}") from error
         for schema in offered if isinstance(offered, list) else ():
             self._world_tools[schema["function"]["name"]] = schema
         self._show(observation)
@@ -118,7 +124,7 @@ class Play:
         return text
 
     def _request(self) -> TurnRequest:
-        tools = (*self._toolbox.schemas, *self._world_tools.values())
+        tools = (*self._toolbox.offered(self._row_tools), *self._world_tools.values())
         return TurnRequest(messages=(*self._system, *self._messages), tools=tools)
 
     async def _take(self, reply: TurnReply, observation: Observation) -> Observation:
@@ -146,7 +152,7 @@ class Play:
         self._messages.append(reply.message)
         calls = (*reply.tool_calls, *reply.problems)
         mine = [call for call in calls if call.problem or call.name not in self._world_tools]
-        answers = dict(zip(map(id, mine), await self._toolbox.run(mine), strict=True))
+        answers = dict(zip(map(id, mine), await self._toolbox.run(mine, self._row_tools), strict=True))
         for call in calls:
             said = answers.get(id(call))
             if said is None and not observation.ended:

@@ -6,7 +6,7 @@ Shape letters: B rows, T positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,8 +89,11 @@ def aggregate(
     return total / denominators.normalizer_length if mode == "seq-mean-token-sum-norm" else total
 
 
-def reduce_metrics(*, parts: Sequence[dict[str, Tensor]], denominators: Denominators) -> dict[str, float]:
+def reduce_metrics(
+    *, parts: Sequence[dict[str, Tensor]], denominators: Denominators, others: Mapping[str, Denominators] | None = None
+) -> dict[str, float]:
     """Merge loss metrics of micro-batches and ranks: `_max`/`_min` keys by max/min, others summed, then per token.
+    `others`: counts for keys that begin with `NAME/`.
 
     Reads the tensors: call it after the step. An extreme that is still infinite (nothing was valid) is left out.
     """
@@ -104,9 +107,9 @@ def reduce_metrics(*, parts: Sequence[dict[str, Tensor]], denominators: Denomina
                 merged[key] = min(merged.get(key, math.inf), value)
             else:
                 merged[key] = merged.get(key, 0.0) + value
-    tokens = denominators.global_tokens
     result = {}
     for key, value in merged.items():
+        tokens = (others or {}).get(key.partition("/")[0], denominators).global_tokens
         if key.endswith(("_max", "_min")):
             if math.isfinite(value):
                 result[key] = value

@@ -1,17 +1,22 @@
-"""The policy loss of one micro-batch: everything between log-probs and the number that is differentiated.
+"""The loss of one micro-batch: everything between log-probs and the number that is differentiated.
 
-policy * correction weights + kl_coef * KL(reference) - entropy_coef * entropy, same aggregation, same denominators
+    policy          policy * correction weights - entropy_coef * entropy      rows with an advantage
+    cross_entropy   cross_entropy_coef * -log pi                              supervised rows
+    reference_kl    kl_coef * KL(reference)                                   distilled rows; without any, the policy's
+
+The sum of the three, in one aggregation mode, each over the tokens and rows of its own part: one more supervised row
+changes nothing about the weight of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from roll_async.algorithms.aggregation import Denominators, aggregate
+from roll_async.algorithms.aggregation import Denominators, aggregate, count_denominators
 from roll_async.algorithms.correction import interpolate_proximal
 from roll_async.algorithms.kl import kl_estimate
 from roll_async.algorithms.logprobs import TokenLogprobs
@@ -30,6 +35,7 @@ class LossSettings:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    cross_entropy_coef: float = 1.0
     ppo_epochs: int = 1
 
     @classmethod
@@ -44,8 +50,30 @@ class LossSettings:
             entropy_coef=algorithm.entropy_loss_coef,
             kl_coef=algorithm.kl_loss_coef,
             kl_estimator=algorithm.kl_estimator,
+            cross_entropy_coef=algorithm.cross_entropy_coef,
             ppo_epochs=algorithm.ppo_epochs,
         )
+
+
+def part_masks(fields: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """[B,T] by part: the tokens each part trains. `mask`: the trained tokens of all parts."""
+    policy = fields.get("policy_mask", mask)
+    return {
+        "policy": policy,
+        "cross_entropy": fields.get("cross_entropy_mask", torch.zeros_like(mask)),
+        "reference_kl": fields.get("reference_kl_mask", policy),
+    }
+
+
+def count_parts(
+    fields: Mapping[str, Tensor], mask: Tensor, rows: Sequence[int], normalizer_length: int
+) -> dict[str, Denominators]:
+    """By part, the counts over these rows."""
+    index = list(rows)
+    return {
+        name: count_denominators(mask_BT=part[index], normalizer_length=normalizer_length)
+        for name, part in part_masks(fields, mask).items()
+    }
 
 
 def policy_loss(
@@ -53,14 +81,16 @@ def policy_loss(
     mask: Tensor,
     current: TokenLogprobs,
     settings: LossSettings,
-    denominators: Denominators,
+    denominators: Mapping[str, Denominators],
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """([] share of the step's loss, metric sums). Shapes: B rows, T positions.
 
     `fields`: the tensors [B,T] of a micro-batch by name, as in `trainer/protocol.py: PolicyRows` (`scores` is [B]).
-    `mask`: [B,T] bool, the trained tokens. `denominators`: of the whole batch.
+    `mask`: [B,T] bool, the trained tokens of all parts. `denominators`: of the whole batch, by part. Metrics are sums
+    over the tokens of the part their keys begin with.
     """
-    f = fields
+    f, masks = fields, part_masks(fields, mask)
+    supervised, mask = masks["cross_entropy"], masks["policy"]
     proximal = f.get("proximal_logprobs")
     if proximal is None:
         proximal = interpolate_proximal(
@@ -82,24 +112,32 @@ def policy_loss(
     )
     per_token, metrics = POLICY_LOSSES[settings.pg_variant](inputs, options=settings.pg_options)
 
-    def total(loss: Tensor, weights: Tensor | None = None) -> Tensor:
+    def total(part: str, loss: Tensor, weights: Tensor | None = None) -> Tensor:
         return aggregate(
-            loss_BT=loss, mask_BT=mask, mode=settings.loss_agg_mode, denominators=denominators, weights_BT=weights
+            loss_BT=loss,
+            mask_BT=masks[part],
+            mode=settings.loss_agg_mode,
+            denominators=denominators[part],
+            weights_BT=weights,
         )
 
-    loss = total(per_token, f.get("correction_weights"))
+    loss = total("policy", per_token, f.get("correction_weights"))
     metrics = dict(metrics)
+    if "cross_entropy_mask" in f:
+        loss = loss + settings.cross_entropy_coef * total("cross_entropy", -current.logprobs)
+        metrics["cross_entropy/loss"] = -torch.where(supervised, current.logprobs.detach(), 0).sum()
     if settings.kl_coef > 0:
         kl = kl_estimate(
             logprobs_BT=current.logprobs,
             ref_logprobs_BT=f["ref_logprobs"],
-            mask_BT=mask,
+            mask_BT=masks["reference_kl"],
             estimator=settings.kl_estimator,
         )
-        loss = loss + settings.kl_coef * total(kl)
-        metrics["policy/reference_kl"] = kl.detach().sum()
+        loss = loss + settings.kl_coef * total("reference_kl", kl)
+        own = "reference_kl/loss" if "reference_kl_mask" in f else "policy/reference_kl"
+        metrics[own] = kl.detach().sum()
     if current.entropy is not None:
         metrics["policy/entropy"] = torch.where(mask, current.entropy.detach(), 0).sum()
         if settings.entropy_coef > 0:
-            loss = loss - settings.entropy_coef * total(current.entropy)
+            loss = loss - settings.entropy_coef * total("policy", current.entropy)
     return loss, metrics

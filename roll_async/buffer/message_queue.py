@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["EndOfData", "MessageQueue", "QueueClosed", "StallError", "TooManyFailures"]
 
+POOL = "pool"
+"""Key of the saved position under which `choices` stand."""
 _NAMED_IN_REPORTS = 8
 _ROUNDING_S = 1e-3
 """Times of the loop are sums of floats."""
@@ -61,6 +63,8 @@ class MessageQueue:
         self._changed = asyncio.Event()
         self._progress_s = self._waits_since_s = self._reported_s = 0.0
         self._filtered_before = 0
+        self.choices: Callable[[Collection[int]], Mapping[str, object]] | None = None
+        """What a pool of prompts chose and knows, to be saved with the position (`rollout/protocol.py: PromptPool`)."""
         self.trouble: Callable[[], str] | None = None
         """Describes what keeps the rollout from working, for reports; empty = nothing known."""
 
@@ -336,6 +340,7 @@ class MessageQueue:
             "next_index": self._next_index,
             "open": sorted(open_indexes),
             "fingerprint": dict(self._fingerprint),
+            **({} if self.choices is None else {POOL: self.choices(open_indexes)}),
         }
 
     def restore(

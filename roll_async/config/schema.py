@@ -33,6 +33,7 @@ from roll_async.config.schema_rollout import (
     EnvConfig,
     EnvManagerConfig,
     JudgeConfig,
+    PromptPoolConfig,
     RewardConfig,
     SandboxConfig,
     ServiceConfig,
@@ -147,6 +148,11 @@ class PipelineConfig:
         raise NotImplementedError
 
     @property
+    def loss_parts(self) -> Mapping[str, str]:
+        """Part of the loss by domain, where it is not the policy's: cross_entropy or reference_kl."""
+        return {}
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of a row at most."""
         raise NotImplementedError
@@ -254,6 +260,8 @@ class RLVRConfig(PipelineConfig):
     """true: N requests of one response; false: one request of N."""
     rewards: Mapping[str, RewardConfig] = section(lambda: {"math_rule": RewardConfig(type="math_rule")}, form="names")
     """Scorer of each domain."""
+    prompt_pool: PromptPoolConfig = section(PromptPoolConfig)
+    """Prompts by past pass rate instead of once an epoch."""
     validation: ValidationConfig | None = None
     """Held-out prompts and how they are sampled; null = none."""
 
@@ -271,6 +279,11 @@ class RLVRConfig(PipelineConfig):
     def domains(self) -> tuple[str, ...]:
         """Keys of `rewards`."""
         return tuple(self.rewards)
+
+    @property
+    def loss_parts(self) -> Mapping[str, str]:
+        """Domains whose rewards score nothing."""
+        return {name: reward.loss_part for name, reward in self.rewards.items() if reward.loss_part != "policy"}
 
     @property
     def longest_sequence(self) -> int:

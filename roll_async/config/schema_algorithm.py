@@ -80,7 +80,10 @@ class AlgorithmConfig:
     entropy_loss_coef: float = bounded(0.0, ">= 0")
     """Weight of the entropy bonus; 0 = off."""
     kl_loss_coef: float = bounded(0.0, ">= 0")
-    """Weight of the KL to `reference` in the loss; 0 = off."""
+    """Weight of the KL to `reference` in the loss; 0 = off. Of distilled rows alone where there are any
+    (`rewards.NAME.type: distilled`), else of all sampled ones."""
+    cross_entropy_coef: float = bounded(1.0, "> 0")
+    """Weight of the cross-entropy of supervised rows (`rewards.NAME.type: supervised`)."""
     token_kl_coef: float = bounded(0.0, ">= 0")
     """Weight of the KL to `reference` in the token reward; 0 = off."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = "k3"

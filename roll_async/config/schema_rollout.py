@@ -9,8 +9,10 @@ from roll_async.config.schema_worker import DataArguments, GeneratingArguments
 
 REWARD_TYPES = (
     "math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "ifeval_strict", "multiple_choice", "qa",
-    "exact_match",
+    "exact_match", "supervised", "distilled",
 )  # fmt: skip
+LOSS_PARTS = {"supervised": "cross_entropy", "distilled": "reference_kl"}
+"""Types that score nothing: their rows feed another part of the loss than the policy's."""
 ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa", "exact_match")
 
 ENV_TYPES = (
@@ -80,7 +82,8 @@ class RewardConfig:
 
     type: str = derived()
     """math_rule, math_service, code_sandbox, llm_judge, ifeval, ifeval_strict, multiple_choice, qa, exact_match, or a
-    dotted path; default: the domain's name."""
+    dotted path; default: the domain's name. Without a score: supervised (nothing is sampled, the ground truth is
+    trained on), distilled (sampled, and trained on the KL to `reference` alone)."""
     tag_included: tuple[str, ...] = section(tuple)
     """Data set tags routed here; a single domain takes all."""
     style_included: tuple[str, ...] = section(tuple)
@@ -99,6 +102,35 @@ class RewardConfig:
     """code_sandbox only."""
     service: ServiceConfig | None = None
     """math_service only."""
+
+    @property
+    def loss_part(self) -> str:
+        """Part of the loss that the rows of this domain feed: policy, cross_entropy or reference_kl."""
+        return LOSS_PARTS.get(self.type, "policy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptPoolConfig:
+    """Which prompts are asked again: by past pass rate, retired when solved, refilled, easy ones first."""
+
+    enable: bool = False
+    """Off: the shuffled stream, every prompt once an epoch."""
+    metric: str = "score"
+    """Number of a sample in [0, 1] that says whether it is solved: score, acc, or any number the reward reports."""
+    floor: float = bounded(0.1, "in (0, 1]")
+    """Weight of a prompt that is always or never solved; one of pass rate p has max(this, 4 p (1 - p)), a new one 1."""
+    retire_after: int = bounded(0, ">= 0")
+    """Visits in a row that must solve a prompt before it is asked no more; 0 = never."""
+    retire_at: float = bounded(1.0, "in (0, 1]")
+    """Mean of the metric over the group from which a visit solved the prompt."""
+    refill_below: float = bounded(0.5, "in (0, 1]")
+    """Refill when fewer than this share of a domain's prompts are left."""
+    refill_file_name: tuple[str, ...] = section(tuple)
+    """Prompt files of the reserve, with the columns of actor_train.data_args."""
+    curriculum_column: str | None = None
+    """Column with a number, the difficulty; null = no curriculum."""
+    curriculum_prompts: int = bounded(0, ">= 0")
+    """Prompts over which the curriculum opens from the easiest to all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

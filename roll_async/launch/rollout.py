@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from roll_async.agents.groups import AgentGroups
@@ -36,13 +37,14 @@ from roll_async.pipelines.wire import (
     wire_rollout,
 )
 from roll_async.prompts.load import DataOptions, load_prompts
+from roll_async.prompts.pool import PooledPrompts, PoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.group_source import GroupSource
-from roll_async.rollout.protocol import PromptSource
+from roll_async.rollout.protocol import PromptPool, PromptSource
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
@@ -80,6 +82,8 @@ class StartedTasks:
     prompts: PromptSource
     source: Callable[[RolloutOrder], Callable[[AsyncLLMServerManager], GroupSource]]
     validation: Sequence[Prompt] = ()
+    pool: Callable[[], PromptPool] | None = None
+    """Makes the pool over the stream, if there is one: a run has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +107,7 @@ class StartedRollout:
             restored=order.restored,
             position=order.position,
             turns=order.turns,
+            pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
         return wire_rollout(
             roles, RolloutOptions.of(config, _transport(config, hosts)), Classes(rollouter=order.rollouter)
@@ -137,16 +142,14 @@ class RolloutStarter:
 
     async def _start_prompts(self, config: RLVRConfig) -> StartedTasks:
         """Prompt files and rewards."""
-        (train, held_out), scorer = await asyncio.gather(
-            asyncio.to_thread(prompts_of, config), self._start_scorer(config)
-        )
+        loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), self._start_scorer(config))
 
         def source(order: RolloutOrder) -> Callable[[AsyncLLMServerManager], GroupSource]:
             assert isinstance(order.config, RLVRConfig)
             options, tools = SchedulerOptions.of(order.config), _tools(order, order.config)
             return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
 
-        return StartedTasks(prompts=train, source=source, validation=held_out)
+        return StartedTasks(prompts=loaded.stream, source=source, validation=loaded.held_out, pool=loaded.pool)
 
     async def _start_engine(
         self, placement: ProcessPlacement, number: int = 0, after: tuple[ProcessId, ...] = ()
@@ -172,7 +175,7 @@ class RolloutStarter:
 
     async def _start_scorer(self, config: RLVRConfig) -> RayScorer:
         plan = HostPlan(
-            rewards=config.rewards,
+            rewards={name: r for name, r in config.rewards.items() if name not in config.loss_parts},
             tokenizer_folder=config.pretrain,
             env=config.system_envs,
             rpc_timeout_s=config.fault.rpc_timeout,
@@ -189,22 +192,39 @@ async def start_rollout(
     return await RolloutStarter(config, engines, pool, stack).start()
 
 
-def prompts_of(config: RLVRConfig) -> tuple[ShuffledPrompts, Sequence[Prompt]]:
-    """The training stream, and the prompts of validation (none without eval_steps). Raises ValueError for bad files."""
-    assert config.actor_train.data_args is not None
-    probabilities = config.actor_train.data_args.domain_interleave_probs
-    train = ShuffledPrompts(
-        load_prompts(_data_options(config, config.actor_train.data_args)),
-        seed=config.seed,
-        probabilities=probabilities,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedPrompts:
+    """What the prompt files of a run hold."""
+
+    stream: ShuffledPrompts
+    held_out: Sequence[Prompt]
+    """Of validation; none without eval_steps."""
+    pool: Callable[[], PooledPrompts] | None
+
+
+def prompts_of(config: RLVRConfig) -> LoadedPrompts:
+    """Raises ValueError for bad files."""
+    data, pool = config.actor_train.data_args, None
+    assert data is not None
+    train = load_prompts(_data_options(config, data))
+    stream = ShuffledPrompts(train, seed=config.seed, probabilities=data.domain_interleave_probs)
+    if config.prompt_pool.enable:
+        reserve, files = {}, config.prompt_pool.refill_file_name
+        if files:
+            reserve = load_prompts(_data_options(config, replace(data, file_name=files)), every_domain=False)
+        pool = partial(PooledPrompts, stream.at, train, PoolOptions.of(config), reserve=reserve)
+        pool()  # raises for a curriculum without numbers before anything starts
+    return LoadedPrompts(stream=stream, held_out=_held_out(config), pool=pool)
+
+
+def _held_out(config: RLVRConfig) -> Sequence[Prompt]:
     if config.validation is None or not config.eval_steps:
-        return train, ()
+        return ()
     # AIME alone may validate a run over mathematics and code.
     held_out = load_prompts(_data_options(config, config.validation.data_args), every_domain=False)
     stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
-    return train, [p for p in prompts if p is not None]
+    return [p for p in prompts if p is not None]
 
 
 def _data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from roll_async.buffer.fingerprint import PROMPTS, mark_of
 from roll_async.buffer.ledger import Ledger
-from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
@@ -29,7 +29,7 @@ from roll_async.rollout.engine_supervisor import EngineSupervisor, StartEngine
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.protocol import PromptSource, Replica
+from roll_async.rollout.protocol import PromptPool, PromptSource, Replica
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt, SamplingParams
@@ -133,6 +133,7 @@ class RolloutRoles:
     groups: Callable[[AsyncLLMServerManager], GroupSource]
     """What turns prompts into groups on these replicas."""
     prompts: PromptSource
+    """The stream; with a pool, what it draws from."""
     weights: WeightSource
     """The trainer's ranks."""
     ledger: Ledger
@@ -144,6 +145,8 @@ class RolloutRoles:
     """Its position in the prompts (`MessageQueue.checkpoint_state`)."""
     turns: DeviceTurns | None = None
     """Of trainer and engines on shared devices; None = they share none."""
+    pool: PromptPool | None = None
+    """Chooses prompts by past pass rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,12 +168,19 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     queue = classes.queue(options.queue, roles.ledger)
     prompts = {PROMPTS: mark_of(roles.prompts.at)}
     queue.restore(roles.restored, roles.position, {**options.queue.fingerprint, **prompts})
+    if roles.pool is not None:
+        queue.choices = roles.pool.state
+        if roles.position is not None and POOL in roles.position:
+            kept = roles.position[POOL]
+            assert isinstance(kept, Mapping)
+            roles.pool.restore(kept)
     rollouter = classes.rollouter(
         queue,
         source,
         manager,
         roles.prompts,
         budget=None if options.budget is None else FilterBudget(options.budget),
+        pool=roles.pool,
         stop_timeout_s=options.stop_timeout_s,
     )
     turns, source_of_weights = None, roles.weights

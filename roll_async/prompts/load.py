@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
+from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, read_rows
 from roll_async.prompts.tokenizer import Renderer, load_tokenizer
 from roll_async.schema import Prompt
@@ -34,6 +35,10 @@ class DataOptions:
     domains: Mapping[str, tuple[str, ...]]
     """Tags of each domain; a single domain takes all."""
     tokenizer_folder: str
+    supervised: frozenset[str] = frozenset()
+    """Domains whose ground truth is trained on; answers longer than `response_length` are skipped and counted."""
+    response_length: int = 0
+    """Tokens, the end-of-sequence token included."""
     styles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of `reward_model.style` a domain takes; a domain that is not here takes all."""
     checks: Mapping[str, Callable[[str, Mapping[str, str]], object]] = field(default_factory=dict)
@@ -65,6 +70,8 @@ class DataOptions:
             prompt_length=config.prompt_length,
             domains={name: tuple(r.tag_included) for name, r in config.rewards.items()},
             tokenizer_folder=config.pretrain,
+            supervised=frozenset(name for name, part in config.loss_parts.items() if part == "cross_entropy"),
+            response_length=config.response_length,
             styles={name: r.style_included for name, r in config.rewards.items() if r.style_included},
             checks=checks,
             num_workers=data.preprocessing_num_workers,
@@ -75,7 +82,7 @@ def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str
     """Tokenised prompts by domain, in file order. Raises ValueError when a domain gets none, naming what was skipped
     and why; without `every_domain` such a domain is left out, and only nothing at all is an error.
     """
-    bad, too_long, homeless = BadRows(), 0, Counter[str]()
+    bad, too_long, answers_too_long, homeless = BadRows(), 0, 0, Counter[str]()
     by_domain: dict[str, list[Prompt]] = {name: [] for name in options.domains}
 
     def routed() -> Iterator[tuple[Row, str]]:
@@ -90,13 +97,17 @@ def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str
             else:
                 yield row, domain
 
+    answers = _Answers(options.tokenizer_folder) if options.supervised else None
     for (row, domain), ids in _tokenised(routed(), options):
+        answer = answers.ids(row.ground_truth) if answers is not None and domain in options.supervised else None
         if isinstance(ids, str) or not ids:
             bad.add(f"{row.where}: {ids or 'the prompt is empty'}")
         elif len(ids) > options.prompt_length:
             too_long += 1
+        elif answer is not None and len(answer) > options.response_length:
+            answers_too_long += 1
         else:
-            by_domain[domain].append(_prompt(row, domain, ids))
+            by_domain[domain].append(_prompt(row, domain, ids, answer))
     for problem in bad.problems:
         logger.warning("skipped %s", problem)
     kept = sum(map(len, by_domain.values()))
@@ -104,6 +115,8 @@ def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str
         f"{len(bad.problems)} malformed, {too_long} longer than prompt_length {options.prompt_length}, "
         f"{_homeless(homeless)}"
     )
+    if answers_too_long:
+        skipped += f", {answers_too_long} whose answer is longer than response_length {options.response_length}"
     logger.info("%d prompts of %s (skipped: %s)", kept, ", ".join(options.files), skipped)
     empty = [name for name, prompts in by_domain.items() if not prompts]
     if empty and (every_domain or not kept):
@@ -131,8 +144,9 @@ def domain_of(
 
 
 def _problem(row: Row, check: Callable[[str, Mapping[str, str]], object] | None) -> str:
-    """Why the row's reward could never judge it; nothing when it can."""
+    """Why the row's reward could never judge it or its tools never be called; nothing when they can."""
     try:
+        tools_of_row(row.extra)
         if check is not None:
             check(row.ground_truth, row.extra)
     except ValueError as error:
@@ -140,7 +154,21 @@ def _problem(row: Row, check: Callable[[str, Mapping[str, str]], object] | None)
     return ""
 
 
-def _prompt(row: Row, domain: str, ids: Sequence[int]) -> Prompt:
+class _Answers:
+    """Ground truths as token ids."""
+
+    def __init__(self, tokenizer_folder: str) -> None:
+        self._tokenizer = load_tokenizer(tokenizer_folder)
+        self._end = self._tokenizer.eos_token_id
+        if not isinstance(self._end, int):
+            raise ValueError(f"{tokenizer_folder}: supervised rows need a tokenizer with an end-of-sequence token")
+
+    def ids(self, text: str) -> array:
+        """With the end-of-sequence token."""
+        return array("i", [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._end])
+
+
+def _prompt(row: Row, domain: str, ids: Sequence[int], answer: array | None) -> Prompt:
     return Prompt(
         row_id=row.row_id,
         token_ids=array("i", ids),
@@ -148,6 +176,7 @@ def _prompt(row: Row, domain: str, ids: Sequence[int]) -> Prompt:
         ground_truth=row.ground_truth,
         text=row.messages[-1]["content"],
         extra=row.extra,
+        answer_ids=answer,
     )
 
 

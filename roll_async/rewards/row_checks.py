@@ -17,11 +17,18 @@ RowCheck = Callable[[str, Mapping[str, str]], object]
 REFERENCE_COLUMNS = (*COLUMNS, "instruction_id_list")
 """Columns that hold what a reward compares with: a row with one of them needs no `ground_truth`."""
 
+
+def _demand_answer(ground_truth: str, extra: Mapping[str, str]) -> None:
+    if not ground_truth.strip():
+        raise ValueError("a supervised row needs the answer to train on as its ground truth")
+
+
 _CHECKS: dict[str, RowCheck] = {
     "code_sandbox": parse_cases,
     "ifeval": parse_constraints,
     "ifeval_strict": parse_constraints,
     "multiple_choice": reference_letters,
+    "supervised": _demand_answer,
 }
 
 

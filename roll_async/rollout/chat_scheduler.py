@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.requests import GenerationFailed, Interrupted
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback
-from roll_async.schema import FinishReason, Group, Prompt, Sample, SamplingParams, WeightVersion
+from roll_async.schema import FinishReason, Group, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,9 @@ class ChatCompletionScheduler:
         """One group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised."""
         loop, name = asyncio.get_running_loop(), f"{group_id}.{attempt}"
         admitted = loop.time()
+        if prompt.answer_ids is not None:
+            group = _given(prompt, name, group_id, admitted_version, admitted)
+            return GroupOutcome(fate=GroupFate.KEPT, group=group)
         affinity = None if self._options.spread_samples else name
         ended: GroupOutcome | None = None
         names = [f"{name}/{i}" for i in range(self._options.samples_per_group)]
@@ -196,7 +200,7 @@ class ChatCompletionScheduler:
 
     def _judge(self, group: Group) -> GroupOutcome:
         """The variance test, on the metric the config names."""
-        if not self._options.filter_enabled:
+        if not self._options.filter_enabled or group.prompt.domain in self._options.scoring.unscored:
             return GroupOutcome(fate=GroupFate.KEPT, group=group)
         try:
             values = [metric_of(s, self._options.filter_metric, self._options.shaping) for s in group.samples]
@@ -311,6 +315,32 @@ class ChatCompletionScheduler:
                 else:
                     tally.add(index, ended)
             running.clear()
+
+
+def _given(prompt: Prompt, name: str, group_id: int, version: WeightVersion, now_s: float) -> Group:
+    """The group of a supervised row: its answer, as if the newest weights had written it."""
+    answer = prompt.answer_ids
+    assert answer is not None
+    sample = Sample(
+        sample_id=f"{name}/given",
+        prompt_token_ids=prompt.token_ids,
+        response_token_ids=answer,
+        loss_mask=b"\x01" * len(answer),
+        behaviour_logprobs=array("f", bytes(4 * len(answer))),
+        version_runs=((version, len(answer)),),
+        finish_reason=FinishReason.STOP,
+        generation_s=0.0,
+        reward=Reward(score=0.0),
+    )
+    return Group(
+        group_id=group_id,
+        prompt=prompt,
+        samples=(sample,),
+        admitted_version=version,
+        admitted_s=now_s,
+        finished_s=now_s,
+        baseline_score=0.0,
+    )
 
 
 def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None) -> float:

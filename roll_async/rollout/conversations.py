@@ -37,6 +37,8 @@ class ScoringOptions:
     """Without an answer of the scorer, its queue included, for so long it counts as an outage."""
     outage_patience_s: float = 1800.0
     """A sample waits so long for a scorer that does not work; then its group fails."""
+    unscored: frozenset[str] = frozenset()
+    """Domains whose samples nobody judges; their score is 0."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> ScoringOptions:
@@ -46,6 +48,7 @@ class ScoringOptions:
             reward_retries=fault.sample_retries,
             reward_timeout_s=fault.stall_timeout,
             outage_patience_s=fault.stall_timeout,
+            unscored=frozenset(config.loss_parts),
         )
 
 
@@ -130,6 +133,8 @@ class Conversations:
         tried `reward_retries` times more; both then fail the group. A time-out is final and filters the group.
         """
         loop, options = asyncio.get_running_loop(), self._options
+        if prompt.domain in options.unscored:
+            return Reward(score=0.0)
         sample = replace(sample, experts=None)  # often larger than all else, and no judge reads it
         patience_ends = loop.time() + options.outage_patience_s
         pause_s, errors = _FIRST_RETRY_S, 0

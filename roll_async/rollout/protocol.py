@@ -6,7 +6,7 @@ request does not contain the cost of a call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
@@ -56,3 +56,24 @@ class PromptSource(Protocol):
 
     def at(self, index: int) -> Prompt | None:
         """The prompt at this position of the shuffled, domain-mixed stream; None from the end of the data on."""
+        ...
+
+
+class PromptPool(PromptSource, Protocol):
+    """A source that learns from the groups: `prompts/pool.py`. Its choices are state, saved with the position."""
+
+    @property
+    def metric(self) -> str:
+        """Number of a sample, in [0, 1], that says whether it is solved."""
+        ...
+
+    def record(self, index: int, values: Sequence[float]) -> None:
+        """The metric of every sample of the group of this position, once it is generated."""
+
+    def state(self, open_indexes: Collection[int]) -> dict[str, object]:
+        """Plain JSON. `open_indexes`: positions that may be asked again."""
+        ...
+
+    def restore(self, state: Mapping[str, object]) -> None: ...
+
+    def metrics(self) -> Mapping[str, float]: ...

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
+from roll_async.rollout.chat_scheduler import metric_of
 from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, GroupSource
-from roll_async.rollout.protocol import PromptSource
+from roll_async.rollout.protocol import PromptPool, PromptSource
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Prompt
+from roll_async.schema import Group, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +103,14 @@ class Rollouter:
         prompts: PromptSource,
         *,
         budget: FilterBudget | None = None,
+        pool: PromptPool | None = None,
         stop_timeout_s: float = 30.0,
     ) -> None:
-        """`source`: what turns a prompt into a group. `stop_timeout_s`: so long `stop` waits for groups before it cuts
-        them short.
+        """`source`: what turns a prompt into a group. `pool`: is asked instead of `prompts`, and told how groups fared.
+        `stop_timeout_s`: so long `stop` waits for groups before it cuts them short.
         """
-        self._queue, self._source, self._manager, self._prompts = queue, source, manager, prompts
+        self._queue, self._source, self._manager, self._pool = queue, source, manager, pool
+        self._prompts = prompts if pool is None else pool
         self._budget, self._stop_timeout_s = budget, stop_timeout_s
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
@@ -176,6 +179,8 @@ class Rollouter:
         if outcome.group is not None:
             self._samples += len(outcome.group.samples)
         self._count(outcome)
+        if self._pool is not None and outcome.group is not None:
+            self._pool.record(slot.prompt_index, _values(outcome.group, self._pool.metric))
         match outcome.fate:
             case GroupFate.KEPT:
                 assert outcome.group is not None
@@ -304,5 +309,14 @@ class Rollouter:
             busy_s_by_server=dict(servers.busy_s_by_server),
             duplicate_share=self._duplicates.share,
             judged=dict(self._judged),
-            source=dict(source.metrics),
+            source={**source.metrics, **(self._pool.metrics() if self._pool is not None else {})},
         )
+
+
+def _values(group: Group, metric: str) -> list[float]:
+    try:
+        return [metric_of(sample, metric) for sample in group.samples]
+    except KeyError as missing:
+        raise ValueError(
+            f"prompt_pool.metric {missing} is not reported by the reward of {group.prompt.domain}"
+        ) from None

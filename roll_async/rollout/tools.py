@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
+from roll_async.prompts.row_tools import RowTools, tools_of_row
 from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sample, VersionRuns, join_records
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,8 @@ class ToolCompletionCallback:
         calls = self.find_calls(self._codec.decode(completion.token_ids))
         if not calls:
             return None
-        results = await asyncio.gather(*(self._run(call) for call in calls))
+        row = tools_of_row(transcript.prompt.extra)
+        results = await asyncio.gather(*(self._run(call, row) for call in calls))
         return self._codec.tool_turn(completion.token_ids[-1], results)
 
     def find_calls(self, text: str) -> list[ToolCall]:
@@ -156,14 +158,15 @@ class ToolCompletionCallback:
         """The sample of a complete conversation: tokens as they were, masks and versions beside them."""
         return transcript.sample(name)
 
-    async def _run(self, call: ToolCall) -> str:
+    async def _run(self, call: ToolCall, row: RowTools) -> str:
         """The result, or the error as the model shall read it."""
         self.num_calls += 1
-        problem = call.problem or ("" if call.name in self._tools else f"there is no tool '{call.name}'")
+        known = call.name in self._tools and row.allows(call.name)
+        problem = call.problem or ("" if known else f"there is no tool '{call.name}'")
         if not problem:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._tools[call.name](call.arguments)
+                    return await self._tools[call.name](row.completed(call.name, call.arguments))
             except TimeoutError:
                 problem = f"no result within {self._timeout_s:g} s"
             except Exception as error:  # the tool is user code: whatever it raises is its result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -11,9 +11,16 @@ from torch import Tensor
 from roll_async.schema import ExpertRecord, ExpertRows, Group, Prompt, Sample, TrainBatch, TurnTable, VersionRuns
 
 
-def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str], numbers: Sequence[str] = ()) -> TrainBatch:
+def collate(
+    groups: Sequence[Group],
+    *,
+    step: int,
+    domains: Sequence[str],
+    numbers: Sequence[str] = (),
+    unscored: Set[str] = frozenset(),
+) -> TrainBatch:
     """One row per sample, in group order; padded to the longest row. `numbers`: what rewards report and the estimator
-    reads.
+    reads; 0 in `unscored` domains.
 
     Worked example: prompt `[5, 6]`, response `[7, 8]` sampled by version 3 gives tokens `[5, 6, 7, 8]`, mask `[0, 0,
     1, 1]`, versions `[-1, -1, 3, 3]`. Raises ValueError for a sample without a score: an outage must not reach the
@@ -59,7 +66,10 @@ def collate(groups: Sequence[Group], *, step: int, domains: Sequence[str], numbe
         turns=turns,
         turn_of=turn_of,
         roles=tuple(_role(g.prompt) for g, _ in samples),
-        reported={name: torch.tensor([_number(s, name) for _, s in samples]) for name in numbers},
+        reported={
+            name: torch.tensor([0.0 if g.prompt.domain in unscored else _number(s, name) for g, s in samples])
+            for name in numbers
+        },
     )
 
 

@@ -100,6 +100,7 @@ def token_rewards(batch: TrainBatch, scores: Tensor) -> Tensor:
 class Evidence:
     """What single estimators read besides scores and rewards."""
 
+    row_mask: Tensor | None = None  # [B] bool, rows that are compared; None = all
     values: Tensor | None = None  # [B,T] of the critic (gae)
     reward_parts: Tensor | None = None  # [B,K] one column per reward (gdpo)
     role_baselines: Tensor | None = None  # [B] (rae)
@@ -135,6 +136,7 @@ def advantages(
             scores=scores[lead],
             mask=fold.mask,
             group_index=batch.group_index[lead],
+            row_mask=per_trajectory(evidence.row_mask),
             token_rewards=per_token(rewards),
             values=per_token(evidence.values),
             baseline_scores=per_trajectory(batch.baseline_scores),

@@ -70,6 +70,8 @@ class LearnerOptions:
     overlong_len: int = 0
     """0 = no overlong shaping."""
     overlong_penalty_factor: float = 1.0
+    loss_parts: Mapping[str, str] = field(default_factory=dict)
+    """By domain, where its rows feed another part of the loss than the policy's."""
     mask_older_than: int | None = None
     """Versions; tokens over it leave the loss (staleness policy token_mask). None = off."""
     critic_warmup: int = 0
@@ -94,6 +96,7 @@ class LearnerOptions:
         return cls(
             **values,
             domains=config.domains,
+            loss_parts=config.loss_parts,
             response_length=config.longest_response,
             adv_options=asdict(algorithm.adv_options),
             overlong_len=algorithm.overlong_buffer.len if algorithm.overlong_buffer.enable else 0,
@@ -169,7 +172,12 @@ class Learner:
         """Train on whole groups. `step` counts from 1; staleness as in `buffer/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
         batch = await asyncio.to_thread(
-            collate, groups, step=step, domains=options.domains, numbers=options.reported_numbers
+            collate,
+            groups,
+            step=step,
+            domains=options.domains,
+            numbers=options.reported_numbers,
+            unscored=set(options.loss_parts),
         )
         rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
         started = loop.time()
@@ -182,7 +190,8 @@ class Learner:
             squares = await parts.actor.compute_squares(replace(rows, experts=self._replayed(batch)))
         scored = loop.time()
         known = proximal if proximal is not None else batch.behaviour_logprobs
-        evidence = credit.Evidence(values=values, logprobs=known, squares=squares)
+        compared = self._part(batch, "policy") if options.loss_parts else None
+        evidence = credit.Evidence(row_mask=compared, values=values, logprobs=known, squares=squares)
         signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
         policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
         metrics = {**signal.metrics, **correction}
@@ -260,17 +269,36 @@ class Learner:
         advantages, returns = credit.advantages(
             batch, options.adv_estimator, options.adv_options, scores=scores, rewards=token_rewards, evidence=evidence
         )
+        policy = batch.mask & self._part(batch, "policy")[:, None]
         if options.whiten_advantages:
-            advantages = whiten(values_BT=advantages, mask_BT=batch.mask)
+            advantages = whiten(values_BT=advantages, mask_BT=policy)
         if options.advantage_clip is not None:
             advantages = clip_advantages(advantages_BT=advantages, limit=options.advantage_clip)
         if teacher is not None:
-            distance = kl_estimate(logprobs_BT=known, ref_logprobs_BT=teacher, mask_BT=batch.mask, estimator="k1")
+            distance = kl_estimate(logprobs_BT=known, ref_logprobs_BT=teacher, mask_BT=policy, estimator="k1")
             advantages = advantages - options.distill_coef * distance.detach()
-        mask = self._loss_mask(batch)
-        metrics["staleness/masked_fraction"] = 1.0 - float(mask.sum()) / max(1, int(batch.mask.sum()))
-        metrics["advantages/std"] = float(advantages[batch.mask].std()) if int(batch.mask.sum()) > 1 else 0.0
+        mask = self._loss_mask(batch) & policy
+        metrics["staleness/masked_fraction"] = 1.0 - float(mask.sum()) / max(1, int(policy.sum()))
+        metrics["advantages/std"] = float(advantages[policy].std()) if int(policy.sum()) > 1 else 0.0
         return _Signal(advantages=advantages.float(), returns=returns.float(), mask=mask, metrics=metrics)
+
+    def _part(self, batch: TrainBatch, name: str) -> Tensor:
+        """[B] bool: rows that feed this part of the loss."""
+        own = torch.tensor([self._options.loss_parts.get(domain, "policy") == name for domain in batch.domains])
+        return own[batch.domain_index]
+
+    def _part_masks(self, batch: TrainBatch, policy: Tensor) -> dict[str, Tensor]:
+        """[B,T] by field of PolicyRows. `policy`: the trained tokens of the policy part."""
+        if not self._options.loss_parts:
+            return {"mask": policy}
+        others = {name: batch.mask & self._part(batch, name)[:, None] for name in ("cross_entropy", "reference_kl")}
+        trained = policy | others["cross_entropy"] | others["reference_kl"]
+        parts = self._options.loss_parts.values()
+        return {
+            "mask": trained,
+            "policy_mask": policy,
+            **{f"{name}_mask": mask for name, mask in others.items() if name in parts},
+        }
 
     def _reward_parts(self, batch: TrainBatch, scores: Tensor) -> Tensor:
         """[B,K] the rewards of gdpo, in their order."""
@@ -406,7 +434,7 @@ class Learner:
         rows = PolicyRows(
             tokens=batch.tokens,
             lengths=batch.lengths,
-            mask=signal.mask,
+            **self._part_masks(batch, signal.mask),
             advantages=signal.advantages,
             behaviour_logprobs=batch.behaviour_logprobs,
             proximal_logprobs=proximal,

@@ -31,7 +31,7 @@ class PolicyRows:
 
     tokens: Tensor  # [B,T] int64, right-padded
     lengths: Tensor  # [B] int64
-    mask: Tensor  # [B,T] bool, trained tokens, after staleness and sample masks
+    mask: Tensor  # [B,T] bool, trained tokens of all parts of the loss, after staleness and sample masks
     advantages: Tensor  # [B,T] float32
     behaviour_logprobs: Tensor  # [B,T] float32
     proximal_logprobs: (
@@ -43,6 +43,9 @@ class PolicyRows:
     ref_logprobs: Tensor | None = None  # [B,T]
     segment_ids: Tensor | None = None  # [B,T] int64
     selection: Tensor | None = None  # [B,T] bool
+    policy_mask: Tensor | None = None  # [B,T] bool, tokens of the policy part; None = all of `mask`
+    cross_entropy_mask: Tensor | None = None  # [B,T] bool, tokens of supervised rows; None = there are none
+    reference_kl_mask: Tensor | None = None  # [B,T] bool, tokens of distilled rows; None = those of the policy part
     experts: ExpertRows | None = None
     """Choice of experts to replay; None = the model's own."""
 

@@ -1,6 +1,7 @@
 """Every policy loss, advantage estimator, source of log-probs, role and mix of domains: three steps on real parts."""
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -30,10 +31,11 @@ CRITIC = (
 REFERENCE = "reference={model_args: {dtype: fp32}, strategy_args: {strategy_name: megatron_infer}}"
 SUMS = "sums: {type: exact_match, tag_included: [sums]}"
 THIRDS = "thirds: {type: spread_reward.two_or_three, tag_included: [thirds]}"
+CODE = "code: {type: code_sandbox, tag_included: [code], timeout: 20}"
 ROLES = (
     *CRITIC,
     REFERENCE,
-    f"rewards={{addition: {{type: spread_reward.digit_parity, tag_included: [addition]}}, {SUMS}, {THIRDS}}}",
+    f"rewards={{addition: {{type: spread_reward.digit_parity, tag_included: [addition]}}, {SUMS}, {THIRDS}, {CODE}}}",
 )
 SMALL = (
     "rollout_batch_size=8",
@@ -127,6 +129,22 @@ def test_a_reference_model_of_its_own_anchors_the_actor(run):
     assert all(m["policy/reference_kl"] > 1e-7 for m in rest)
 
 
+def test_supervised_and_distilled_rows_ride_in_the_batch(run):
+    metrics = run(
+        "parts",
+        REFERENCE,
+        "rewards={addition: {type: spread_reward.digit_parity, tag_included: [addition]},"
+        " sums: {type: supervised, tag_included: [sums]}, thirds: {type: distilled, tag_included: [thirds]}}",
+        "algorithm.kl_loss_coef=0.1",
+        "async_generation_ratio=0",
+        "actor_train.training_args.learning_rate=0.003",
+    )
+    losses = [m["cross_entropy/loss"] for m in metrics]
+    assert losses[-1] < losses[0], "the answers that are shown become more likely"
+    assert metrics[-1]["reference_kl/loss"] > 1e-7 and all("policy/reference_kl" not in m for m in metrics)
+    assert all(m["trainer/grad_norm"] > 0 for m in metrics)
+
+
 def test_a_reference_anchors_lora_adapters_and_the_engine_gets_them_merged(run):
     metrics = run(
         "lora",
@@ -141,6 +159,54 @@ def test_a_reference_anchors_lora_adapters_and_the_engine_gets_them_merged(run):
     assert all(m["policy/reference_kl"] > 1e-7 for m in rest)
     # Synchronous: engine and trainer agree only if the engine got the weights with the adapters merged in.
     assert all(abs(m["correction/kl"]) < 1e-4 for m in metrics)
+
+
+def test_the_shipped_dapo_config_uses_every_part_of_dapo(run):
+    metrics = run(
+        "dapo",
+        "num_return_sequences_in_group=2",  # of two verdicts half the pairs are equal
+        "actor_train.training_args.per_device_train_batch_size=4",
+        "actor_train.training_args.learning_rate=0.003",
+        file="dapo_cpu",
+    )
+    assert all(m["trainer/optimizer_steps"] == 4 for m in metrics), "with one step the ratio is 1"
+    assert max(m["policy/clip_high"] for m in metrics) > 0 and max(m["policy/clip_low"] for m in metrics) > 0
+    assert min(m["reward/overlong_penalty"] for m in metrics) < 0 < max(m["reward/overlong_share"] for m in metrics)
+    assert metrics[-1]["groups/filtered"] == metrics[-1]["groups/dropped_equal"] > 0
+
+
+def test_rows_of_programs_are_judged_in_a_run_and_malformed_ones_are_refused_by_line(run, tmp_path, caplog):
+    """HumanEval's, LiveCodeBench's and PRIME's columns beside the additions; the model writes no program."""
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3"
+    verl = {"style": "rule", "ground_truth": json.dumps({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"})}
+    live = {"public_test_cases": json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}])}
+    rows = [
+        {"test": check, "entry_point": "add"},
+        {**live, "metadata": json.dumps({"func_name": "add"})},
+        {"reward_model": verl},
+        {"test": check},
+        live,
+        {"reward_model": {**verl, "ground_truth": json.dumps({"inputs": ["1"], "outputs": [], "fn_name": "add"})}},
+    ]
+    file = tmp_path / "rows.jsonl"
+    shared = {"tag": "code", "messages": [{"role": "user", "content": "1+2="}]}
+    sums = [{"tag": "addition", "ground_truth": "3", "messages": [{"role": "user", "content": f"{n}+2="}]}
+            for n in range(9)]  # fmt: skip
+    file.write_text("".join(json.dumps({**shared, **row}) + "\n" for row in rows + sums))
+    logging.getLogger("roll_async").propagate = True
+    metrics = run(
+        "code",
+        f"rewards={{addition: {{type: spread_reward.digit_parity, tag_included: [addition]}}, {CODE}}}",
+        f"actor_train.data_args.file_name={file}",
+        "actor_train.data_args.domain_interleave_probs={addition: 0.5, code: 0.5}",
+        "async_generation_ratio=0",
+    )
+    assert [m["reward/domains/code/share"] for m in metrics] == [0.5] * STEPS
+    assert all(m["reward/domains/code/mean"] == 0 for m in metrics) and metrics[-1]["groups/failed"] == 0
+    assert metrics[-1]["rollout/reward_errors"] == metrics[-1]["rollout/reward_outages"] == 0
+    for line in (4, 5, 6):
+        assert f"skipped {file}:{line}: " in caplog.text
+    assert not any(f"{file}:{line}: " in caplog.text for line in (1, 2, 3, 7))
 
 
 def test_overlong_shaping_and_the_group_filter_publish_what_they_did(run):

@@ -20,6 +20,7 @@ from typing import Protocol
 from roll_async.agents.messages import Message, ToolCall
 from roll_async.envs.options import build_options
 from roll_async.envs.registry import NoOptions, load_class
+from roll_async.prompts.row_tools import RowTools
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ TOOLS = {
 }
 """By `tool_id`; a user's own by dotted path. mcp needs its extra (pip install "roll_async[mcp]")."""
 _LONGEST_RESULT = 20_000
+_ANY = RowTools()
 
 
 class Tool(Protocol):
@@ -86,22 +88,27 @@ class Toolbox:
         """Whether a tool offers this function."""
         return name in self._by_name
 
-    async def run(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One message per call, in their order."""
-        return list(await asyncio.gather(*(self._answer(call) for call in calls)))
+    def offered(self, row: RowTools) -> tuple[Mapping[str, object], ...]:
+        """Schemas of the functions that a row may call."""
+        return tuple(schema for schema in self.schemas if row.allows(_name(schema)))
 
-    async def _answer(self, call: ToolCall) -> Message:
-        return Message(role="tool", content=await self._run(call), call_id=call.call_id)
+    async def run(self, calls: Sequence[ToolCall], row: RowTools = _ANY) -> list[Message]:
+        """One message per call, in their order. `row`: what the trajectory's row allows and adds to the arguments."""
+        return list(await asyncio.gather(*(self._answer(call, row) for call in calls)))
 
-    async def _run(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall, row: RowTools) -> Message:
+        return Message(role="tool", content=await self._run(call, row), call_id=call.call_id)
+
+    async def _run(self, call: ToolCall, row: RowTools) -> str:
         self.num_calls += 1
         problem = call.problem
-        if not problem and call.name not in self._by_name:
-            problem = f"there is no tool '{call.name}'; there are: {', '.join(self._by_name) or 'none'}"
+        if not problem and not (call.name in self._by_name and row.allows(call.name)):
+            there = [name for name in self._by_name if row.allows(name)]
+            problem = f"there is no tool '{call.name}'; there are: {', '.join(there) or 'none'}"
         if not problem:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    result = self._by_name[call.name].call(call.name, call.arguments)
+                    result = self._by_name[call.name].call(call.name, row.completed(call.name, call.arguments))
                     said = str(await result if inspect.isawaitable(result) else result)
                     return said[:_LONGEST_RESULT]
             except TimeoutError:

@@ -31,6 +31,13 @@ def needed_roles(config: PipelineConfig) -> Findings:
     for name, value in (("kl_loss_coef", a.kl_loss_coef), ("token_kl_coef", a.token_kl_coef)):
         if value > 0 and config.reference is None:
             yield "C142", "reference", f"required by algorithm.{name}={number(value)}"
+    distilled = [name for name, part in config.loss_parts.items() if part == "reference_kl"]
+    if distilled and not a.kl_loss_coef > 0:
+        yield (
+            "C142",
+            "algorithm.kl_loss_coef",
+            f"0 leaves rewards.{distilled[0]} (distilled) without a loss",
+        )
     if a.distill_coef > 0 and config.teacher is None:
         yield "C142", "teacher", f"required by algorithm.distill_coef={number(a.distill_coef)}"
     if isinstance(config, RLVRConfig) and config.eval_steps > 0 and config.validation is None:

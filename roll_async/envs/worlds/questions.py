@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import string
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -16,6 +17,8 @@ from roll_async.envs.worlds.text_world import TextWorld
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_OF_ONE_QUESTION = ("grade", "attempts", "instructions")
+_ABOUT_TOOLS = {"tools": "tool_names", "tools_kwargs": "tool_arguments"}
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -24,7 +27,9 @@ class QuestionsOptions:
     """`env_config` of math and qa."""
 
     file: str | None = None
-    """JSON lines with `question` and `answer`; null = products and sums of random integers."""
+    """JSON lines with `question` and `answer`; null = products and sums of random integers. A line may have
+    `interaction_kwargs` (its own grade, attempts, instructions) and `tools`, `tools_kwargs` for the tag's tools.
+    """
     digits: int = 2
     """Of the made-up numbers."""
     grade: Literal["number", "text"] = "number"
@@ -39,6 +44,18 @@ class QuestionsOptions:
             raise ValueError(f"file {self.file} does not exist")
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One task."""
+
+    question: str
+    answer: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Of QuestionsOptions, in place of the world's."""
+    tools: Mapping[str, object] = field(default_factory=dict)
+    """Keys of `info` about tools."""
+
+
 class Questions(TextWorld):
     """Reward 1 for the right answer. Calls of tools do not reach it: it sees answers alone."""
 
@@ -51,18 +68,18 @@ class Questions(TextWorld):
         """The same seed, the same question."""
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31))
-        self._left = self._options.attempts
-        if self._options.file is None:
-            question, self._answer = _made_up(Random(number), self._options.digits)
-        else:
+        row = Question(*_made_up(Random(number), self._options.digits))
+        if self._options.file is not None:
             rows = _rows(self._options.file)
-            question, self._answer = rows[number % len(rows)]
-        return question, {"instructions": self._options.instructions, "solved": False}
+            row = rows[number % len(rows)]
+        self._answer, self._now = row.answer, replace(self._options, **row.settings)
+        self._left = self._now.attempts
+        return row.question, {"instructions": self._now.instructions, "solved": False, **row.tools}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """One answer."""
         self._left -= 1
-        right = same_answer(action, self._answer, self._options.grade)
+        right = same_answer(action, self._answer, self._now.grade)
         over = right or self._left <= 0
         return "Right." if right else "Wrong.", float(right), over, False, {"solved": right}
 
@@ -94,13 +111,18 @@ def _made_up(rng: Random, digits: int) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=8)
-def _rows(file: str) -> list[tuple[str, str]]:
-    """Raises ValueError for a file without questions."""
+def _rows(file: str) -> list[Question]:
+    """Raises ValueError for a file without questions, and for settings that a question cannot have."""
     found = []
-    for line in Path(file).read_text().splitlines():
+    for number, line in enumerate(Path(file).read_text().splitlines(), 1):
         row = json.loads(line) if line.strip() else None
-        if isinstance(row, dict) and "question" in row and "answer" in row:
-            found.append((str(row["question"]), str(row["answer"])))
+        if not (isinstance(row, dict) and "question" in row and "answer" in row):
+            continue
+        settings = row.get("interaction_kwargs") or {}
+        if not isinstance(settings, dict) or settings.keys() - _OF_ONE_QUESTION:
+            raise ValueError(f"{file}:{number}: interaction_kwargs may hold {', '.join(_OF_ONE_QUESTION)}")
+        tools = {key: row[name] for name, key in _ABOUT_TOOLS.items() if row.get(name) is not None}
+        found.append(Question(str(row["question"]), str(row["answer"]), settings, tools))
     if not found:
         raise ValueError(f"{file} has no line with question and answer")
     return found

@@ -19,9 +19,9 @@ cpu_shim.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
-from roll_async.algorithms.aggregation import Denominators, aggregate, count_denominators, reduce_metrics  # noqa: E402
+from roll_async.algorithms.aggregation import Denominators, aggregate, reduce_metrics  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
-from roll_async.algorithms.objective import policy_loss  # noqa: E402
+from roll_async.algorithms.objective import count_parts, policy_loss  # noqa: E402
 from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.schema import ExpertRows  # noqa: E402
@@ -51,6 +51,9 @@ _POLICY_FIELDS = (
     "ref_logprobs",
     "segment_ids",
     "selection",
+    "policy_mask",
+    "cross_entropy_mask",
+    "reference_kl_mask",
 )
 
 
@@ -167,7 +170,7 @@ class MegatronWorker:
         experts = self._experts_of(rows)
         whole = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields, experts=experts)
 
-        def loss_for(denominators: Denominators) -> LossOfMicroBatch:
+        def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
                 current = self._runner.logprobs(batch, output, with_entropy=True)
                 return policy_loss(batch.fields, batch.mask, current, settings, denominators)
@@ -195,6 +198,8 @@ class MegatronWorker:
         signal = rows.mask & (rows.advantages != 0)
         if rows.correction_weights is not None:
             signal &= rows.correction_weights != 0
+        if rows.cross_entropy_mask is not None:
+            signal |= rows.cross_entropy_mask
         speaks = signal.any(-1).tolist()
         heard = [row for row in part if speaks[row]]
         least = min(len(part), parallel_state.get_data_parallel_world_size())
@@ -211,7 +216,7 @@ class MegatronWorker:
         fields = {"old_values": rows.old_values, "returns": rows.returns}
         whole = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields)
 
-        def loss_for(denominators: Denominators) -> LossOfMicroBatch:
+        def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
                 per_token, metrics = value_loss(
                     values_BT=self._runner.to_rows(batch, output[..., 0]),
@@ -220,7 +225,7 @@ class MegatronWorker:
                     mask_BT=batch.mask,
                     clip=self._settings.value_clip,
                 )
-                return aggregate(loss_BT=per_token, mask_BT=batch.mask, denominators=denominators), metrics
+                return aggregate(loss_BT=per_token, mask_BT=batch.mask, denominators=denominators["policy"]), metrics
 
             return loss_of
 
@@ -232,10 +237,10 @@ class MegatronWorker:
         """One cross-entropy step on the masked tokens; the mean loss per token."""
         whole = StepRows(tokens=tokens, lengths=lengths, mask=mask, fields={})
 
-        def loss_for(denominators: Denominators) -> LossOfMicroBatch:
+        def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
                 logprobs = self._runner.logprobs(batch, output, with_entropy=False).logprobs
-                return -logprobs.sum() / max(1, denominators.global_tokens), {}
+                return -logprobs.sum() / max(1, denominators["policy"].global_tokens), {}
 
             return loss_of
 
@@ -253,7 +258,7 @@ class MegatronWorker:
         whole: StepRows,
         mini_batch: range,
         rows: Sequence[int],
-        loss_for: Callable[[Denominators], LossOfMicroBatch],
+        loss_for: Callable[[Mapping[str, Denominators]], LossOfMicroBatch],
         normalizer_length: int,
     ) -> dict[str, float]:
         """Forward and backward over the micro-batches of `rows`, clip, Adam; the step's metrics. The loss is divided by
@@ -263,9 +268,8 @@ class MegatronWorker:
         assert settings is not None
         self._state.demand(*STATE_KINDS)
         self._model.train(True)
-        counted = whole.mask[mini_batch.start : mini_batch.stop]
-        denominators = count_denominators(mask_BT=counted, normalizer_length=normalizer_length)
-        seen = count_denominators(mask_BT=whole.mask[list(rows)], normalizer_length=1)
+        denominators = count_parts(whole.fields, whole.mask, mini_batch, normalizer_length)
+        seen = count_parts(whole.fields, whole.mask, rows, 1)
         rate = learning_rate_at(self._optimizer_steps, settings)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -285,7 +289,7 @@ class MegatronWorker:
             "trainer/grad_norm": float(grad_norm) if grad_norm is not None else 0.0,
             "trainer/learning_rate": rate,
             "trainer/skipped_steps": float(not stepped),
-            **reduce_metrics(parts=parts, denominators=seen),
+            **reduce_metrics(parts=parts, denominators=seen["policy"], others=seen),
             **(self._replay.metrics() if self._replay is not None else {}),
         }
 

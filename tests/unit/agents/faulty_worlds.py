@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from roll_async.agents.protocol import AgentResult
+from roll_async.agents.tools.toolbox import function
 from roll_async.envs.protocol import GraderFailed
 
 
@@ -50,6 +51,15 @@ class Quick(Faulty):
     """The same in the event loop: for tests without hung and crashing steps."""
 
     quick = True
+
+
+class Lookup:
+    """A tool with one function."""
+
+    schemas = (function("lookup", "Look something up.", {}),)
+
+    async def call(self, name, arguments):
+        return "nothing"
 
 
 class TwoTurnAgent:

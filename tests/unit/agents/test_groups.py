@@ -1,6 +1,7 @@
 """Groups of trajectories: faults of infrastructure are no rewards, and nothing that was not sampled is trained."""
 
 import asyncio
+import json
 import random
 from array import array
 from collections import Counter
@@ -19,6 +20,7 @@ from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, open_tools
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
+from roll_async.envs.worlds.questions import _rows
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.requests import Interrupted
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
@@ -243,6 +245,36 @@ def test_tools_of_one_turn_run_together_and_malformed_calls_are_told(tokenizer):
 
     tools = (ToolSpec(tool_id="calculator", values={}),)
     run_groups(tokenizer, work, env_type="math", say=say, tools=tools)
+
+
+def test_a_questions_own_arguments_reach_its_world_and_its_tools(tokenizer, tmp_path):
+    """Of two tools one is allowed; its argument is the row's, and the world grades as the row says."""
+    question = {"question": "Where?", "answer": "The Hague", "tools": ["calculator"],
+                "tools_kwargs": {"calculator": {"expression": "6*7"}},
+                "interaction_kwargs": {"grade": "text", "attempts": 2, "instructions": "Say the place."}}  # fmt: skip
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps(question) + "\n")
+    calls = ('<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+             '<tool_call>{"name": "lookup", "arguments": {}}</tool_call>')  # fmt: skip
+
+    def say(request):
+        seen = tokenizer.decode(request.prompt_token_ids)
+        assert "Say the place." in seen and "lookup" not in seen.partition("Where?")[0]
+        return calls if "42" not in seen else "<answer>Delft</answer>" if "Wrong." not in seen else "hague"
+
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        for sample in group.samples:
+            text = tokenizer.decode(sample.response_token_ids)
+            assert "\n42\n" in text and "there is no tool 'lookup'; there are: calculator" in text
+            assert sample.outcome is Outcome.SOLVED and len(sample.turns) == 3
+
+    tools = tuple(ToolSpec(tool_id=name, values={}) for name in ("calculator", "faulty_worlds.Lookup"))
+    run_groups(tokenizer, work, env_type="math", values={"file": str(file)}, say=say, tools=tools)
+    file.write_text(json.dumps({**question, "interaction_kwargs": {"file": "x"}}) + "\n")
+    with pytest.raises(ValueError, match="questions.jsonl:1: interaction_kwargs may hold grade, attempts"):
+        _rows.cache_clear()
+        _rows(str(file))
 
 
 def test_a_world_with_tools_of_its_own_is_played_by_calls(tokenizer):

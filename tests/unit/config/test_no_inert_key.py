@@ -83,6 +83,7 @@ AGENTIC = {f.name for n in AGENTIC_ONLY for f in fields(ADVANTAGE_OPTIONS[n])} -
 READ_DIRECTLY = {
     "": "commands/run.py", "tracking": "commands/run.py", "ledger": "launch/rollout.py",
     "checkpoint": "pipelines/checkpoint.py", "fault": "launch/rollout.py", "rewards": "cluster/reward_group.py",
+    "prompt_pool": "launch/rollout.py",
     "weight_sync": "cluster/trainer_group.py",
 }  # fmt: skip
 """Section to one of the files that read it; the whole package is searched for the attribute."""
@@ -171,7 +172,7 @@ def candidates(spec: FieldSpec) -> tuple[object, ...]:
         case "float":
             return 0.25, 3.5, 0.7, 64.5, 0.0, None
         case "str":
-            return ("other",)
+            return "other", "supervised", "distilled"
         case "list":
             return ("other",), ("k_proj",), (RejectionRule(statistic="k3", aggregation="token", high=9.0),)
         case "files":

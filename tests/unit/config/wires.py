@@ -19,6 +19,7 @@ from roll_async.inference.settings import EngineSettings
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
 from roll_async.prompts.load import DataOptions
+from roll_async.prompts.pool import PoolOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions
@@ -30,6 +31,7 @@ from roll_async.weight_sync.synchronizer import SyncOptions
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,
     ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, EngineOptions, RolloutOptions, DataOptions,
+    PoolOptions,
 )  # fmt: skip
 
 
@@ -38,7 +40,8 @@ def settings_of(config: PipelineConfig) -> dict[str, object]:
     built: dict[str, object] = {
         "": [
             EngineSettings.of(config, replica=0, restart=0), LearnerOptions.of(config), SchedulerOptions.of(config),
-            EngineOptions.of(config), RolloutOptions.of(config, "shm"), RunPlan.of(config, first_step=1),
+            EngineOptions.of(config), PoolOptions.of(config),
+            RolloutOptions.of(config, "shm"), RunPlan.of(config, first_step=1),
             DataOptions.of(config, config.actor_train.data_args, checks={}, references=()),
             DataOptions.of(config, config.validation.data_args, checks={}, references=()),
         ]

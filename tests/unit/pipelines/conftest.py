@@ -1,6 +1,7 @@
 """A whole run on fakes and the virtual clock: real queue, rollouter, synchronizer, train loop and health monitor."""
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 
 import pytest
@@ -45,10 +46,13 @@ class Run:
         trainer=TrainLoop,
         custom_monitor=None,
         turns_of=lambda replicas: None,
+        pool=None,
+        position=None,
         **plan,
     ):
         self.build, self.replica_class = build, replica_class
         self.learned, self.saved, self.published, self.events = [], [], [], []
+        self.positions = {}
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
@@ -60,6 +64,9 @@ class Run:
         self.turns = turns_of(self.replicas)
         roles = RolloutRoles(
             turns=self.turns,
+            pool=pool,
+            restored=0 if position is None else position["step"],
+            position=position,
             engines=self.engines,
             groups=lambda manager: ChatCompletionScheduler(manager, scorer_class(), scheduling),
             prompts=self,
@@ -85,7 +92,8 @@ class Run:
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
             observer=self, validate=self.side.validate,
         )  # fmt: skip
-        plan = {"first_step": 1, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
+        first = 1 if position is None else position["step"] + 1
+        plan = {"first_step": first, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
         self.plan = RunPlan(
             **plan,
             max_steps=steps,
@@ -133,6 +141,7 @@ class Run:
         yield "digest"
 
     async def save(self, step):
+        self.positions[step] = json.loads(json.dumps(await self.queue.checkpoint_state(step)))
         await asyncio.sleep(self.save_s)
         self.saved.append(step)
 

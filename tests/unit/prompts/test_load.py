@@ -50,6 +50,18 @@ def test_prompts_carry_tokens_text_answer_and_extras(folder, tmp_path):
     assert (prompt.row_id, prompt.text, prompt.ground_truth, prompt.extra) == ("3", "2+2=", "1", {"level": "5"})
 
 
+def test_supervised_rows_carry_their_answer_as_tokens_and_too_long_ones_are_skipped(folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "roll_async")
+    logging.getLogger("roll_async").propagate = True
+    file = data(tmp_path, {**row(0), "ground_truth": "yes"}, {**row(1), "ground_truth": "surely"})
+    loaded = load_prompts(options(folder, file, supervised=frozenset({"math"}), response_length=4))
+    (prompt,) = loaded["math"]
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(prompt.answer_ids) == "yes<|im_end|>" and len(prompt.answer_ids) == 4
+    assert "1 whose answer is longer than response_length 4" in caplog.text
+    assert load_prompts(options(folder, file))["math"][0].answer_ids is None
+
+
 def test_prompts_longer_than_the_limit_are_skipped_and_counted(folder, tmp_path, caplog):
     caplog.set_level(logging.INFO, "roll_async")
     logging.getLogger("roll_async").propagate = True

@@ -1,6 +1,7 @@
 """Groups: whole or not at all, judged by their spread, never trained on an outage."""
 
 import asyncio
+from array import array
 from contextlib import asynccontextmanager
 
 import pytest
@@ -50,6 +51,27 @@ def test_a_group_has_every_sample_with_its_own_score(run, build, replica_class, 
                 assert sample.response_token_ids.tolist() == list(range(1003, 1013))
                 assert sample.loss_mask == b"\x01" * 10 and sample.version_runs == ((3, 10),)
             assert (group.admitted_s, group.finished_s) == pytest.approx((0, 10.5))
+
+    run(go())
+
+
+def test_a_supervised_row_is_answered_by_itself_and_unscored_domains_ask_nobody(
+    run, build, replica_class, scorer_class
+):
+    async def go():
+        replica = replica_class("a")
+        scorer = scorer_class(lambda p, s: pytest.fail("asked"))
+        unscored = ScoringOptions(unscored=frozenset({"demos", "imitate"}))
+        async with scheduling([replica], scorer, scoring=unscored, filter_enabled=True) as scheduler:
+            shown = build.prompt(domain="demos", answer_ids=array("i", [3, 4, 2]))
+            outcome = await scheduler.run_group(shown, group_id=5, admitted_version=2)
+            (sample,) = outcome.group.samples
+            assert outcome.fate is GroupFate.KEPT and not replica.submitted
+            assert sample.response_token_ids.tolist() == [3, 4, 2] and sample.loss_mask == b"\x01" * 3
+            assert sample.version_runs == ((2, 3),) and sample.reward.score == 0.0
+            imitated = await scheduler.run_group(build.prompt(domain="imitate"), group_id=6)
+            assert imitated.fate is GroupFate.KEPT, "four scores of 0 are no reason to filter it"
+            assert [s.reward.score for s in imitated.group.samples] == [0.0] * 4
 
     run(go())
 

@@ -146,6 +146,23 @@ def test_whatever_goes_wrong_in_a_tool_is_what_the_model_reads(run, build, repli
     run(go())
 
 
+def test_a_prompt_says_which_tools_it_may_call_and_what_they_are_given(run, build, replica_class, scorer_class):
+    """verl's row: `extra_info.tools_kwargs`; the row's arguments stand over what the model asks for."""
+
+    async def go():
+        info = {"tools_kwargs": {"add": {"create_kwargs": {"b": 40}, "execute_kwargs": None}}, "tools": ["add"]}
+        prompt = build.prompt(extra={"extra_info": json.dumps(info)})
+        replica = replica_class("a")
+        speaker = Speaker(replica, call("add", a=2, b=1) + call("slow"), "ok")
+        async with talking([replica], scorer_class()) as conversations:
+            await conversations.sample(prompt, "s", SAMPLING)
+            told = "".join(map(chr, speaker.prompts[1]))
+            assert "[42|error: there is no tool 'slow']" in told
+            assert (conversations.tools.num_calls, conversations.tools.num_failures) == (2, 1)
+
+    run(go())
+
+
 def test_turns_stick_to_their_replica_and_move_on_only_when_it_dies(run, build, replica_class, scorer_class):
     async def go():
         replicas = [replica_class(name) for name in "ab"]

@@ -270,6 +270,36 @@ def test_rae_compares_with_the_average_of_the_role_and_goes_on_after_a_restart(b
     assert per_row(second.step([build.group(2, scores=(1.0,))], 2)) == pytest.approx([1 - 0.625])
 
 
+def test_supervised_and_distilled_rows_ride_in_the_batch_and_touch_no_statistic_of_the_others(build):
+    shown, imitated = build.prompt(domain="demos"), build.prompt(domain="imitate")
+    given = build.sample(shown, (9, 9, 9), score=0.0, behaviour_logprobs=array("f", [0.0] * 3))
+    others = [
+        build.group(1, prompt=shown, samples=(given,)),
+        build.group(2, prompt=imitated, samples=(build.sample(imitated, (8,), score=0.0),)),
+    ]
+    groups = [build.group(0, scores=(1.0, 0.0)), build.group(3, scores=(1.0, 1.0))]
+    domains = ("math", "demos", "imitate")
+    parts = {"demos": "cross_entropy", "imitate": "reference_kl"}
+    for options in (
+        {"adv_estimator": "lite_ppo"},
+        {"whiten_advantages": True},
+        {"adv_estimator": "reinforce_plus_plus"},
+    ):
+        alone = Trial(reference=0.0, kl_loss_coef=0.1, **options).step(groups)
+        rows = Trial(reference=0.0, kl_loss_coef=0.1, domains=domains, loss_parts=parts, **options).step(
+            [groups[0], *others, groups[1]]
+        )
+        policy = torch.tensor([0, 1, 4, 5])
+        width = alone.tokens.shape[1]
+        assert torch.equal(rows.advantages[policy, :width], alone.advantages)
+        assert rows.mask.sum(-1).tolist() == [2, 2, 3, 1, 2, 2]
+        assert rows.policy_mask.sum(-1).tolist() == [2, 2, 0, 0, 2, 2]
+        assert rows.cross_entropy_mask.sum(-1).tolist() == [0, 0, 3, 0, 0, 0]
+        assert rows.reference_kl_mask.sum(-1).tolist() == [0, 0, 0, 1, 0, 0]
+        assert not rows.advantages[[2, 3]].any() and not rows.correction_weights[[2, 3]].any()
+        assert alone.policy_mask is alone.cross_entropy_mask is alone.reference_kl_mask is None
+
+
 def test_the_optimal_token_baseline_asks_the_actor_for_squares(build):
     trial = Trial(adv_estimator="optimal_token_baseline")
     rows = trial.step([build.group(0, scores=(1.0, 0.0))])
