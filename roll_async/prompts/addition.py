@@ -30,23 +30,31 @@ class Problem:
         """What must follow the last `=`."""
         return str(self.left + self.right)
 
-    def solution(self, rng: random.Random | None = None, wrong_digits: float = 0.0) -> str:
-        """The scratchpad and the sum; with `rng` each computed digit is wrong with probability `wrong_digits`."""
+    def solution(
+        self, rng: random.Random | None = None, wrong_digits: float = 0.0, forgotten_carries: float = 0.0
+    ) -> str:
+        """The scratchpad and the sum. With `rng` each computed digit is any digit with probability `wrong_digits`, and
+        each carry is forgotten with probability `forgotten_carries`: the next column adds 0, and so does the sum.
+        """
 
         def stated(number: int | str) -> str:
             if rng is None:
                 return str(number)
             return "".join(rng.choice("0123456789") if rng.random() < wrong_digits else c for c in str(number))
 
-        steps, carry = [], 0
+        steps, digits, carry = [], "", 0
         left, right = str(self.left)[::-1], str(self.right)[::-1]
-        for position in range(max(len(left), len(right))):
+        last = max(len(left), len(right)) - 1
+        for position in range(last + 1):
             a = int(left[position]) if position < len(left) else 0
             b = int(right[position]) if position < len(right) else 0
             total = a + b + carry
             steps.append(f"{a}+{b}+{carry}={stated(total)};")
+            digits = (str(total) if position == last else str(total % 10)) + digits
             carry = total // 10
-        return "".join(steps) + f"={stated(self.answer)}"
+            if rng is not None and carry and rng.random() < forgotten_carries:
+                carry = 0
+        return "".join(steps) + f"={stated(int(digits))}"
 
 
 def problems(count: int, *, seed: int, max_digits: int = 3) -> list[Problem]:

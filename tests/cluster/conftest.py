@@ -33,11 +33,8 @@ def demo_assets(tmp_path_factory):
     if "DEMO_ASSETS" in os.environ:
         return Path(os.environ["DEMO_ASSETS"]).resolve()
     folder = tmp_path_factory.mktemp("assets") / "demo_assets"
-    script = (
-        "import sys; sys.path.insert(0, 'tools'); import make_demo_assets as m; "
-        f"m.WARM_STEPS, m.NUM_TRAIN = 40, 2000; sys.argv = ['x', '--output', {str(folder)!r}]; m.main()"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    make = [sys.executable, "tools/make_demo_assets.py", "--small", "--output", str(folder)]
+    subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=300)
     return folder
 
 
