@@ -165,7 +165,9 @@ class _Answers:
 
     def ids(self, text: str) -> array:
         """With the end-of-sequence token."""
-        return array("i", [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._end])
+        ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
+        ids.append(self._end)
+        return ids
 
 
 def _prompt(row: Row, domain: str, ids: Sequence[int], answer: array | None) -> Prompt:
