@@ -36,7 +36,7 @@ from roll_async.pipelines.wire import (
     connect,
     wire_rollout,
 )
-from roll_async.prompts.load import DataOptions, load_prompts
+from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -222,7 +222,7 @@ def _held_out(config: RLVRConfig) -> Sequence[Prompt]:
         return ()
     # AIME alone may validate a run over mathematics and code.
     held_out = load_prompts(_data_options(config, config.validation.data_args), every_domain=False)
-    stream = ShuffledPrompts(held_out, seed=config.seed, num_epochs=1)
+    stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
     return [p for p in prompts if p is not None]
 

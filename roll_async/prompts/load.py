@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -125,6 +125,14 @@ def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str
             + (f"; first malformed: {bad.problems[0]}" if bad.problems else "")
         )
     return {name: prompts for name, prompts in by_domain.items() if prompts}
+
+
+def judged(by_domain: Mapping[str, list[Prompt]], unscored: Collection[str]) -> dict[str, list[Prompt]]:
+    """Prompts whose answers get a score: a validation counts no others. Raises ValueError when there are none."""
+    found = {name: prompts for name, prompts in by_domain.items() if name not in unscored}
+    if not found:
+        raise ValueError(f"validation: all prompts are of domains without a score: {', '.join(by_domain)}")
+    return found
 
 
 def domain_of(

@@ -31,7 +31,7 @@ CRITIC = (
 REFERENCE = "reference={model_args: {dtype: fp32}, strategy_args: {strategy_name: megatron_infer}}"
 SUMS = "sums: {type: exact_match, tag_included: [sums]}"
 THIRDS = "thirds: {type: spread_reward.two_or_three, tag_included: [thirds]}"
-CODE = "code: {type: code_sandbox, tag_included: [code], timeout: 20}"
+CODE = "code: {type: code_sandbox, tag_included: [code], timeout: 20, sandbox: {isolation: best_effort}}"
 ROLES = (
     *CRITIC,
     REFERENCE,

@@ -153,6 +153,40 @@ def test_a_batch_without_any_advantage_takes_its_step(start, tmp_path):
     assert torch.equal(worker.compute_logprobs(rows), before)
 
 
+@pytest.mark.parametrize("micro_batch_rows", [2, 12])
+def test_each_part_of_the_loss_is_measured_over_its_own_tokens(start, tmp_path, micro_batch_rows):
+    """Rows 0 to 5 have advantages, 6 to 8 are supervised, 9 to 11 distilled; of the last two nothing is silent."""
+    folder = model_folder(tmp_path / "in", tied=True)
+    rows, policy = batch()
+    loss = LossSettings(pg_variant="ppo", pg_options=PpoOptions(), kl_coef=0.5, kl_estimator="k2",
+                        cross_entropy_coef=2.0)  # fmt: skip
+    worker = start(folder, loss=loss, micro_batch_rows=micro_batch_rows)
+    logprobs = worker.compute_logprobs(rows)
+    row = torch.arange(ROWS)[:, None]
+    supervised, distilled = rows.mask & (row >= 6) & (row < 9), rows.mask & (row >= 9)
+    parts = {"policy_mask": rows.mask & (row < 6), "cross_entropy_mask": supervised, "reference_kl_mask": distilled}
+    mixed = dataclasses.replace(policy, ref_logprobs=logprobs - 0.2, advantages=policy.advantages * (row < 6), **parts)
+    metrics = worker.update_policy(mixed, 1)
+    shown = -float(logprobs[supervised].mean())
+    assert metrics["cross_entropy/loss"] == pytest.approx(shown, rel=1e-5)
+    assert metrics["reference_kl/loss"] == pytest.approx(0.02, rel=1e-4)
+    assert -float(worker.compute_logprobs(rows)[supervised].mean()) < shown, "what is shown becomes more likely"
+    alone = start(folder, micro_batch_rows=micro_batch_rows)
+    only = alone.update_policy(dataclasses.replace(mixed, mask=parts["policy_mask"], cross_entropy_mask=None), 1)
+    assert metrics["trainer/loss"] == pytest.approx(only["trainer/loss"] + 2.0 * shown + 0.5 * 0.02, rel=1e-5)
+    assert metrics["policy/ratio"] == pytest.approx(only["policy/ratio"], rel=1e-5)
+
+
+def test_squares_are_the_sum_of_all_squared_probabilities(start, tmp_path):
+    folder = model_folder(tmp_path / "in", tied=True)
+    rows, _ = batch()
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(rows.tokens).logits
+    wanted = torch.nn.functional.pad(torch.softmax(logits, -1).square().sum(-1)[:, :-1], (1, 0))
+    found = start(folder).compute_squares(rows)
+    assert (found - torch.where(rows.mask, wanted, 0)).abs().max() < 1e-5
+
+
 def test_three_steps_save_load_three_steps_equal_six_steps_bit_for_bit(start, tmp_path):
     folder = model_folder(tmp_path / "in", tied=True)
     _, policy = batch()

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from roll_async.prompts.load import DataOptions, domain_of, load_prompts
+from roll_async.prompts.load import DataOptions, domain_of, judged, load_prompts
 from roll_async.prompts.rows import Columns, Row
 from roll_async.prompts.tokenizer import TEMPLATES, Renderer, load_tokenizer
 
@@ -60,6 +60,13 @@ def test_supervised_rows_carry_their_answer_as_tokens_and_too_long_ones_are_skip
     assert tokenizer.decode(prompt.answer_ids) == "yes<|im_end|>" and len(prompt.answer_ids) == 4
     assert "1 whose answer is longer than response_length 4" in caplog.text
     assert load_prompts(options(folder, file))["math"][0].answer_ids is None
+
+
+def test_a_validation_leaves_out_domains_without_a_score(build):
+    both = {"math": [build.prompt()], "demos": [build.prompt(domain="demos")]}
+    assert judged(both, {"demos": "cross_entropy"}) == {"math": both["math"]}
+    with pytest.raises(ValueError, match="all prompts are of domains without a score: demos"):
+        judged({"demos": both["demos"]}, {"demos": "cross_entropy"})
 
 
 def test_prompts_longer_than_the_limit_are_skipped_and_counted(folder, tmp_path, caplog):
