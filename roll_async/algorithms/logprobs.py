@@ -66,15 +66,25 @@ def drop_truncated(z: Tensor, tokens: Tensor, *, top_k: int, top_p: float) -> No
     """In place: -inf at what top-k, then top-p cut off; the sampled token (last axis of 1) always stays."""
     cut = torch.zeros_like(z, dtype=torch.bool)
     if 0 < top_k < z.shape[-1]:
-        cut = z < z.topk(top_k, dim=-1).values[..., -1:]
-    if top_p < 1:
-        probs = torch.softmax(z.masked_fill(cut, -torch.inf), -1)
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        del probs
-        before = ordered.cumsum(-1).sub_(ordered)
-        del ordered
-        cut |= torch.zeros_like(cut).scatter_(-1, order, before >= top_p)
+        # Only the numbers that top-k leaves are sorted, not the vocabulary. Those equal to the k-th stay, too.
+        highest, order = z.topk(top_k, dim=-1)
+        least = highest[..., -1:]
+        cut = z < least
+        if top_p < 1:
+            total = torch.logsumexp(z.masked_fill(cut, -torch.inf), -1, keepdim=True)
+            over = _over((highest - total).exp_(), top_p)
+            cut |= (z == least) & over[..., -1:]  # what equals the k-th goes with it
+            cut.scatter_(-1, order, over)
+    elif top_p < 1:
+        ordered, order = torch.softmax(z, -1).sort(dim=-1, descending=True, stable=True)
+        cut.scatter_(-1, order, _over(ordered, top_p))
     z.masked_fill_(cut.scatter_(-1, tokens, False), -torch.inf)
+
+
+def _over(ordered: Tensor, top_p: float) -> Tensor:
+    """bool like `ordered` probabilities, highest first: whether those before have a mass of top_p."""
+    before = ordered.cumsum(-1).sub_(ordered)
+    return before >= top_p
 
 
 def _gain(grad: Tensor, kept: Tensor | None, temperature: float) -> Tensor:

@@ -116,7 +116,19 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     demand_inputs(loaded)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
-    return resolve_names(loaded.config)
+    config = resolve_names(loaded.config)
+    _check_memory(config)
+    return config
+
+
+def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
+    """Against the devices of this machine, where a role uses any; those of other machines are taken to be alike."""
+    import torch
+
+    if any(role.device_mapping for _, role in config.roles()) and torch.cuda.is_available():
+        from roll_async.launch.device_memory import refuse_what_cannot_fit
+
+        refuse_what_cannot_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
 def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:

@@ -20,12 +20,17 @@ def command(args: tuple[str, ...]) -> int:
 
     \b
     Options:
+      --memory [--device-gb 80]   a table instead: GB per device and role, and whether it fits (exit code 2: it does not)
       --pipeline rlvr|agentic     the kind, where a config does not say it
 
     \b
     Example:
       roll-async show configs/rlvr_config_async_cpu.yaml max_steps=5
     """
+    if "--memory" in args:
+        from roll_async.commands.show_memory import run_show_memory
+
+        return run_show_memory(list(args))
     return run_show(list(args))
 
 

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.config.policy_loss_options import PpoOptions
-from roll_async.trainer.megatron import cpu_shim
+from roll_async.trainer.megatron import cpu_shim, output_head
 from roll_async.trainer.megatron.host_state import HostState
 from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.lora import Adapter
@@ -41,14 +42,14 @@ MODELS = {
 }
 
 
-def model_folder(folder, kind, seed=0):
+def model_folder(folder, kind, seed=0, vocabulary=VOCABULARY):
     """A random checkpoint of 4 layers whose biases and norms are not trivial."""
     import transformers
 
     family, fields = MODELS[kind]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=4,
@@ -417,6 +418,16 @@ def _product_with_sum(adapter, x, weight, low):
     return x @ (weight + delta.to(weight.dtype)).t()
 
 
+def state_bytes(rank, world_size, port, settings):
+    """What a rank holds after a step."""
+    worker = start_worker(rank, world_size, port, settings)
+    rows, _ = batch()
+    worker.supervised_update(rows.tokens.clamp(max=31), rows.lengths, rows.mask)
+    memory = worker.load_states()
+    worker.stop()
+    return memory
+
+
 def classes_of_layers(rank, world_size, port, settings):
     """Names of classes in the model, and of the optimizers that step."""
     worker = start_worker(rank, world_size, port, settings)
@@ -424,6 +435,37 @@ def classes_of_layers(rank, world_size, port, settings):
     optimizers = {type(part.optimizer).__name__ for part in parts_of(worker._optimizer)}
     worker.stop()
     return {"layers": layers, "optimizers": optimizers}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the numbers in the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.numel())
+        return out
+
+
+def logits_in_pieces(rank, world_size, port, settings, budget):
+    """Log-probs and a step with logits of at most `budget` bytes; the largest tensor of each in numbers."""
+    output_head.LOGITS_BYTES["cpu"] = budget
+    worker = start_worker(rank, world_size, port, settings)
+    rows, policy = batch()
+    named = [sorted(chunk.state_dict()) for chunk in worker._model.chunks]
+    with LargestTensor() as scoring:
+        before = worker.compute_logprobs(rows)
+    with LargestTensor() as training:
+        step = worker.update_policy(policy, 1)
+    after = worker.compute_logprobs(rows)
+    assert [sorted(chunk.state_dict()) for chunk in worker._model.chunks] == named, "a step names nothing anew"
+    worker.stop()
+    return {"before": before, "step": step, "after": after, "largest": (scoring.numbers, training.numbers)}
 
 
 def critic_values(rank, world_size, port, settings):

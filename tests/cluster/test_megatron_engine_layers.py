@@ -109,6 +109,23 @@ def test_a_resume_goes_on_with_the_bias_correction_of_an_adam_that_counts_by_gro
     assert engine_pool.run(cases.load_and_train, world_size, **arguments)[0] == expected
 
 
+@pytest.mark.parametrize(("kind", "wide"), [("dense", T2), ("MoE", T2E2X2)])
+def test_checkpoints_pass_from_its_layers_to_local_ones_and_back(rank_pool, engine_pool, folders, tmp_path, kind, wide):
+    world_size = 4 if kind == "MoE" else 2
+    there = cases.settings_of(folders[kind], **wide, **ENGINE)
+    here = cases.settings_of(folders[kind])
+    folder = str(tmp_path / "step")
+    for saving, by, loading, into in (
+        (engine_pool, (world_size, there), rank_pool, (1, here)),
+        (rank_pool, (1, here), engine_pool, (world_size, there)),
+    ):
+        expected = saving.run(cases.train_and_save, by[0], settings=by[1], folder=folder)[0]
+        found = loading.run(cases.load_and_train, into[0], settings=into[1], folder=folder)[0]
+        assert not isinstance(found, str), found
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine["trainer/loss"] == pytest.approx(theirs["trainer/loss"], abs=3e-6)
+
+
 def test_half_an_install_is_hidden_from_megatron_and_its_error_is_the_reason(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,7 +38,7 @@ from roll_async.checkpoint.manifest import (
     write_manifest,
 )
 from roll_async.trainer.megatron import ranks
-from roll_async.trainer.megatron.lora import target_layers
+from roll_async.trainer.megatron.lora_targets import target_layers
 from roll_async.trainer.megatron.model import HfBackedModel
 from roll_async.trainer.megatron.optimizer_state import ParameterState, parameter_states, parts_of, restore_steps
 from roll_async.trainer.megatron.settings import MegatronSettings
@@ -46,6 +47,15 @@ from roll_async.trainer.megatron.torch_dist import TorchDistSave
 logger = logging.getLogger(__name__)
 
 _MEGATRON, _HF, _STATE = "megatron", "huggingface", "state.bin"
+_EXTRA_STATE = "_extra_state"
+
+
+def _described_parts(chunk: GPTModel) -> dict:
+    """Megatron's description of a model part, without what only one kind of layer has: Transformer Engine's layers keep
+    scales of fp8 in an extra state, which is empty here and unknown to local layers.
+    """
+    parts = chunk.sharded_state_dict()
+    return {name: part for name, part in parts.items() if _EXTRA_STATE not in name}
 
 
 def _described(settings: MegatronSettings) -> dict[str, object] | None:
@@ -136,7 +146,9 @@ class RoleCheckpoint:
             raise ValueError(f"{path} does not fit this model: {str(error)[:200]}") from error
         assert isinstance(loaded, dict)  # with more only when asked for, by `strict`
         for number, chunk in enumerate(self._model.chunks):
-            chunk.load_state_dict(loaded[f"model{number}"])
+            missing, unexpected = chunk.load_state_dict(loaded[f"model{number}"], strict=False)
+            left = [name for name in missing if _EXTRA_STATE not in name]
+            assert not left and not unexpected, (left, unexpected)
         common = loaded["common"]
         steps = int(common["optimizer_steps"])
         self._restore_optimizer(loaded["optimizer"], common, steps)
@@ -176,7 +188,7 @@ class RoleCheckpoint:
 
     def _content(self, *, saving: bool) -> dict:
         """The sharded state dict: Megatron's description of the model, and of each parameter's state by its name."""
-        content: dict = {f"model{n}": chunk.sharded_state_dict() for n, chunk in enumerate(self._model.chunks)}
+        content: dict = {f"model{n}": _described_parts(chunk) for n, chunk in enumerate(self._model.chunks)}
         described = {
             id(part.data): part
             for part in nested_values(content)

@@ -34,6 +34,9 @@ from roll_async.trainer.megatron.ranks import context_group
 
 logger = logging.getLogger(__name__)
 
+LONGEST_SHARED_ROW = 16384
+"""Positions of a row under context parallelism without Transformer Engine: a mask of S * S / ranks is formed."""
+
 
 class TorchRMSNorm(torch.nn.RMSNorm):
     """Megatron's own wrapper refuses sequence parallelism; its gradient only needs the all-reduce this attribute asks

@@ -16,8 +16,16 @@ from roll_async.algorithms.logprobs import TokenLogprobs, drop_truncated, merge_
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 _CHUNK_TOKENS = 1024
-_HOST_CHUNK_BYTES = 2 << 20
-"""On the CPU a chunk fits a core's cache, and is memory the allocator has at hand: fresh pages cost like a pass."""
+_CHUNK_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
+"""Of one float32 copy of a chunk's logits; up to 3 are alive, 8 with truncated sampling. On the CPU a chunk fits a
+core's cache, and is memory the allocator has at hand: fresh pages cost like a pass.
+"""
+
+
+def chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Tokens whose float32 logits over `vocabulary` words fit the budget of the device."""
+    budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
+    return max(1, min(_CHUNK_TOKENS, budget // (4 * vocabulary)))
 
 
 def next_token_logprobs(
@@ -42,13 +50,16 @@ def next_token_logprobs(
             temperature=settings.temperature,
             top_k=max(0, settings.top_k),
             top_p=settings.top_p,
-            chunk_tokens=_CHUNK_TOKENS
-            if logits.is_cuda
-            else max(1, min(_CHUNK_TOKENS, _HOST_CHUNK_BYTES // (4 * logits.shape[-1]))),
+            chunk_tokens=chunk_tokens(logits.shape[-1], logits.device),
             with_entropy=with_entropy,
             with_squares=with_squares,
         )
-    sampling = _Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, with_entropy, with_squares)
+    # Truncation gathers the whole vocabulary, a reduction per chunk only its own shard.
+    truncated = settings.top_k > 0 or settings.top_p < 1
+    chunk = chunk_tokens(logits.shape[-1] * (group.size() if truncated else 1), torch.device("cuda"))
+    sampling = _Sampling(
+        settings.temperature, max(0, settings.top_k), settings.top_p, chunk, with_entropy, with_squares
+    )
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy, squares = _ShardedLogprobs.apply(flat, targets.reshape(-1), wanted.reshape(-1), sampling, group)
     return TokenLogprobs(
@@ -63,6 +74,7 @@ class _Sampling:
     temperature: float
     top_k: int
     top_p: float
+    chunk_tokens: int
     with_entropy: bool
     with_squares: bool
 
@@ -81,8 +93,8 @@ class _ShardedLogprobs(torch.autograd.Function):
         count, shard = logits.shape
         first = group.rank() * shard
         logprobs, entropy, squares, log_z, log_kept = (torch.zeros(count, device=logits.device) for _ in range(5))
-        for start in range(0, count, _CHUNK_TOKENS):
-            part = slice(start, start + _CHUNK_TOKENS)
+        for start in range(0, count, sampling.chunk_tokens):
+            part = slice(start, start + sampling.chunk_tokens)
             z = _chunk(logits[part], mask[part], sampling.temperature)
             local, mine = _local(tokens[part], first, shard)
             target = torch.where(mine, z.gather(-1, local[:, None])[:, 0], 0)
@@ -123,8 +135,8 @@ class _ShardedLogprobs(torch.autograd.Function):
         grad = torch.empty_like(logits)
         g = torch.zeros_like(log_z) if grad_logprobs is None else torch.where(mask, grad_logprobs, 0)
         h = None if grad_entropy is None else torch.where(mask, grad_entropy, 0)
-        for start in range(0, logits.shape[0], _CHUNK_TOKENS):
-            part = slice(start, start + _CHUNK_TOKENS)
+        for start in range(0, logits.shape[0], sampling.chunk_tokens):
+            part = slice(start, start + sampling.chunk_tokens)
             log_p = _chunk(logits[part], mask[part], sampling.temperature).sub_(log_z[part, None])
             slope = None
             if h is not None:

@@ -27,19 +27,11 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from roll_async.trainer.megatron.lora_targets import ALL_LINEAR, target_layers
 from roll_async.trainer.megatron.ranks import rng_tracker
 
 ADAPTER = ".adapter."
 """In the names of an adapter's parameters."""
-
-_ALL = "all-linear"
-# Hugging Face names of what Megatron keeps in one layer: an adapter covers all of them or none.
-_FUSED = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +41,7 @@ class LoraSettings:
     rank: int
     alpha: float
     """The scale is alpha / rank."""
-    targets: tuple[str, ...] = (_ALL,)
+    targets: tuple[str, ...] = (ALL_LINEAR,)
     """`all-linear`, or names of layers: q_proj, k_proj and v_proj together, o_proj, gate_proj and up_proj together,
     down_proj."""
     dropout: float = 0.0
@@ -185,27 +177,6 @@ def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[
             layer.__class__ = type(f"Adapted{type(layer).__name__}", (_Adapted, type(layer)), {})  # pyright: ignore[reportAttributeAccessIssue]
             found.add(name.rpartition(".")[2])
     return found
-
-
-def target_layers(targets: Sequence[str]) -> set[str] | None:
-    """Megatron's layer names; None: every linear layer. Raises ValueError for unknown names and for a part of a fused
-    layer.
-    """
-    if _ALL in targets:
-        return None
-    layers = set()
-    for layer, parts in _FUSED.items():
-        named = [part for part in parts if part in targets]
-        if named and len(named) < len(parts):
-            fused = ", ".join(parts)
-            raise ValueError(f"model_args.lora_target: Megatron keeps {fused} in one layer; name all of them or none")
-        if named or layer in targets:
-            layers.add(layer)
-    unknown = set(targets) - {part for parts in _FUSED.values() for part in parts} - set(_FUSED)
-    if unknown:
-        known = ", ".join([_ALL, *(part for parts in _FUSED.values() for part in parts)])
-        raise ValueError(f"model_args.lora_target {sorted(unknown)[0]!r} is not one of {known}")
-    return layers
 
 
 def adapter_of(module: torch.nn.Module, parameter_name: str) -> Adapter | None:

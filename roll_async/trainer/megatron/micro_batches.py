@@ -45,7 +45,7 @@ class ModelFeed:
     tokens: Tensor  # [b,s] int64, packed: [1,s]
     positions: Tensor  # like tokens
     targets: Tensor  # like tokens
-    wanted: Tensor  # like tokens, bool: whether the prediction is asked for
+    asked: Tensor  # [n] int64: positions of the flattened grid whose prediction is asked for
     padding: Tensor  # like tokens, bool: not a token of any row
     bounds: tuple[int, ...] | None
     """packed: where each sequence starts in the pack (over all context ranks), and the end; None: padded rows."""
@@ -100,7 +100,7 @@ def cut(
         tokens=lay(tokens, 0).to(device),
         positions=lay(torch.arange(width).expand(len(lengths), -1), 0).to(device),
         targets=lay(following, 0).to(device),
-        wanted=lay(predicts, False).to(device),
+        asked=lay(predicts, False).flatten().nonzero()[:, 0].to(device),
         padding=~lay(valid, False).to(device),
         bounds=bounds,
         experts=None

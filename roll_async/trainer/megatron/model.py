@@ -24,16 +24,17 @@ from roll_async.checkpoint.lora import merged
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.trainer.megatron import ranks
-from roll_async.trainer.megatron.layer_spec import block_spec, choose_layers
+from roll_async.trainer.megatron.layer_spec import LONGEST_SHARED_ROW, block_spec, choose_layers
 from roll_async.trainer.megatron.lora import (
     ADAPTER,
     Adapter,
     LoraSettings,
     adapter_of,
     add_adapters,
-    target_layers,
 )
+from roll_async.trainer.megatron.lora_targets import target_layers
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
+from roll_async.trainer.megatron.output_head import OutputHead
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.value_head import ValueHead
 from roll_async.trainer.megatron.weight_parts import hf_parts, owners
@@ -73,6 +74,7 @@ class HfBackedModel:
         config.json, and there is no export.
         """
         self._settings = settings
+        _check_context(settings)
         self._hf = HfFolder(settings.model_folder)
         # A reward model's layers are those of its language model; its head becomes the critic's.
         self._family = family_of(language_model(self._hf.config.architecture()))
@@ -174,6 +176,8 @@ class HfBackedModel:
         _mark_experts(module)
         if self.config.recompute_granularity == "full" and module.pre_process:
             module.embedding.register_forward_hook(_carry_gradients)
+        if module.post_process:
+            module.output_layer.__class__ = OutputHead  # pyright: ignore[reportAttributeAccessIssue]  # same fields
         if self._settings.with_value_head and module.post_process:
             module.output_layer = ValueHead(self.config)  # pyright: ignore[reportAttributeAccessIssue]  # same calls
         return module
@@ -335,6 +339,18 @@ class HfBackedModel:
     def _receive(self, outline: _Outline) -> list[Tensor]:
         device = next(self.chunks[0].parameters()).device
         return [torch.empty(outline.shape, dtype=outline.dtype, device=device) for _ in outline.names]
+
+
+def _check_context(settings: MegatronSettings) -> None:
+    """Raises ValueError for rows that local attention would need quadratic memory for."""
+    layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
+    ranks, longest = settings.parallel.context, settings.longest_row
+    if ranks > 1 and not layers.engine_attention and longest > LONGEST_SHARED_ROW:
+        raise ValueError(
+            f"context_parallel_size={ranks} without Transformer Engine forms a mask of {longest} x {longest // ranks} "
+            f"positions (prompt_length + response_length); at most {LONGEST_SHARED_ROW} are allowed; install "
+            "transformer-engine on GPUs (the log says why transformer_impl: auto does not use it), or shorten the rows"
+        )
 
 
 def _carry_gradients(embedding: torch.nn.Module, inputs: object, output: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Megatron's pipeline schedule over the micro-batches of a step, and the model's answers per row.
 
-Shape letters: b rows of a micro-batch, t its width, s fed positions, V the local vocabulary shard.
+Shape letters: b rows of a micro-batch, t its width, s fed positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from roll_async.algorithms.logprobs import TokenLogprobs
 from roll_async.trainer.megatron.layer_spec import choose_layers
-from roll_async.trainer.megatron.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
+from roll_async.trainer.megatron.output_head import OutputHead, logprobs_of_hidden
 from roll_async.trainer.megatron.partition import RowPlan, plan_rows
 from roll_async.trainer.megatron.ranks import context_group, context_share, tensor_group
 from roll_async.trainer.megatron.router_replay import RouterReplay
@@ -28,7 +28,7 @@ from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shapes import padded_length
 
 LossOfMicroBatch = Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
-"""(micro-batch, model output [b,s,V] or [b,s,1]) -> (share of the step's loss, metric sums)."""
+"""(micro-batch, model output [b,s,H] or [b,s,1]) -> (share of the step's loss, metric sums)."""
 
 
 class Runner:
@@ -43,6 +43,10 @@ class Runner:
     ) -> None:
         self._network, self._config, self._settings, self._replay = list(network), config, settings, replay
         self._device = next(p for part in self._network for p in part.parameters()).device
+        heads = [m for part in self._network for m in part.modules() if isinstance(m, OutputHead)]
+        self._head = heads[0] if heads else None
+        for head in heads:
+            head.deferred = True
         # Local layers and Megatron's rotary embedding read the bounds of packed rows as numbers, in every layer: on the
         # device each reading would wait for it. Transformer Engine's kernels take them from there.
         layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
@@ -152,17 +156,19 @@ class Runner:
         return feed.padding.chunk(group.size(), 1)[group.rank()].contiguous()
 
     def logprobs(
-        self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool, with_squares: bool = False
+        self, batch: MicroBatch, hidden: Tensor, *, with_entropy: bool, with_squares: bool = False
     ) -> TokenLogprobs:
         """Log-prob of each token of the rows ([b,t], 0 outside the mask); entropy, sum of squared probabilities of what
-        it was sampled from.
+        it was sampled from. `hidden` [b,s,H] is the model's output.
         """
-        result = next_token_logprobs(
-            logits,
-            batch.feed.targets,
-            batch.feed.wanted,
+        assert self._head is not None, "a role with a value head has no log-probs"
+        feed = batch.feed
+        result = logprobs_of_hidden(
+            hidden,
+            self._head,
+            feed.targets,
+            feed.asked,
             self._settings,
-            tensor_group(),
             with_entropy=with_entropy,
             with_squares=with_squares,
         )

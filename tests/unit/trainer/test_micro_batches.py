@@ -63,14 +63,15 @@ def test_targets_are_the_next_tokens_where_they_are_wanted_and_padding_is_the_re
     wanted = real = 0
     for part in feeds(rows, mode, context):
         feed = part.feed
-        wanted += int(feed.wanted.sum())
+        wanted += len(feed.asked)
         real += int((~feed.padding).sum())
-        assert not (feed.wanted & feed.padding).any()
+        assert not feed.padding.flatten()[feed.asked].any()
         assert (feed.tokens[feed.padding] == 0).all()
     assert wanted == int(whole.mask.sum())
     assert real == int(whole.lengths.sum())
     part = feeds(rows, mode, 1)[0]
-    pairs = zip(part.feed.tokens[part.feed.wanted].tolist(), part.feed.targets[part.feed.wanted].tolist(), strict=True)
+    asked = part.feed.asked
+    pairs = zip(part.feed.tokens.flatten()[asked].tolist(), part.feed.targets.flatten()[asked].tolist(), strict=True)
     expected = [
         (int(whole.tokens[row, t - 1]), int(whole.tokens[row, t]))
         for row in rows
@@ -106,7 +107,7 @@ def test_a_common_shape_is_filled_up_and_changes_no_answer(mode):
 @pytest.mark.parametrize("mode", ["fixed", "packed"])
 def test_filler_feeds_padding_only(mode):
     (part,) = feeds([], mode, 1)
-    assert len(part.rows) == 0 and part.feed.padding.all() and not part.feed.wanted.any()
+    assert len(part.rows) == 0 and part.feed.padding.all() and not len(part.feed.asked)
     assert part.feed.tokens.shape[1] == 8
 
 

@@ -1,0 +1,84 @@
+"""The config.json of well-known models, as far as sizes go: what a config that names a hub model costs can be said
+before anything is downloaded. A local folder's own config.json comes first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from roll_async.checkpoint.hf_config import HfConfig
+
+_SUFFIXES = ("-Instruct-2507", "-Thinking-2507", "-Instruct", "-Base", "-Thinking", "-Chat")
+
+
+def _dense(
+    architecture: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    groups: int,
+    ffn: int,
+    vocabulary: int,
+    tied: bool,
+    **more: int,
+) -> dict[str, object]:
+    return {
+        "architectures": [architecture], "hidden_size": hidden, "num_hidden_layers": layers, "hidden_act": "silu",
+        "num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": ffn,
+        "vocab_size": vocabulary, "tie_word_embeddings": tied, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
+        **more,
+    }  # fmt: skip
+
+
+def _qwen2(*sizes: int, vocabulary: int = 152064, tied: bool = False) -> dict[str, object]:
+    return _dense("Qwen2ForCausalLM", *sizes, vocabulary, tied)
+
+
+def _qwen3(*sizes: int, tied: bool = False) -> dict[str, object]:
+    return _dense("Qwen3ForCausalLM", *sizes, 151936, tied, head_dim=128)
+
+
+def _qwen3_moe(*sizes: int, expert: int) -> dict[str, object]:
+    fields = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "decoder_sparse_step": 1}
+    model = _dense("Qwen3MoeForCausalLM", *sizes, 151936, False, head_dim=128)
+    return {**model, **fields, "norm_topk_prob": True}
+
+
+_MODELS: Mapping[str, Mapping[str, object]] = {
+    # hidden, layers, heads, key-value heads, ffn
+    "Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, vocabulary=151936, tied=True),
+    "Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, vocabulary=151936, tied=True),
+    "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, vocabulary=151936, tied=True),
+    "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944),
+    "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824),
+    "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648),
+    "Qwen2.5-72B": _qwen2(8192, 80, 64, 8, 29568),
+    "Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
+    "Qwen3-4B": _qwen3(2560, 36, 32, 8, 9728, tied=True),
+    "Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288),
+    "Qwen3-14B": _qwen3(5120, 40, 40, 8, 17408),
+    "Qwen3-32B": _qwen3(5120, 64, 64, 8, 25600),
+    "Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 4, 6144, expert=768),
+    "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 4, 12288, expert=1536),
+    "Llama-3.1-8B": _dense("LlamaForCausalLM", 4096, 32, 32, 8, 14336, 128256, False),
+    "Llama-3.1-70B": _dense("LlamaForCausalLM", 8192, 80, 64, 8, 28672, 128256, False),
+}
+
+
+def known_config(name_or_path: str) -> HfConfig | None:
+    """Of a local folder, or of a well-known model by the last part of its name; None for any other. Raises ValueError
+    for a config.json that is not JSON.
+    """
+    file = Path(name_or_path) / "config.json"
+    if file.is_file():
+        try:
+            return HfConfig(json.loads(file.read_text()), str(file))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is truncated or not JSON: {error}") from error
+    name = name_or_path.rstrip("/").rpartition("/")[2]
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    return HfConfig(_MODELS[name], name) if name in _MODELS else None

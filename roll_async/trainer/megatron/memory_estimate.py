@@ -1,0 +1,296 @@
+"""What a Megatron rank will hold on its device, in bytes, from sizes alone: no device, no Megatron, no weights.
+
+Weights, gradients and optimizer state are counts, the same that `MegatronWorker.load_states` reports (a test compares
+them). Activations and logits are estimates of the largest moment of a step. The fullest pipeline stage counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.value_head import language_model
+from roll_async.checkpoint.transforms import HeadLayout
+from roll_async.trainer.megatron.lora_targets import target_layers
+from roll_async.trainer.megatron.settings import MegatronSettings
+
+_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_LOGITS_BYTES, _CHUNK_BYTES = 1 << 30, 3 * (128 << 20)
+"""Of the logits of one piece (trainer/megatron/output_head.py), and of the float32 copies of a chunk of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Bytes on the device of one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def state(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """At the largest moment of a step."""
+        return self.state + self.activations + self.logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """This rank's part of a layer's parameters of one kind."""
+
+    name: str
+    """Megatron's name of the layer; adapters go by it."""
+    rows: int
+    columns: int
+    is_expert: bool = False
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        """Numbers."""
+        return self.rows * self.columns * self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Numbers in parameters of one rank."""
+
+    frozen: int = 0
+    """In the model's dtype, without gradient."""
+    trained: int = 0
+    """In the model's dtype."""
+    adapters: int = 0
+    """float32."""
+    trained_experts: int = 0
+    adapters_of_experts: int = 0
+
+    def __add__(self, other: _Counts) -> _Counts:
+        return _Counts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+def rank_memory(model: HfConfig, settings: MegatronSettings, world_size: int) -> RankMemory:
+    """Of the fullest rank of a role. Raises ValueError for a model that has no entry in checkpoint/hf_names."""
+    stages = [
+        _stage_memory(model, settings, world_size, stage, _layers_of_stage(model, settings, stage))
+        for stage in range(settings.parallel.pipeline)
+    ]
+    return max(stages, key=lambda stage: stage.total)
+
+
+def num_parameters(model: HfConfig) -> int:
+    """Of the whole model, without a value head."""
+    settings = MegatronSettings(model_folder="")
+    counts = _count(model, settings, stage=0, layers=range(model.integer("num_hidden_layers")))
+    return counts.frozen
+
+
+def _layers_of_stage(model: HfConfig, settings: MegatronSettings, stage: int) -> list[int]:
+    """Global layer numbers; an interleaved pipeline deals them out in chunks."""
+    sizes = settings.parallel
+    chunks = sizes.pipeline * (sizes.virtual_pipeline or 1)
+    each = model.integer("num_hidden_layers") // chunks
+    return [c * each + i for c in range(stage, chunks, sizes.pipeline) for i in range(each)]
+
+
+def _stage_memory(
+    model: HfConfig, settings: MegatronSettings, world_size: int, stage: int, layers: Sequence[int]
+) -> RankMemory:
+    sizes, width = settings.parallel, _DTYPE_BYTES[settings.dtype]
+    counts = _count(model, settings, stage=stage, layers=layers)
+    dense, experts = counts.trained + counts.adapters, counts.trained_experts + counts.adapters_of_experts
+    adapters = counts.adapters + counts.adapters_of_experts
+    weights = width * (counts.frozen + counts.trained + counts.trained_experts) + 4 * adapters
+    gradients = optimizer = 0
+    if settings.optimizer is not None:
+        gradients = 4 * (dense + experts)
+        shards = expert_shards = 1
+        if settings.optimizer.distributed:
+            shards = world_size // (sizes.tensor * sizes.pipeline)
+            expert_shards = max(1, world_size // (sizes.pipeline * sizes.expert * sizes.expert_tensor))
+        moments, main = 8, 4 if width == 2 else 0  # adapters are float32: they have no second copy
+        optimizer = (moments * dense + main * counts.trained) // shards
+        optimizer += (moments * experts + main * counts.trained_experts) // expert_shards
+        if settings.optimizer.cpu_offload:
+            optimizer = 0
+    activations, logits = _step_memory(model, settings, stage, layers)
+    return RankMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, logits=logits)
+
+
+def _count(model: HfConfig, settings: MegatronSettings, *, stage: int, layers: Sequence[int]) -> _Counts:
+    targets = target_layers(settings.lora_targets)
+    total = _Counts()
+    for matrix in _matrices(model, settings, stage=stage, layers=layers):
+        adapted = settings.lora_rank > 0 and matrix.name in (targets or _LINEAR) and matrix.name in _LINEAR
+        halves = settings.lora_rank * (matrix.rows + matrix.columns) * matrix.copies if adapted else 0
+        trains = settings.optimizer is not None and not settings.lora_rank
+        total += _Counts(
+            frozen=0 if trains else matrix.size,
+            trained=matrix.size if trains and not matrix.is_expert else 0,
+            trained_experts=matrix.size if trains and matrix.is_expert else 0,
+            adapters=0 if matrix.is_expert else halves,
+            adapters_of_experts=halves if matrix.is_expert else 0,
+        )
+    return total
+
+
+_LINEAR = (
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "linear_q_proj",
+    "linear_q_up_proj",
+    "linear_kv_up_proj",
+)
+
+
+def _fields(model: HfConfig) -> Mapping[str, object]:
+    return family_of(language_model(model.architecture())).fields(model)
+
+
+def _integer(fields: Mapping[str, object], name: str) -> int:
+    value = fields.get(name) or 0
+    assert isinstance(value, int)
+    return value
+
+
+def _is_sparse(fields: Mapping[str, object], layer: int) -> bool:
+    if not fields.get("num_moe_experts"):
+        return False
+    every = fields.get("moe_layer_freq", 1)
+    return bool(every[layer]) if isinstance(every, list) else True
+
+
+def _matrices(model: HfConfig, settings: MegatronSettings, *, stage: int, layers: Sequence[int]) -> Iterator[_Matrix]:
+    """Everything with a gradient buffer on this rank."""
+    sizes, hidden, fields = settings.parallel, model.integer("hidden_size"), _fields(model)
+    vocabulary = model.integer("vocab_size") // sizes.tensor
+    tied = model.flag("tie_word_embeddings") and not settings.with_value_head
+    last = stage == sizes.pipeline - 1
+    if stage == 0:
+        yield _Matrix("embedding", vocabulary, hidden)
+    if last:
+        yield _Matrix("final_layernorm", 1, hidden)
+        if settings.with_value_head:
+            yield _Matrix("output_layer", 1, hidden)
+        elif not tied or sizes.pipeline > 1:
+            yield _Matrix("output_layer", vocabulary, hidden)
+    norms = 4 if family_of(language_model(model.architecture())).sandwich_norms else 2
+    for layer in layers:
+        yield _Matrix("norms", norms, hidden)
+        yield from _attention(model, fields, sizes.tensor)
+        if _is_sparse(fields, layer):
+            yield from _experts(settings, fields, hidden)
+        else:
+            ffn = model.integer("intermediate_size") // sizes.tensor
+            yield _Matrix("linear_fc1", 2 * ffn, hidden)
+            yield _Matrix("linear_fc2", hidden, ffn)
+
+
+def _attention(model: HfConfig, fields: Mapping[str, object], ranks: int) -> Iterator[_Matrix]:
+    hidden = model.integer("hidden_size")
+    if fields.get("multi_latent_attention"):
+        heads, rope = model.integer("num_attention_heads") // ranks, _integer(fields, "qk_pos_emb_head_dim")
+        query, value = _integer(fields, "qk_head_dim"), _integer(fields, "v_head_dim")
+        low, low_kv = _integer(fields, "q_lora_rank"), _integer(fields, "kv_lora_rank")
+        if low:
+            yield _Matrix("linear_q_down_proj", low, hidden + 1)  # and its norm
+            yield _Matrix("linear_q_up_proj", heads * (query + rope), low)
+        else:
+            yield _Matrix("linear_q_proj", heads * (query + rope), hidden)
+        yield _Matrix("linear_kv_down_proj", low_kv + rope, hidden)
+        yield _Matrix("kv_layernorm", 1, low_kv)
+        yield _Matrix("linear_kv_up_proj", heads * (query + value), low_kv)
+        yield _Matrix("linear_proj", hidden, heads * value)
+        return
+    layout = HeadLayout.of(model)
+    rows, queries = sum(layout.rows()) // ranks, layout.rows()[0] // ranks
+    yield _Matrix("linear_qkv", rows, hidden)
+    yield _Matrix("linear_proj", hidden, queries)
+    if fields.get("add_qkv_bias"):
+        yield _Matrix("bias", rows, 1)
+    if fields.get("qk_layernorm"):
+        yield _Matrix("norms", 2, layout.head_size)
+
+
+def _experts(settings: MegatronSettings, fields: Mapping[str, object], hidden: int) -> Iterator[_Matrix]:
+    sizes, count = settings.parallel, _integer(fields, "num_moe_experts")
+    ffn, own = _integer(fields, "moe_ffn_hidden_size") // sizes.expert_tensor, count // sizes.expert
+    yield _Matrix("router", count, hidden)
+    yield _Matrix("linear_fc1", 2 * ffn, hidden, True, own)
+    yield _Matrix("linear_fc2", hidden, ffn, True, own)
+    shared = _integer(fields, "moe_shared_expert_intermediate_size") // sizes.tensor
+    if shared:
+        yield _Matrix("linear_fc1", 2 * shared, hidden)
+        yield _Matrix("linear_fc2", hidden, shared)
+        if fields.get("moe_shared_expert_gate"):
+            yield _Matrix("gate", 1, hidden)
+
+
+# The largest moment of a step
+
+
+def _tokens(settings: MegatronSettings, rows: int) -> int:
+    """Of the largest micro-batch, on one context rank."""
+    packed = settings.micro_batching != "fixed" and settings.max_tokens_per_microbatch is not None
+    whole = (
+        max(settings.max_tokens_per_microbatch or 0, settings.longest_row) if packed else rows * settings.longest_row
+    )
+    return whole // settings.parallel.context
+
+
+def _step_memory(model: HfConfig, settings: MegatronSettings, stage: int, layers: Sequence[int]) -> tuple[int, int]:
+    """(activations, logits) of a training step, or of scoring where that takes more."""
+    sizes, width = settings.parallel, _DTYPE_BYTES[settings.dtype]
+    is_last = stage == sizes.pipeline - 1 and not settings.with_value_head
+    vocabulary = model.integer("vocab_size") // sizes.tensor
+    scored, trained = (_tokens(settings, rows) for rows in (settings.scoring_rows, settings.micro_batch_rows))
+    per_token = [_layer_activation(model, settings, layer) for layer in layers]
+    hidden = model.integer("hidden_size") * width // (sizes.tensor if sizes.sequence_parallel else 1)
+    scoring = (
+        scored * (max(per_token) + 2 * hidden),
+        is_last * (min(scored * vocabulary * width, _LOGITS_BYTES) + _CHUNK_BYTES),
+    )
+    if settings.optimizer is None:
+        return scoring
+    in_flight = sizes.pipeline - stage
+    stored = sum(per_token)
+    if settings.recompute.get("recompute_granularity") == "full":
+        every = settings.recompute.get("recompute_num_layers", 1)
+        assert isinstance(every, int)
+        if settings.recompute.get("recompute_method") == "block":
+            stored = hidden * min(every, len(layers)) + sum(per_token[every:])
+        else:
+            stored = hidden * -(-len(layers) // every)
+    working = max(per_token) * (settings.recompute.get("recompute_granularity") == "full")
+    training = (
+        trained * (in_flight * stored + working),
+        is_last * (2 * min(trained * vocabulary * width, _LOGITS_BYTES) + _CHUNK_BYTES),  # and their gradient
+    )
+    return max(scoring, training, key=sum)
+
+
+def _layer_activation(model: HfConfig, settings: MegatronSettings, layer: int) -> int:
+    """Bytes that one layer keeps of one token for its backward pass, with an attention that keeps no scores."""
+    sizes, fields, hidden = settings.parallel, _fields(model), model.integer("hidden_size")
+    layout = HeadLayout.of(model)
+    queries, keys, values = (rows // sizes.tensor for rows in layout.rows())
+    wide = hidden // (sizes.tensor if sizes.sequence_parallel else 1)
+    if _is_sparse(fields, layer):
+        chosen = model.integer("num_experts_per_tok")
+        ffn = chosen * _integer(fields, "moe_ffn_hidden_size") // sizes.expert_tensor
+        ffn += _integer(fields, "moe_shared_expert_intermediate_size") // sizes.tensor
+        dispatched = 2 * chosen * hidden
+    else:
+        ffn, dispatched = model.integer("intermediate_size") // sizes.tensor, 0
+    # Inputs and outputs of two norms; queries, keys before and after rotation, values, output; gate, up, their product.
+    kept = 4 * wide + 3 * queries + 2 * keys + values + 4 * ffn + dispatched
+    return kept * _DTYPE_BYTES[settings.dtype]

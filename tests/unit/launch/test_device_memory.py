@@ -1,0 +1,105 @@
+"""What a config will hold on its devices, from names and sizes alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from roll_async.checkpoint.known_models import known_config
+from roll_async.commands.show_memory import run_show_memory
+from roll_async.config.api import load_with_warnings
+from roll_async.launch.device_memory import device_uses, refuse_what_cannot_fit
+from roll_async.trainer.megatron.memory_estimate import num_parameters, rank_memory
+from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+PUBLISHED = {  # billions of parameters, from the models' own pages
+    "Qwen/Qwen2.5-0.5B-Instruct": 0.49, "Qwen/Qwen2.5-7B": 7.61, "Qwen/Qwen2.5-32B": 32.5, "Qwen/Qwen2.5-72B": 72.7,
+    "Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-235B-A22B": 235.0,
+    "meta-llama/Llama-3.1-8B-Instruct": 8.03, "meta-llama/Llama-3.1-70B": 70.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_their_published_size(name):
+    model = known_config(name)
+    assert model is not None
+    assert num_parameters(model) / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+def test_a_folder_comes_before_the_table_and_an_unknown_name_is_none(tmp_path):
+    (tmp_path / "Qwen2.5-7B").mkdir()
+    (tmp_path / "Qwen2.5-7B" / "config.json").write_text('{"hidden_size": 5}')
+    found = known_config(str(tmp_path / "Qwen2.5-7B"))
+    assert found is not None and found.integer("hidden_size") == 5
+    assert known_config("someone/Other-9B") is None
+
+
+def test_a_rank_of_seven_billion_parameters_by_hand():
+    """bf16, four tensor ranks, distributed over two: 2 + 4 bytes a parameter, and half of 12."""
+    model = known_config("Qwen2.5-7B")
+    settings = MegatronSettings(
+        model_folder="",
+        parallel=ParallelSizes(tensor=4),
+        optimizer=OptimizerSettings(learning_rate=1e-6, distributed=True),
+        longest_row=4096,
+    )
+    memory = rank_memory(model, settings, world_size=8)
+    own = num_parameters(model) / 4
+    assert memory.weights == pytest.approx(2 * own, rel=1e-3)
+    assert memory.gradients == pytest.approx(4 * own, rel=1e-3)
+    assert memory.optimizer == pytest.approx(6 * own, rel=1e-3)
+    alone = replace(settings, optimizer=replace(settings.optimizer, distributed=False))
+    assert rank_memory(model, alone, world_size=8).optimizer == pytest.approx(12 * own, rel=1e-3)
+    full = replace(settings, recompute={"recompute_granularity": "full", "recompute_num_layers": 1}, scoring_rows=1)
+    assert (
+        rank_memory(model, full, 8).activations
+        < rank_memory(model, replace(settings, scoring_rows=1), 8).activations / 3
+    )
+
+
+def shipped_gpu_configs():
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        if not path.stem.endswith("_cpu") and not path.stem.startswith("agent"):
+            yield path
+
+
+@pytest.mark.parametrize("path", shipped_gpu_configs(), ids=lambda path: path.stem)
+def test_every_shipped_gpu_config_fits_devices_of_80_gb_and_not_of_24(path):
+    config = load_with_warnings(str(path), [], None).config
+    uses = device_uses(config, int(80e9))
+    assert uses and all(use.problem is None for use in uses)
+    refuse_what_cannot_fit(config, int(80e9))
+    with pytest.raises(ValueError, match=r"devices 0-\d+: (.* of 24 GB|the engine)"):
+        refuse_what_cannot_fit(config, int(24e9))
+
+
+def test_an_engine_without_room_for_one_sequence_is_refused_with_the_remedy():
+    overrides = ["actor_infer.strategy_args.strategy_config.tensor_parallel_size=1", "response_length=30000"]
+    config = load_with_warnings(str(CONFIGS / "dapo_qwen2.5_32b.yaml"), overrides, None).config
+    with pytest.raises(ValueError, match="tokens of KV cache.* raise tensor_parallel_size"):
+        refuse_what_cannot_fit(config, int(80e9))
+
+
+def test_roles_that_share_devices_are_counted_phase_by_phase():
+    config = load_with_warnings(str(CONFIGS / "dapo_qwen2.5_32b.yaml"), [], None).config
+    (use,) = device_uses(config, int(80e9))
+    assert use.engine is not None and [name for name, _ in use.trainers] == ["actor_train"]
+    assert use.total == max(use.training, use.generating, use.pushing)
+    assert use.generating > 0.8 * 80e9 and use.training < use.generating
+
+
+def test_the_command_prints_the_table_and_says_what_does_not_fit(capsys):
+    path = str(CONFIGS / "fully_async_7b.yaml")
+    assert run_show_memory([path, "--memory"]) == 0
+    said = capsys.readouterr().out
+    assert "| 0-7 | actor_train | 7.6 | 15.2 |" in said and "of 80, fits" in said
+    assert run_show_memory([path, "--memory", "--device-gb", "24"]) == 2
+    assert "devices 0-7: training takes" in capsys.readouterr().out
+    assert run_show_memory([path, "--device-gb", "much"]) == 2
+    assert run_show_memory([str(CONFIGS / "rlvr_config_async_cpu.yaml"), "--memory"]) == 0
+    assert "everything runs on CPU" in capsys.readouterr().out
+    assert run_show_memory([path, "pretrain=someone/Other-9B"]) == 2
+    assert "the sizes of someone/Other-9B are not known here" in capsys.readouterr().err
