@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from roll_async.config.api import ConfigError, load_with_warnings
-from roll_async.config.schema import RLVRConfig
 from roll_async.launch.device_memory import CONTEXT_BYTES, GB, DeviceUse, device_uses, span
 
 _USAGE = "usage: roll-async show CONFIG [KEY=VALUE...] --memory [--device-gb 80]"
@@ -17,8 +16,6 @@ def run_show_memory(args: Sequence[str]) -> int:
     try:
         path, overrides, device_gb = _parse(args)
         config = load_with_warnings(path, overrides, None).config
-        if not isinstance(config, RLVRConfig):
-            raise ValueError("the estimate is for rlvr configs")
         uses = device_uses(config, int(device_gb * GB))
     except (ConfigError, ValueError) as error:
         print(f"roll-async show --memory: {error}", file=sys.stderr)

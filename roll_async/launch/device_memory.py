@@ -15,7 +15,7 @@ from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.config.schema import (
     MegatronInferConfig,
     MegatronTrainConfig,
-    RLVRConfig,
+    PipelineConfig,
     SglangConfig,
     VllmConfig,
     WorkerConfig,
@@ -103,7 +103,7 @@ class DeviceUse:
         return f"{phase} takes {self.total / GB:.1f} of {self.device_bytes / GB:.0f} GB: {remedy}"
 
 
-def device_uses(config: RLVRConfig, device_bytes: int) -> list[DeviceUse]:
+def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
     """One entry per set of devices with the same roles; none for a config without devices. Raises ValueError for a
     model whose sizes are not known.
     """
@@ -131,7 +131,7 @@ def device_uses(config: RLVRConfig, device_bytes: int) -> list[DeviceUse]:
     ]
 
 
-def refuse_what_cannot_fit(config: RLVRConfig, device_bytes: int) -> None:
+def refuse_what_cannot_fit(config: PipelineConfig, device_bytes: int) -> None:
     """Raises ValueError naming devices, phase and remedy. A model whose sizes are not known here passes."""
     if any(_model_or_none(role) is None for _, role in config.roles() if role.device_mapping):
         return
@@ -167,7 +167,7 @@ def _model(role: WorkerConfig) -> HfConfig:
     return found
 
 
-def _trainer(config: RLVRConfig, role: WorkerConfig) -> RankMemory:
+def _trainer(config: PipelineConfig, role: WorkerConfig) -> RankMemory:
     assert role.device_mapping
     return rank_memory(_model(role), MegatronSettings.of(config, role), len(role.device_mapping))
 

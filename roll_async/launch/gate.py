@@ -171,11 +171,6 @@ def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | Meg
                 f"{name}.strategy_args.strategy_config.overlap_param_gather=true needs use_distributed_optimizer: true "
                 "and overlap_grad_reduce: true; set it to false"
             )
-        if role.model_args.lora_rank > 0 and strategy.transformer_impl == "transformer_engine":
-            problems.append(
-                f"{name}.strategy_args.strategy_config.transformer_impl=transformer_engine has no adapters "
-                f"({name}.model_args.lora_rank={role.model_args.lora_rank}); use auto or local"
-            )
     return problems
 
 

@@ -32,19 +32,6 @@ def test_router_replay_is_refused_where_vllm_cannot_record(setting):
     assert not refused(f"{VLLM}.{setting}", "actor_train.router_replay=false")
 
 
-ACTOR = "actor_train.strategy_args.strategy_config"
-
-
-def test_adapters_are_refused_with_layers_that_take_none():
-    adapters = "actor_train.model_args.lora_rank=8"
-    found = refused(adapters, f"{ACTOR}.transformer_impl=transformer_engine")
-    assert found == (
-        f"{ACTOR}.transformer_impl=transformer_engine has no adapters (actor_train.model_args.lora_rank=8); "
-        "use auto or local"
-    )
-    assert not refused(adapters) and not refused(f"{ACTOR}.transformer_impl=transformer_engine")
-
-
 @pytest.mark.parametrize("role", ["actor_train", "actor_infer"])
 def test_an_attention_kernel_is_refused_where_the_strategy_takes_another(role):
     found = refused(f"{role}.model_args.attn_implementation=sdpa")

@@ -348,7 +348,7 @@ def _check_context(settings: MegatronSettings) -> None:
     if ranks > 1 and not layers.engine_attention and longest > LONGEST_SHARED_ROW:
         raise ValueError(
             f"context_parallel_size={ranks} without Transformer Engine forms a mask of {longest} x {longest // ranks} "
-            f"positions (prompt_length + response_length); at most {LONGEST_SHARED_ROW} are allowed; install "
+            f"positions (sequence_length); at most {LONGEST_SHARED_ROW} are allowed; install "
             "transformer-engine on GPUs (the log says why transformer_impl: auto does not use it), or shorten the rows"
         )
 

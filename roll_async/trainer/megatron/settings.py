@@ -92,7 +92,7 @@ class MegatronSettings:
     scoring_rows: int = 16
     """Rows per forward pass when scoring."""
     longest_row: int = 0
-    """Tokens of a row with the longest prompt and response; 0 = not known."""
+    """Tokens of the longest row; 0 = not known."""
     micro_batching: str = "fixed"
     max_tokens_per_microbatch: int | None = None
     temperature: float = 1.0
@@ -151,7 +151,7 @@ class MegatronSettings:
             micro_batch_rows=role.training_args.per_device_train_batch_size,
             mini_batch_rows=role.mini_batch_size if trains else 1,
             scoring_rows=role.infer_batch_size,
-            longest_row=config.prompt_length + config.response_length,
+            longest_row=config.longest_sequence,
             micro_batching=role.micro_batching,
             max_tokens_per_microbatch=role.max_tokens_per_microbatch,
             temperature=sampling.temperature,

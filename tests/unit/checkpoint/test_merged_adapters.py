@@ -31,3 +31,11 @@ def test_the_draw_belongs_to_the_name():
 def test_float32_weights_get_the_plain_sum():
     weight, delta = torch.randn(3, 5), torch.randn(3, 5)
     assert (merged(weight, delta, "a.weight") == weight + delta).all()
+
+
+def test_parts_of_a_tensor_draw_as_the_whole_does():
+    weight, delta = torch.ones(6, 8).bfloat16(), torch.full((6, 8), 1e-3)
+    whole = merged(weight, delta, "a.weight")
+    places = torch.arange(48, dtype=torch.int32).view(6, 8)
+    parts = [merged(weight[rows], delta[rows], "a.weight", places[rows]) for rows in (slice(0, 2), slice(2, 6))]
+    assert (torch.cat(parts) == whole).all()
