@@ -10,7 +10,7 @@ from roll_async.commands.command_line import EXIT_CODES, Commands, execute
 COMMANDS = {
     "run": ("roll_async.commands.run", "train what a config says"),
     "validate": ("roll_async.commands.validate", "check configs, one line each"),
-    "show": ("roll_async.commands.show", "print a config with all defaults and derived values, or with --memory GB per device"),
+    "show": ("roll_async.commands.show", "a config with all defaults and derived values; --memory: GB per device"),
     "plan": ("roll_async.commands.plan", "where a config's processes run, how weights travel, what a step consumes"),
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),

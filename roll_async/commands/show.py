@@ -20,7 +20,7 @@ def command(args: tuple[str, ...]) -> int:
 
     \b
     Options:
-      --memory [--device-gb 80]   a table instead: GB per device and role, and whether it fits (exit code 2: it does not)
+      --memory [--device-gb 80]   a table instead: GB per device and role; exit code 2 where it does not fit
       --pipeline rlvr|agentic     the kind, where a config does not say it
 
     \b

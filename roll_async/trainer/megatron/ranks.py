@@ -33,11 +33,13 @@ class RankSpec:
 
 def join(spec: RankSpec, parallel: ParallelSizes, seed: int) -> None:
     """Join the process group and form Megatron's groups. Blocks until all ranks are there."""
+    # Kernels of communication and computation must start in the order they were enqueued in: Megatron overlaps them by
+    # it. CUDA reads this when its context is made, below.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if spec.device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(0)  # CUDA_VISIBLE_DEVICES shows this process its own device only
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else "nccl",
         store=_store(spec),
