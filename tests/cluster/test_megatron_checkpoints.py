@@ -134,3 +134,11 @@ def test_hugging_face_weights_come_out_of_a_checkpoint_of_any_layout(rank_pool, 
         converted = load_file(place / "converted" / "model.safetensors")
         assert exported.keys() == converted.keys()
         assert all((converted[name] == tensor).all() for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("dense", D2), ("dense", (2, {})), ("MoE", T2E2X2D2)])
+def test_data_parallel_ranks_write_like_shares_of_what_they_hold_alike(rank_pool, folders, tmp_path, kind, layout):
+    run(rank_pool, cases.train_and_save, folders, kind, layout, tmp_path / "step", background=True)
+    sizes = [path.stat().st_size for path in (tmp_path / "step" / "megatron").glob("*.distcp")]
+    assert len(sizes) == layout[0]
+    assert max(sizes) < 1.35 * sum(sizes) / len(sizes), sizes

@@ -14,11 +14,12 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -76,6 +77,29 @@ def _said(lora: Mapping[str, object] | None) -> str:
     return f"lora_rank={lora['rank']}, lora_alpha={lora['alpha']}, lora_target={lora['layers']}"
 
 
+class _Owners:
+    """Which of the data-parallel ranks writes a tensor that all of them hold: the one with the fewest bytes so far."""
+
+    def __init__(self) -> None:
+        dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        self._bytes = {False: [0] * dense, True: [0] * parallel_state.get_expert_data_parallel_world_size()}
+
+    def next(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """(owner, size of the group), the same on all of its ranks."""
+        loads = self._bytes[not getattr(tensor, "allreduce", True)]
+        owner = loads.index(min(loads))
+        loads[owner] += tensor.numel() * tensor.element_size()
+        return owner, len(loads)
+
+
+def _give(part: ShardedTensor | ShardedTensorFactory, owners: _Owners, tensor: torch.Tensor) -> int:
+    """Make an owner the main replica; the last of a replica's three numbers is the data-parallel rank."""
+    owner, size = owners.next(tensor)
+    assert isinstance(part.replica_id, tuple)
+    part.replica_id = (*part.replica_id[:-1], (part.replica_id[-1] - owner) % size)
+    return owner
+
+
 class RoleCheckpoint:
     """Saves and loads what one rank of a role holds. All methods are collective."""
 
@@ -93,9 +117,9 @@ class RoleCheckpoint:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / _MEGATRON).mkdir(parents=True)
         dist.barrier()
-        content = self._content(saving=True)
+        content, fresh = self._content(saving=True)
         content["common"] = {"optimizer_steps": optimizer_steps, "step": step, "grad_scalers": self._grad_scalers()}
-        writing = self._writing = TorchDistSave(temporary / _MEGATRON, content, background=background)
+        writing = self._writing = TorchDistSave(temporary / _MEGATRON, content, background=background, fresh=fresh)
         self._open = lambda: self._complete(writing, temporary, target, step, state)
         if not background:
             self.finish()
@@ -133,7 +157,7 @@ class RoleCheckpoint:
         """
         path = Path(folder)
         manifest = self._verified(path)
-        content = self._content(saving=False)
+        content, _ = self._content(saving=False)
         if manifest["world_size"] != dist.get_world_size():
             content.pop("rng")
             logger.info("%s: saved by %d ranks; random generators start anew", path, manifest["world_size"])
@@ -186,29 +210,38 @@ class RoleCheckpoint:
 
     # Content
 
-    def _content(self, *, saving: bool) -> dict:
-        """The sharded state dict: Megatron's description of the model, and of each parameter's state by its name."""
+    def _content(self, *, saving: bool) -> tuple[dict, set[int]]:
+        """The sharded state dict: Megatron's description of the model, and of each parameter's state by its name; and
+        the addresses of storages that were made for it. What all data-parallel ranks hold is dealt out to them, evenly
+        by bytes: each writes its part, and gathers no more of a distributed optimizer than that.
+        """
         content: dict = {f"model{n}": _described_parts(chunk) for n, chunk in enumerate(self._model.chunks)}
-        described = {
-            id(part.data): part
-            for part in nested_values(content)
-            if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data is not None
-        }
+        owners = _Owners()
+        described = {}
+        for part in nested_values(content):
+            if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data is not None:
+                described[id(part.data)] = replace(part)
+                _give(part, owners, part.data)
         optimizer: dict = {}
+        fresh: set[int] = set()
         for number, state in enumerate(parameter_states(self._optimizer)):
-            description = described[id(state.parameter)]
-            tensors = {name: self._tensor(state, name, saving) for name in state.names}
-            optimizer[str(number)] = {
-                name: make_sharded_optimizer_tensor(description, tensor, f"optimizer.state.{name}")
-                for name, tensor in tensors.items()
-            }
+            optimizer[str(number)] = {}
+            for name in state.names:
+                description = replace(described[id(state.parameter)])
+                owner = _give(description, owners, state.parameter)
+                tensor = self._tensor(state, name, saving, owner)
+                if state.group is not None:
+                    fresh.add(tensor.untyped_storage().data_ptr())
+                optimizer[str(number)][name] = make_sharded_optimizer_tensor(
+                    description, tensor, f"optimizer.state.{name}"
+                )
         rank, size = dist.get_rank(), dist.get_world_size()
         rng = ShardedObject("rng_state", ranks.random_state(), (size,), (rank,))
-        return {**content, "optimizer": optimizer, "rng": rng}
+        return {**content, "optimizer": optimizer, "rng": rng}, fresh
 
     @staticmethod
-    def _tensor(state: ParameterState, name: str, saving: bool) -> torch.Tensor:
-        return state.gathered(name) if saving else torch.empty(state.parameter.shape, dtype=torch.float32)
+    def _tensor(state: ParameterState, name: str, saving: bool, owner: int) -> torch.Tensor:
+        return state.gathered(name, owner) if saving else torch.empty(state.parameter.shape, dtype=torch.float32)
 
     def _restore_optimizer(self, tensors: dict, common: dict, steps: int) -> None:
         for number, state in enumerate(parameter_states(self._optimizer)):

@@ -40,9 +40,9 @@ class ParameterState:
         """Tensors that make up the state."""
         return MOMENTS if self.parameter.dtype == torch.float32 else (*MOMENTS, MAIN)
 
-    def gathered(self, name: str) -> Tensor:
-        """The whole tensor float32 on the group's first rank, on the CPU; elsewhere a tensor of the same shape without
-        memory. Collective over the group.
+    def gathered(self, name: str, owner: int = 0) -> Tensor:
+        """The whole tensor float32 on rank `owner` of the group, on the CPU; elsewhere a tensor of the same shape
+        without memory. Collective over the group.
         """
         own = self._own(name)
         if self.group is None:
@@ -51,8 +51,8 @@ class ParameterState:
         whole = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
         if own is not None:
             whole[self.start : self.start + own.numel()] = own
-        dist.reduce(whole, dst=dist.get_global_rank(self.group, 0), group=self.group)
-        if self.group.rank():
+        dist.reduce(whole, dst=dist.get_global_rank(self.group, owner), group=self.group)
+        if self.group.rank() != owner:
             return torch.zeros((), dtype=torch.float32).expand(self.parameter.shape)
         return whole.view(self.parameter.shape).cpu()
 

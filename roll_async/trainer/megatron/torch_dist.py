@@ -7,6 +7,7 @@ once (collective), `write` puts the bytes on disk alone, and `finish` (collectiv
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,16 +37,16 @@ FORMAT = {
 class TorchDistSave:
     """One save under way. `finish` must be called by every rank, after which the folder can be loaded."""
 
-    def __init__(self, folder: Path, state: dict, *, background: bool) -> None:
+    def __init__(self, folder: Path, state: dict, *, background: bool, fresh: Collection[int] = ()) -> None:
         """Plan the save of a sharded state dict (collective). `background`: copy what the next step would overwrite and
-        write in a thread; else write before returning.
+        write in a thread; else write before returning. `fresh`: addresses of storages that nobody else writes to.
         """
         self._folder, self._rank = folder, dist.get_rank()
         sharded, self._common = save_preprocess(state)
         assert isinstance(sharded, dict)  # as `state` is
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         if background:
-            _detach_from_training(flat)
+            _detach_from_training(flat, fresh)
         self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True, thread_count=1)
         self._plan(mcore_to_pyt_state_dict(flat, False))
@@ -102,10 +103,11 @@ class TorchDistSave:
         return files
 
 
-def _detach_from_training(flat: dict[str, list]) -> None:
-    """Copy what this rank writes to memory of its own: training goes on while it is written."""
+def _detach_from_training(flat: dict[str, list], fresh: Collection[int]) -> None:
+    """Copy what this rank writes to memory of its own, unless it is that already: training goes on meanwhile."""
     for parts in flat.values():
         for part in parts:
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id):
                 assert part.data is not None
-                part.data = part.data.detach().to("cpu", copy=True)
+                if part.data.untyped_storage().data_ptr() not in fresh:
+                    part.data = part.data.detach().to("cpu", copy=True)
