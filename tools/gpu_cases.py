@@ -1,10 +1,14 @@
 """Small cases of tools/gpu_suite.py that run through code no CPU reaches: each prints one JSON object.
 
-    python tools/gpu_cases.py moe|resume [--device cuda|cpu]
+    python tools/gpu_cases.py moe|resume|packing|engine|tensor2|context2|offload [--device cuda|cpu]
 
 moe: steps of a tiny mixture-of-experts model, bf16, whose loss must fall.
 resume: with optimizer_cpu_offload, two steps, a checkpoint and two more; a second trainer loads it and must take the
 same two.
+packing, engine, tensor2, context2: log-probs of packed rows, of Transformer Engine's layers, of two tensor and of two
+context ranks (each on a device of its own) against those of one rank of local layers and padded rows, bf16.
+offload: steps with all memory given back in between, bit by bit the same; what stays allocated meanwhile.
+What a case needs and does not find (two devices, Transformer Engine) makes it skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +29,8 @@ import torch
 from gpu_trainer import free_port, make_rows, train_mask
 
 VOCABULARY, LONGEST, TOKENS = 512, 64, 512
+LOGPROB_BUDGET = 0.02
+"""Mean absolute difference of log-probs in bf16: another order of sums moves each by some 0.01."""
 RESUME_BUDGET = 1e-3
 """Of the loss: sums of one GPU may differ in order from run to run."""
 
@@ -97,7 +105,116 @@ def resume(device: str, scratch: str) -> dict:
     }
 
 
-CASES = {"moe": moe, "resume": resume}
+def packing(device: str, scratch: str) -> dict:
+    return compared(device, scratch, {"micro_batching": "packed", "max_tokens_per_microbatch": TOKENS // 2})
+
+
+def engine(device: str, scratch: str) -> dict:
+    from roll_async.trainer.megatron import engine_import
+
+    if (missing := engine_import.problem()) is not None:
+        return {"ok": True, "skipped": missing}
+    return compared(device, scratch, {"transformer_impl": "transformer_engine"})
+
+
+def tensor2(device: str, scratch: str) -> dict:
+    return compared(device, scratch, {"parallel": {"tensor": 2, "sequence_parallel": True}}, ranks=2)
+
+
+def context2(device: str, scratch: str) -> dict:
+    return compared(device, scratch, {"parallel": {"context": 2}}, ranks=2)
+
+
+def compared(device: str, scratch: str, fields: dict, ranks: int = 1) -> dict:
+    """Mean and largest difference of log-probs from those of one rank, local layers, padded rows."""
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        return {"ok": True, "skipped": f"needs {ranks} devices, there are {torch.cuda.device_count()}"}
+    write_tiny(scratch, experts=False)
+    expected = scored(device, scratch, {"transformer_impl": "local"}, 1)
+    found = scored(device, scratch, fields, ranks)
+    difference = (found - expected).abs()[expected != 0]
+    mean = float(difference.mean())
+    return {
+        "ok": math.isfinite(mean) and mean <= LOGPROB_BUDGET,
+        "value": mean,
+        "largest": float(difference.max()),
+        "unit": "nat",
+        "budget": LOGPROB_BUDGET,
+        "tokens": len(difference),
+    }
+
+
+def scored(device: str, folder: str, fields: dict, ranks: int) -> torch.Tensor:
+    """[B,T] log-probs, from processes of their own: each sees its device only."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    answers = context.Queue()
+    parts = [
+        context.Process(target=play_rank, args=(answers, device, folder, fields, i, ranks, port)) for i in range(ranks)
+    ]
+    for process in parts:
+        process.start()
+    try:
+        return torch.tensor(answers.get(timeout=120))
+    finally:
+        for process in parts:
+            process.join(30)
+            process.kill()
+
+
+def play_rank(answers, device: str, folder: str, fields: dict, rank: int, ranks: int, port: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if device == "cuda" else ""
+    from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
+    from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
+    from roll_async.trainer.protocol import TokenRows
+
+    parallel = ParallelSizes(**fields.get("parallel", {}))
+    settings = MegatronSettings(model_folder=folder, **{**fields, "parallel": parallel})
+    spec = RankSpec(rank=rank, world_size=ranks, master_addr="127.0.0.1", master_port=port, device=device)
+    worker = MegatronWorker(spec, settings)
+    worker.start()
+    tokens, lengths = make_rows(LONGEST, TOKENS, VOCABULARY)
+    found = worker.compute_logprobs(TokenRows(tokens=tokens, lengths=lengths, mask=train_mask(tokens, lengths)))
+    worker.stop()
+    if found is not None:
+        answers.put(found.tolist())
+
+
+def offload(device: str, scratch: str) -> dict:
+    write_tiny(scratch, experts=False)
+    tokens, lengths = make_rows(LONGEST, TOKENS, VOCABULARY)
+    mask = train_mask(tokens, lengths)
+    losses, left, held = {}, None, None
+    for moves in (False, True):
+        worker = start(scratch, device)
+        losses[moves] = []
+        for _ in range(3):
+            losses[moves].append(worker.supervised_update(tokens, lengths, mask))
+            if moves:
+                held = sum(worker.load_states().device_bytes.values())
+                left = worker.offload_states()
+                worker.load_states()
+        worker.stop()
+    assert left is not None
+    same = losses[True] == losses[False]
+    return {
+        "ok": (same or device == "cuda") and sum(left.device_bytes.values()) == 0,
+        "bitwise": same,
+        "value": sum(left.host_bytes.values()),
+        "unit": "bytes moved",
+        "held": held,
+        "allocated_meanwhile": left.allocated_bytes,
+    }
+
+
+CASES = {
+    "moe": moe,
+    "resume": resume,
+    "packing": packing,
+    "engine": engine,
+    "tensor2": tensor2,
+    "context2": context2,
+    "offload": offload,
+}
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """Everything that needs a CUDA device, as JSON lines, each as soon as it is known; without one it says so and exits 0.
 
-    python tools/gpu_suite.py [--only demo|trainer|moe|resume] [--shape 0.5B 1.5B] [--longest 2048] [--side megatron]
+    python tools/gpu_suite.py [--only demo|trainer|CASE] [--shape 0.5B 1.5B] [--longest 2048] [--side megatron]
 
 demo: the CPU demo with Megatron and vLLM both on GPU 0 in two processes (weights through host memory), bf16, a few
 synchronous steps: step time and the agreement of engine and trainer log-probs.
 trainer: tokens/s, model FLOPs utilisation and peak memory of the Megatron trainer (packed, bf16) and of plain
 Transformers on random-weight Qwen2.5 shapes with rows of up to 2k and 8k tokens: a line per side, then their ratio.
-moe: steps of a tiny mixture-of-experts model. resume: save, load and go on with optimizer_cpu_offload.
+CASE: moe, resume, packing, engine, tensor2, context2, offload; see gpu_cases.py.
 A side or case that takes longer than --limit seconds is ended, and its line says so. `--device cpu --shape tiny` walks
 all but the demo without a GPU; its figures mean nothing.
 """
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -171,9 +172,11 @@ def utilisation(result: dict) -> float | None:
     return None if peak is None or "tflops" not in result else round(result["tflops"] / peak, 4)
 
 
+CASES = ("moe", "resume", "packing", "engine", "tensor2", "context2", "offload")
+"""Of gpu_cases.py."""
+
 SUITE: dict[str, Callable[[argparse.Namespace], Iterable[dict]]] = {
-    "moe": lambda args: case(args, "moe"),
-    "resume": lambda args: case(args, "resume"),
+    **{name: partial(case, name=name) for name in CASES},
     "demo": demo,
     "trainer": trainer,
 }
@@ -202,7 +205,7 @@ def main() -> int:
     import torch
 
     if args.device == "cpu" and "demo" in (args.only or SUITE):
-        parser.error("--device cpu is for --only trainer, moe and resume")
+        parser.error("--device cpu is for --only trainer and the cases of gpu_cases.py")
     if args.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no CUDA device")
         return 0

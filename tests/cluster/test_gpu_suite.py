@@ -43,6 +43,17 @@ def test_the_small_cases_run(rank_pool, tmp_path):
     moe, resume = found["moe"], found["resume"]
     assert moe["ok"] and moe["losses"][-1] < moe["losses"][0]
     assert resume["ok"] and resume["resumed"] == resume["losses"][2:]  # exact on the CPU
+    offload = found["offload"]
+    assert offload["ok"] and offload["bitwise"] and offload["value"] == offload["held"] > 1e6
+    assert found["engine"] == {"ok": True, "skipped": "the package transformer_engine is not installed"}
+
+
+@pytest.mark.slow
+def test_a_case_of_two_ranks_runs_by_its_command():
+    done = suite("--only", "tensor2", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, line = (json.loads(x) for x in done.stdout.splitlines())
+    assert line["name"] == "gpu/tensor2" and line["ok"] and 0 < line["value"] < line["budget"] < line["tokens"]
 
 
 def test_without_a_gpu_the_suite_says_so_and_succeeds():
