@@ -65,20 +65,27 @@ _MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 4, 12288, expert=1536),
     "Llama-3.1-8B": _dense("LlamaForCausalLM", 4096, 32, 32, 8, 14336, 128256, False),
     "Llama-3.1-70B": _dense("LlamaForCausalLM", 8192, 80, 64, 8, 28672, 128256, False),
+    "Llama-3.2-1B": _dense("LlamaForCausalLM", 2048, 16, 32, 8, 8192, 128256, True),
+    "Llama-3.2-3B": _dense("LlamaForCausalLM", 3072, 28, 24, 8, 8192, 128256, True),
 }
 
 
 def known_config(name_or_path: str) -> HfConfig | None:
     """Of a local folder, or of a well-known model by the last part of its name; None for any other. Raises ValueError
-    for a config.json that is not JSON.
+    for a config.json that cannot be read.
     """
     file = Path(name_or_path) / "config.json"
     if file.is_file():
         try:
-            return HfConfig(json.loads(file.read_text()), str(file))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is truncated or not JSON: {error}") from error
-    name = name_or_path.rstrip("/").rpartition("/")[2]
-    for suffix in _SUFFIXES:
-        name = name.removesuffix(suffix)
-    return HfConfig(_MODELS[name], name) if name in _MODELS else None
+            values = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} is not readable as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} holds no JSON object")
+        return HfConfig(values, str(file))
+    name = Path(name_or_path).name
+    for suffix in ("", *_SUFFIXES):
+        found = _MODELS.get(name.removesuffix(suffix))
+        if found is not None:
+            return HfConfig(found, name)
+    return None
