@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +12,8 @@ from own_cluster import OwnCluster
 
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.node_pool import NodePool
-from roll_async.cluster.placement import gpu_nodes, place
+from roll_async.cluster.placement import place
 from roll_async.cluster.runtime import ray_runtime
-from roll_async.config.api import load
-from roll_async.config.schema import roles_on_engine_devices
-from roll_async.launch.gate import refuse_unsupported
-from roll_async.launch.roles import place_roles
-
-ROOT = Path(__file__).resolve().parents[2]
 
 ALLOCATIONS = ("6,7", "4,5,6,7", "0,1,2,3")
 """What a scheduler left in the shell of each node."""
@@ -43,26 +36,6 @@ def joined(cluster):
     with ray_runtime(num_processes=1, env={}):
         yield cluster
     patch.undo()
-
-
-def started_by(path):
-    """A row of the table in docs_roll/cluster.md; raises what the gate or the placement refuses."""
-    config = load(str(path))
-    refuse_unsupported(config)
-    roles = place_roles(config)
-    nodes = [len(need.gpu_ids) for need in gpu_nodes(roles.all)]
-    there = " + ".join(map(str, nodes)) if len(nodes) < 4 else f"{len(nodes)} x {nodes[0]}"
-    sharing = ", sharing" if "actor_train" in roles_on_engine_devices(config) else ""
-    engine = f"{config.actor_infer.strategy_args.strategy_name} of {len(roles.engines[0].gpu_ids)}"
-    ranks = len(roles.training["actor_train"])
-    return f"| `{path.stem}` | {there} | {ranks}{sharing} | {len(roles.engines)} {engine} |"
-
-
-def test_every_shipped_gpu_config_passes_the_gate_and_starts_what_the_documents_say():
-    shipped = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.endswith("_cpu")]
-    documented = (ROOT / "docs_roll" / "cluster.md").read_text().splitlines()
-    rows = [line for line in documented if line.startswith("| `") and line.count("|") == 5]
-    assert [started_by(path) for path in shipped] == rows
 
 
 def placed(devices, processes, per_node=8):

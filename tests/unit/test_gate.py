@@ -92,7 +92,7 @@ REFUSED = [
     (SEVEN, [VLLM, f"{ENGINE}.tensor_parallel_size=8"]),
     (SEVEN, [f"{TRAIN}.pipeline_model_parallel_size=8"]),
     (SEVEN, [f"{TRAIN}.expert_model_parallel_size=2"]),
-    (SEVEN, ["actor_train.router_replay=true"]),
+    (SEVEN, ["actor_train.router_replay=true", "actor_train.micro_batching=fixed"]),
     (SEVEN, [f"{TRAIN}.overlap_param_gather=true"]),
     (MOE, [f"{TRAIN}.sequence_parallel=false"]),
     (MOE, [f"{ENGINE}.enable_prefix_caching=false"]),

@@ -1,0 +1,120 @@
+"""The shipped configs with devices: gate, memory of each device, what they start and what starts them.
+
+    python tools/shipped_configs.py [--write]
+
+Prints the tables of docs_roll/cluster.md and docs_roll/memory.md; --write puts them there. Needs no device and no Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from roll_async.cluster.placement import gpu_nodes
+from roll_async.config.schema import AgenticConfig, PipelineConfig, roles_on_engine_devices
+from roll_async.launch.device_memory import GB, DeviceUse, device_uses, span
+from roll_async.launch.gate import admit
+from roll_async.launch.roles import place_roles
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE_BYTES = int(80e9)
+CLUSTER, MEMORY = ROOT / "docs_roll" / "cluster.md", ROOT / "docs_roll" / "memory.md"
+CLUSTER_HEAD = (
+    "| config | gate | GPUs by node | ranks of actor_train | engine replicas | GB of a trainer's device, an engine's "
+    "| started by |",
+    "|---|---|---|---|---|---|---|",
+)
+MEMORY_HEAD = (
+    "| config | devices | role | weights | gradients | optimizer | activations | logits | KV cache | buckets "
+    "| together |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def shipped() -> list[Path]:
+    """The configs of `configs/` that name devices."""
+    return [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.endswith("_cpu")]
+
+
+def cluster_table() -> list[str]:
+    """A line per config; raises what the gate or the placement refuses."""
+    return [*CLUSTER_HEAD, *(_cluster_row(path) for path in shipped())]
+
+
+def memory_table() -> list[str]:
+    """A line per config, devices and role."""
+    rows = []
+    for path in shipped():
+        for use in device_uses(admit(path).config, DEVICE_BYTES):
+            rows += [f"| {path.stem} | {row}" for row in _memory_rows(use)]
+    return [*MEMORY_HEAD, *rows]
+
+
+def in_document(text: str, head: Sequence[str]) -> list[str]:
+    """The table that begins with these lines, line by line."""
+    return text.splitlines()[slice(*_place(text, head))]
+
+
+def _cluster_row(path: Path) -> str:
+    config = admit(path).config
+    roles = place_roles(config)
+    nodes = [len(need.gpu_ids) for need in gpu_nodes(roles.all)]
+    there = " + ".join(map(str, nodes)) if len(nodes) < 4 else f"{len(nodes)} x {nodes[0]}"
+    sharing = ", sharing" if "actor_train" in roles_on_engine_devices(config) else ""
+    engine = f"{config.actor_infer.strategy_args.strategy_name} of {len(roles.engines[0].gpu_ids)}"
+    uses = device_uses(config, DEVICE_BYTES)
+    trainer = max(use.total for use in uses if use.trainers)
+    server = max(use.total for use in uses if use.engine is not None)
+    fit = "" if all(use.problem is None for use in uses) else ", does not fit"
+    return (
+        f"| `{path.stem}` | accepted | {there} | {len(roles.training['actor_train'])}{sharing} | {len(roles.engines)} "
+        f"{engine} | {trainer / GB:.1f}, {server / GB:.1f} of {DEVICE_BYTES / GB:.0f}{fit} | {_starter(path, config)} |"
+    )
+
+
+def _starter(path: Path, config: PipelineConfig) -> str:
+    """The script of `examples/` that takes this config without being told, or the one that takes any."""
+    if isinstance(config, AgenticConfig):
+        return "`start_agentic_pipeline.py`"
+    for script in sorted((ROOT / "examples").rglob("*.sh")):
+        if path.name in script.read_text():
+            return f"`{script.relative_to(ROOT / 'examples')}`"
+    return "`fully_async_main.py`" if path.stem.startswith("fully_async") else "`start_rlvr_pipeline.py`"
+
+
+def _memory_rows(use: DeviceUse) -> Iterator[str]:
+    place, rest = span(use.devices), f"{use.buckets / GB:.1f} | {use.total / GB:.1f} |"
+    for name, m in use.trainers:
+        parts = " | ".join(f"{x / GB:.1f}" for x in (m.weights, m.gradients, m.optimizer, m.activations, m.logits))
+        yield f"{place} | {name} | {parts} | | {rest}"
+    if use.engine is not None:
+        yield f"{place} | actor_infer | {use.engine.weights / GB:.1f} | | | | | {use.engine.kv / GB:.1f} | {rest}"
+
+
+def _place(text: str, head: Sequence[str]) -> tuple[int, int]:
+    lines = text.splitlines()
+    first = lines.index(head[0])
+    last = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))
+    return first, last
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into the documents")
+    args = parser.parse_args()
+    for document, table in ((CLUSTER, cluster_table()), (MEMORY, memory_table())):
+        print("\n".join(table), end="\n\n")
+        if args.write:
+            text = document.read_text()
+            first, last = _place(text, table)
+            lines = text.splitlines()
+            document.write_text("\n".join([*lines[:first], *table, *lines[last:]]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
