@@ -1,9 +1,13 @@
 """Whether the extras of pyproject.toml can be installed together: an engine's own requirements against ours.
 
     python tools/check_install.py [--engine vllm] [--version 0.33.0 ...]
+    python tools/check_install.py --lock locks/linux-x86_64-cuda.txt [--resolve torch==2.13.0 vllm==0.32.0]
 
 Asks the registry for the metadata of the newest engine inside our bounds (or of the versions given), nothing is
 downloaded but that (0.01 MB, 20 s). For every package that both sides name there must be a version that both take.
+--lock: the same of the pinned engine against every pin. --resolve makes the lock: everything that an install with the
+engine, and with the versions named, would bring on this platform (pip's dry run, which downloads wheels whose metadata
+the registry does not keep apart: 1 GB, some minutes).
 Exit 0: there is, or the registry cannot be reached, which is said; 1: a conflict, named.
 """
 
@@ -11,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -24,6 +30,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 60
+RESOLVE_LIMIT_S = 1800
+PLAIN = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_CONSTRAINT": ""}
+"""A lock is of the registry, not of what a machine's own settings put before it (builds for its CPU, caps)."""
 
 
 def ours(extra: str) -> list[Requirement]:
@@ -75,6 +84,55 @@ def overlap(left: SpecifierSet, right: SpecifierSet) -> bool:
     return any(left.contains(v, prereleases=True) and right.contains(v, prereleases=True) for v in candidates)
 
 
+def pins(lock: str) -> dict[str, str]:
+    """Versions by canonical name of a lock's text."""
+    found = [Requirement(line) for line in lock.splitlines() if line and not line.startswith("#")]
+    return {canonical(r.name): str(r.specifier).removeprefix("==") for r in found}
+
+
+def unmet(pinned: Mapping[str, str], requirements: Iterable[Requirement]) -> list[str]:
+    """What is required here and pinned at another version, or not at all."""
+    problems = []
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = pinned.get(canonical(requirement.name))
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement.name}{requirement.specifier}: pinned {version or 'nowhere'}")
+    return problems
+
+
+def resolve(requirements: Sequence[str]) -> list[str]:
+    """`name==version` of everything an install of these would bring, wheels only. Ends with pip's words."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
+        done = subprocess.run(
+            [*command, "-q", "--report", str(report), *requirements],
+            capture_output=True, text=True, timeout=RESOLVE_LIMIT_S, env={**os.environ, **PLAIN},
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(done.stderr[-2000:])
+        found = json.loads(report.read_text())["install"]
+    return sorted(f"{canonical(x['metadata']['name'])}=={x['metadata']['version']}" for x in found)
+
+
+def check_lock(path: Path, engine: str, versions: Sequence[str]) -> int:
+    """Exit code."""
+    mine = ours(engine)
+    if versions:
+        head = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.is_file() else []
+        path.write_text("\n".join([*head, *resolve([*map(str, mine), *versions])]) + "\n")
+    pinned = pins(path.read_text())
+    problems = unmet(pinned, mine)
+    answer = theirs(engine, f"=={pinned[engine]}") if engine in pinned else None
+    if answer is not None:
+        problems += unmet(pinned, answer[1])
+    said = "" if answer is not None else f" (not against {engine}'s own requirements: no answer within {LIMIT_S} s)"
+    print(f"{path.name}: {'; '.join(problems) or 'fits'}{said}")
+    return 1 if problems else 0
+
+
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -83,7 +141,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--version", nargs="*", help="instead of the newest inside the bounds")
+    parser.add_argument("--lock", type=Path, help="a lock file")
+    parser.add_argument("--resolve", nargs="+", default=[], metavar="NAME==VERSION", help="make that lock anew")
     args = parser.parse_args()
+    if args.lock is not None:
+        return check_lock(args.lock, args.engine, args.resolve)
     mine = ours(args.engine)
     bound = next(r for r in mine if canonical(r.name) == args.engine).specifier
     failed = False

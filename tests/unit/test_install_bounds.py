@@ -57,3 +57,18 @@ def test_a_lock_pins_versions_inside_our_bounds_and_names_no_registry(path):
         version = pinned.get(check_install.canonical(requirement.name))
         assert version is not None or requirement.name == "vllm", f"{requirement.name} is not pinned"
         assert version is None or requirement.specifier.contains(version, prereleases=True), requirement.name
+
+
+def test_the_lock_for_cuda_pins_what_the_tests_ran_with_and_the_builds_that_need_a_device():
+    cpu, cuda = (check_install.pins((ROOT / "locks" / f"linux-x86_64-{x}.txt").read_text()) for x in ("cpu", "cuda"))
+    for name in ("torch", "transformers", "megatron-core", "ray", "safetensors", "tokenizers", "xgrammar"):
+        assert cuda[name] == cpu[name], name
+    assert {"vllm", "triton", "flashinfer-python", "nvidia-nccl-cu13"} <= set(cuda)
+    assert not any("+" in version for version in cuda.values()), "a build for one machine"
+    assert check_install.unmet(cuda, check_install.ours("vllm")) == []
+
+
+def test_a_lock_for_cuda_that_lacks_or_changes_what_an_engine_asks_for_is_named():
+    pinned = check_install.pins("# a comment\nTorch_Vision==1.0\ntorch==2.13.0\n")
+    asked = [Requirement(x) for x in ("torch==2.14.0", "torch-vision>=1", "ray>=2", "other; extra == 'x'")]
+    assert check_install.unmet(pinned, asked) == ["torch==2.14.0: pinned 2.13.0", "ray>=2: pinned nowhere"]
