@@ -1,6 +1,6 @@
 """Small cases of tools/gpu_suite.py that run through code no CPU reaches: each prints one JSON object.
 
-    python tools/gpu_cases.py moe|resume|packing|engine|tensor2|context2|offload [--device cuda|cpu]
+    python tools/gpu_cases.py moe|resume|packing|engine|tensor2|context2|offload|... [--device cuda|cpu]
 
 moe: steps of a tiny mixture-of-experts model, bf16, whose loss must fall.
 resume: with optimizer_cpu_offload, two steps, a checkpoint and two more; a second trainer loads it and must take the
@@ -8,6 +8,7 @@ same two.
 packing, engine, tensor2, context2: log-probs of packed rows, of Transformer Engine's layers, of two tensor and of two
 context ranks (each on a device of its own) against those of one rank of local layers and padded rows, bf16.
 offload: steps with all memory given back in between, bit by bit the same; what stays allocated meanwhile.
+ipc, nccl, engine2, sleep, fp8, experts: transports and engines, see gpu_engine_cases.py.
 What a case needs and does not find (two devices, Transformer Engine) makes it skipped, with the reason.
 """
 
@@ -144,12 +145,17 @@ def compared(device: str, scratch: str, fields: dict, ranks: int = 1) -> dict:
     }
 
 
-def scored(device: str, folder: str, fields: dict, ranks: int) -> torch.Tensor:
-    """[B,T] log-probs, from processes of their own: each sees its device only."""
+def scored(device: str, folder: str, fields: dict, ranks: int, rows: tuple | None = None) -> torch.Tensor:
+    """[B,T] log-probs, from processes of their own: each sees its device only. `rows`: (tokens, lengths, mask)."""
+    if rows is None:
+        tokens, lengths = make_rows(LONGEST, TOKENS, VOCABULARY)
+        rows = (tokens, lengths, train_mask(tokens, lengths))
+    lists = tuple(part.tolist() for part in rows)
     context, port = multiprocessing.get_context("spawn"), free_port()
     answers = context.Queue()
     parts = [
-        context.Process(target=play_rank, args=(answers, device, folder, fields, i, ranks, port)) for i in range(ranks)
+        context.Process(target=play_rank, args=(answers, device, folder, fields, i, ranks, port, lists))
+        for i in range(ranks)
     ]
     for process in parts:
         process.start()
@@ -161,7 +167,7 @@ def scored(device: str, folder: str, fields: dict, ranks: int) -> torch.Tensor:
             process.kill()
 
 
-def play_rank(answers, device: str, folder: str, fields: dict, rank: int, ranks: int, port: int) -> None:
+def play_rank(answers, device: str, folder: str, fields: dict, rank: int, ranks: int, port: int, lists: tuple) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if device == "cuda" else ""
     from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
     from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
@@ -172,8 +178,8 @@ def play_rank(answers, device: str, folder: str, fields: dict, rank: int, ranks:
     spec = RankSpec(rank=rank, world_size=ranks, master_addr="127.0.0.1", master_port=port, device=device)
     worker = MegatronWorker(spec, settings)
     worker.start()
-    tokens, lengths = make_rows(LONGEST, TOKENS, VOCABULARY)
-    found = worker.compute_logprobs(TokenRows(tokens=tokens, lengths=lengths, mask=train_mask(tokens, lengths)))
+    tokens, lengths, mask = (torch.tensor(part) for part in lists)
+    found = worker.compute_logprobs(TokenRows(tokens=tokens, lengths=lengths, mask=mask))
     worker.stop()
     if found is not None:
         answers.put(found.tolist())
@@ -219,7 +225,10 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=list(CASES))
+    import gpu_engine_cases  # which imports this file
+
+    cases = {**CASES, **gpu_engine_cases.CASES}
+    parser.add_argument("case", choices=list(cases))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args()
     if args.device == "cpu":
@@ -228,7 +237,7 @@ def main() -> None:
         hide_cuda()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        result = CASES[args.case](args.device, scratch)
+        result = cases[args.case](args.device, scratch)
     print(json.dumps({**result, "took_s": round(time.perf_counter() - started, 1)}))
 
 

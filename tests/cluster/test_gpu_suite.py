@@ -56,6 +56,27 @@ def test_a_case_of_two_ranks_runs_by_its_command():
     assert line["name"] == "gpu/tensor2" and line["ok"] and 0 < line["value"] < line["budget"] < line["tokens"]
 
 
+@pytest.mark.slow
+def test_cases_of_transports_and_of_the_record_of_experts_run_their_way_on_a_cpu():
+    done = suite("--only", "ipc", "--only", "nccl", "--only", "experts", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, ipc, nccl, experts = (json.loads(x) for x in done.stdout.splitlines())
+    assert (ipc["transport"], nccl["transport"]) == ("shm", "gloo")
+    assert all(line["ok"] and line["bitwise"] and line["digest_equal"] and line["bytes"] > 1e7 for line in (ipc, nccl))
+    assert experts["ok"] and experts["engine"] == "hf_infer" and experts["value"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["engine2", "sleep", "fp8"])
+def test_a_case_with_an_engine_runs_its_way_on_a_cpu(name):
+    pytest.importorskip("vllm")
+    done = suite("--only", name, "--device", "cpu", "--limit", "280")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, line = (json.loads(x) for x in done.stdout.splitlines())
+    assert line["ok"] and "skipped" not in line
+    assert line["same_tokens"] if name == "sleep" else 0 < line["value"] < line["budget"]
+
+
 def test_without_a_gpu_the_suite_says_so_and_succeeds():
     done = suite("--only", "trainer")
     assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n")

@@ -74,7 +74,7 @@ class HfBackedModel:
         config.json, and there is no export.
         """
         self._settings = settings
-        _check_context(settings)
+        check_context(settings)
         self._hf = HfFolder(settings.model_folder)
         # A reward model's layers are those of its language model; its head becomes the critic's.
         self._family = family_of(language_model(self._hf.config.architecture()))
@@ -341,7 +341,7 @@ class HfBackedModel:
         return [torch.empty(outline.shape, dtype=outline.dtype, device=device) for _ in outline.names]
 
 
-def _check_context(settings: MegatronSettings) -> None:
+def check_context(settings: MegatronSettings) -> None:
     """Raises ValueError for rows that local attention would need quadratic memory for."""
     layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
     ranks, longest = settings.parallel.context, settings.longest_row
