@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tools" / "bench"))
 import dapo_ablation as bench
 
 ARGS = argparse.Namespace(
-    steps=30, seeds=3, prompts=16, response=36, rate=3e-4, assets="output/demo_assets", output="output/x"
+    steps=30, seeds=3, prompts=16, response=30, rate=3e-4, assets="output/demo_assets", output="output/x"
 )
 
 

@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step, 8 samples each")
-    parser.add_argument("--response", type=int, default=36, help="tokens; right answers take up to 34")
+    parser.add_argument("--response", type=int, default=30, help="tokens; right answers take up to 33")
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--assets", default="output/demo_assets")
     parser.add_argument("--output", default="output/dapo_ablation")
