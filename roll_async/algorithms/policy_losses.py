@@ -397,6 +397,6 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Metrics]]] = {
     "vespo": vespo,
 }
 
-SILENT_WITHOUT_ADVANTAGE = frozenset(POLICY_LOSSES) - {"kimi15", "kl_cov"}
+ZERO_GRADIENT_WITHOUT_ADVANTAGE = frozenset(POLICY_LOSSES) - {"kimi15", "kl_cov"}
 """Variants whose gradient is exactly zero where the advantage is zero; the others add a
 penalty of their own."""

@@ -25,15 +25,15 @@ from roll_async.schema import Prompt, Reward, Sample
 logger = logging.getLogger(__name__)
 
 _COALESCE_S = 0.005
-"""How long the first question of a batch waits for company."""
+"""Batching window of questions: how long the first one waits for others to be sent with it."""
 _ANSWER_COALESCE_S = 0.02
-"""How long the first answer does, while others are being scored: a message costs a millisecond of a core."""
+"""Batching window of answers while others are being scored: a message costs a millisecond of a core."""
 _CONCURRENT_CALLS = 64
 """Calls open at once on the host: one collect, and a submit per moment."""
 _FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 30.0
 Question = tuple[int, Prompt, Sample]
 Answer = tuple[int, Reward | None, str]
-"""(number, reward, why there is none)."""
+"""(number, reward, reason for None)."""
 
 
 @ray.remote(max_restarts=0)

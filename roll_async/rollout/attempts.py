@@ -2,8 +2,8 @@
 
     QUEUED --> OUTBOX --> ON_WIRE --> RUNNING --> ANSWERED | ABORTED | LOST
 
-Every change of state goes through `Attempt.to`, which knows the whole table. What is told of an attempt that has ended
-is late: it is counted and changes nothing.
+Every change of state goes through `Attempt.to`, which checks it against the table. A report about an attempt that has
+ended is late: it is counted and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AttemptState(Enum):
     RUNNING = "running"  # the replica has acknowledged it
     ANSWERED = "answered"  # ended by itself: a completion or a failure of its own
     ABORTED = "aborted"  # ended on request, with the tokens so far
-    LOST = "lost"  # given up: its replica is gone, silent, or did not end it in time
+    LOST = "lost"  # given up: its replica died, was unresponsive, or did not end it in time
 
 
 TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
@@ -52,7 +52,7 @@ TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
 class Stop(Enum):
     """Why an attempt was asked to end. It decides what an ABORT means for the request and for the replica."""
 
-    CALLER = "caller"  # nobody wants the request any more
+    CALLER = "caller"  # the caller has aborted the request
     ASIDE = "aside"  # weights or validation come first: the request goes on later
     TIMEOUT = "timeout"  # it took longer than generation_timeout: a failure of its replica
 
@@ -87,7 +87,7 @@ class Attempt:
     wire_id: str
     state: AttemptState = AttemptState.QUEUED
     link: ReplicaLink | None = None
-    """Its replica, from OUTBOX on; who is credited or blamed for its end."""
+    """Its replica, from OUTBOX on."""
     dispatched_s: float = 0.0
     acknowledged_s: float = 0.0
     """Since when it is RUNNING; loop time."""

@@ -29,7 +29,7 @@ class Unscorable(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringOptions:
-    """How long a score is worth waiting for. Times in seconds of the loop."""
+    """Retries and time-outs of scoring. Times in seconds of the loop."""
 
     reward_retries: int = 2
     """More attempts after an error of the reward itself."""
@@ -161,7 +161,7 @@ class Conversations:
             pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
 
     async def _ask_scorer(self, prompt: Prompt, sample: Sample) -> Reward:
-        """One attempt; a scorer that is gone or silent is an outage."""
+        """One attempt; a scorer that died or does not answer is an outage."""
         timeout_s = self._options.reward_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,13 +1,12 @@
-"""Finds replicas that do not work although nothing breaks: frozen processes, hung cores, lost replies, endless
-requests.
+"""Finds replicas that fail without an error: frozen processes, hung cores, lost replies, requests that never end.
 
     heartbeat    every few seconds each replica is asked for its load; one that does not answer in time is lost
     lost reply   an acknowledged attempt that its replica does not hold any more, and whose end did not come
-    progress     a replica that runs requests and tells of no token for `silence_s` is suspect: its requests count as
+    progress     a replica that runs requests and reports no token for `silence_s` is suspect: its requests count as
                  failed there, and it gets one to show that it works; the second time in a row it is lost
     time-out     a request that takes longer than `generation_timeout_s` is ended and goes on elsewhere
 
-Nothing is held against a replica while a weight push stops it: the push has deadlines of its own.
+A replica that is paused by a weight push is not checked: the push has deadlines of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
 _HEARTBEAT_SLICES = 10
 _LOOKS_PER_SILENCE = 10
-"""A look counts once, however long this process stood still before it."""
+"""A check counts once, however long this process was suspended before it."""
 _SWEEPS_PER_TIMEOUT = 10
 _STRIKES = 2
 _UNKNOWN = 2
@@ -36,7 +35,7 @@ _UNKNOWN = 2
 
 
 class Watched(Protocol):
-    """What is looked after: the manager."""
+    """The owner of the monitored replicas: the manager."""
 
     num_interrupts: int
 
@@ -44,14 +43,14 @@ class Watched(Protocol):
     def links(self) -> Collection[ReplicaLink]: ...
 
     @property
-    def stands_still(self) -> bool:
-        """A weight push stops the replicas."""
+    def paused_for_push(self) -> bool:
+        """A weight push has paused the replicas."""
         ...
 
     def lost(self, link: ReplicaLink, reason: str) -> None: ...
 
-    def give_elsewhere(self, attempts: Sequence[Attempt], reason: str) -> None:
-        """These attempts failed on their replica: they go on elsewhere from the last token they told of."""
+    def redispatch(self, attempts: Sequence[Attempt], reason: str) -> None:
+        """These attempts failed on their replica: they continue on another replica from their last reported token."""
 
 
 class Liveness:
@@ -61,7 +60,7 @@ class Liveness:
         self._watched, self._options, self._spawn = watched, options, spawn
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the checks."""
         self._spawn(self._heartbeat(), "heartbeat of the engines")
         self._spawn(self._watch_tokens(), "progress of the engines")
         self._spawn(self._sweep(), "request deadlines")
@@ -72,7 +71,7 @@ class Liveness:
         limit_s, watched = self._options.interrupt_timeout_s, self._watched
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            if watched.stands_still:
+            if watched.paused_for_push:
                 continue
             before = watched.num_interrupts
             failed = await ask_all(watched.links, "heartbeat of", self._ask, limit_s, slices=_HEARTBEAT_SLICES)
@@ -82,11 +81,13 @@ class Liveness:
     async def _ask(self, link: ReplicaLink) -> None:
         asked_s, before = asyncio.get_running_loop().time(), self._watched.num_interrupts
         load = await link.ask_load()
-        if before == self._watched.num_interrupts and not self._watched.stands_still:
+        if before == self._watched.num_interrupts and not self._watched.paused_for_push:
             self._compare(link, load, asked_s)
 
     def _compare(self, link: ReplicaLink, load: EngineLoad, asked_s: float) -> None:
-        """What was acknowledged before the question and is not held any more has ended; its reply may be lost."""
+        """Attempts acknowledged before the question that the replica no longer holds have ended; their replies may be
+        lost.
+        """
         if load.held is None:
             return
         gone = []
@@ -97,8 +98,12 @@ class Liveness:
             if attempt.unknown >= _UNKNOWN:
                 gone.append(attempt)
         if gone:
-            logger.warning("%d replies of engine %s were lost; their requests go elsewhere", len(gone), link.name)
-            self._watched.give_elsewhere(gone, "its reply was lost")
+            logger.warning(
+                "%d replies of engine %s were lost; their requests are dispatched to other replicas",
+                len(gone),
+                link.name,
+            )
+            self._watched.redispatch(gone, "its reply was lost")
             self.strike(link, "lost its replies")
 
     # Progress
@@ -108,7 +113,7 @@ class Liveness:
             await asyncio.sleep(self._options.silence_s / _LOOKS_PER_SILENCE)
             for link in list(self._watched.links):
                 running = any(a.state is AttemptState.RUNNING for a in link.in_flight.values())
-                if self._watched.stands_still or not running:
+                if self._watched.paused_for_push or not running:
                     continue
                 link.quiet_looks += 1
                 if link.quiet_looks > _LOOKS_PER_SILENCE:
@@ -116,23 +121,23 @@ class Liveness:
 
     def _suspect(self, link: ReplicaLink) -> None:
         link.quiet_looks = 0
-        why = f"told of no token for {self._options.silence_s:g} s while it ran requests"
+        why = f"reported no token for {self._options.silence_s:g} s while it ran requests"
         if self.strike(link, why):
             return
         attempts = list(link.in_flight.values())
-        logger.warning("engine %s %s; its %d requests go elsewhere", link.name, why, len(attempts))
-        self._watched.give_elsewhere(attempts, why)
+        logger.warning("engine %s %s; its %d requests are dispatched to other replicas", link.name, why, len(attempts))
+        self._watched.redispatch(attempts, why)
         self._spawn(self.end_there(link, attempts), f"abort on {link.name}")
 
     def strike(self, link: ReplicaLink, why: str) -> bool:
-        """Once more without a token between: the replica is suspect, the second time lost (True)."""
+        """Suspect a replica; the second time without a token in between it is lost (True)."""
         link.strikes += 1
         if link.strikes >= _STRIKES:
             self._watched.lost(link, f"{why}, twice")
         return link.strikes >= _STRIKES
 
     async def end_there(self, link: ReplicaLink, attempts: Sequence[Attempt]) -> None:
-        """What nobody waits for any more ends on the replica. One that does not acknowledge it in time is lost."""
+        """Abort attempts without a caller on the replica. One that does not acknowledge in time is lost."""
         limit_s = self._options.interrupt_timeout_s
         failed = await ask_all([link], "abort on", lambda link: link.abort(attempts), limit_s, slices=_HEARTBEAT_SLICES)
         for late in failed:
@@ -144,14 +149,14 @@ class Liveness:
         timeout, loop, watched = self._options.generation_timeout_s, asyncio.get_running_loop(), self._watched
         while True:
             await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
-            if watched.stands_still:
+            if watched.paused_for_push:
                 continue
             limit = loop.time() - timeout
             for link in list(watched.links):
                 late = [a for a in link.in_flight.values() if a.dispatched_s < limit]
                 again = [a for a in late if a.stop is Stop.TIMEOUT]
                 if again:  # asked to end a sweep ago, and its end did not come
-                    watched.give_elsewhere(again, f"did not end within {timeout:g} s")
+                    watched.redispatch(again, f"did not end within {timeout:g} s")
                 for attempt in late:
                     if attempt.stop is None:
                         attempt.stop = Stop.TIMEOUT

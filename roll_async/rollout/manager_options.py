@@ -15,9 +15,9 @@ class ManagerOptions:
     generation_timeout_s: float = 3600.0
     request_retries: int = 3
     interrupt_timeout_s: float = 30.0
-    """A replica that takes longer to acknowledge an abort or a resume, or to tell its load, does not do it."""
+    """A replica that takes longer to acknowledge an abort or a resume, or to report its load, is lost."""
     silence_s: float = 30.0
-    """A replica that runs requests and tells of no token for so long is suspect; replicas tell every 5 s."""
+    """A replica that runs requests and reports no token for so long is suspect; replicas report every 5 s."""
     batch_creation_interval_s: float = 0.0
     """Greatest age of the load information used for dispatch; nothing waits for it."""
 

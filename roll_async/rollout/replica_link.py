@@ -17,12 +17,12 @@ REPLICA_ERRORS = (RuntimeError, OSError, ValueError)
 
 
 class Listener(Protocol):
-    """Who is told of a replica's reports and of its end."""
+    """Receives a replica's reports and its loss."""
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None: ...
 
-    def load_told(self, link: ReplicaLink) -> None:
-        """The replica has told its load outside of a report."""
+    def load_reported(self, link: ReplicaLink) -> None:
+        """The replica reported its load on request."""
 
     def lost(self, link: ReplicaLink, reason: str) -> None:
         """The replica is dead; called at most once per call that found out."""
@@ -80,7 +80,7 @@ class ReplicaLink:
 
     @property
     def suspect(self) -> bool:
-        """It told of no token for a while, and of none since: it gets one request to show that it works."""
+        """It reported no token for a while, and none since: it gets one request as a probe."""
         return self.strikes > 0
 
     def busy_until_s(self, now_s: float) -> float:
@@ -152,7 +152,7 @@ class ReplicaLink:
         """Its load, taken note of. Raises what the replica raises."""
         load = await self.client.load()
         self.take_note(load)
-        self._listener.load_told(self)
+        self._listener.load_reported(self)
         return load
 
     def take_note(self, load: EngineLoad) -> None:

@@ -1,13 +1,13 @@
-"""One request to one replica: load-aware dispatch, re-dispatch of what a dead or silent replica held.
+"""One request to one replica: load-aware dispatch, re-dispatch of the requests of a dead or unresponsive replica.
 
     generate --> waiting --pump--> outbox of a replica with free slots --submit--> replica
                    ^                                                                  |
                    +------ the next attempt, with its tokens <---- reader <---collect--+
 
 Dispatch is event-driven: every freed slot is refilled at once, and no slot is free while a request may run there.
-Calls to a replica carry batches. No lock is held across a wait. Where an attempt is, `attempts.py` knows; whether a
-replica works, `liveness.py` finds out. A replica that does not answer a control call in time is lost like one that
-died.
+Calls to a replica carry batches. No lock is held across a wait. `attempts.py` holds the state of an attempt,
+`liveness.py` finds replicas that do not work. A replica that does not answer a control call in time is lost like one
+that died.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from roll_async.schema import Completion, FinishReason, GenerateRequest
 logger = logging.getLogger(__name__)
 
 REPLY_WITHIN_S = 5.0
-"""An attempt whose end was acknowledged has its reply ready: so long that may take to arrive."""
+"""How long the reply of an attempt may take to arrive after its end was acknowledged."""
 _SHORTEST_POLL_S = 0.1
-"""Between two questions for the load of a replica that runs requests of others."""
+"""Interval at which a replica that runs requests of other clients is asked for its load."""
 
 
 class RequestDispatch:
@@ -93,8 +93,8 @@ class RequestDispatch:
         return self._links.values()
 
     @property
-    def stands_still(self) -> bool:
-        """A weight push stops the replicas."""
+    def paused_for_push(self) -> bool:
+        """A weight push has paused the replicas."""
         return not self._dispatching
 
     def stats(self) -> ServerStats:
@@ -152,7 +152,7 @@ class RequestDispatch:
         if left:
             await asyncio.wait(left, timeout=min(REPLY_WITHIN_S, self._options.interrupt_timeout_s))
         for attempt in attempts:
-            if not attempt.ended:  # acknowledged, and its reply did not come: what it told of is all there is
+            if not attempt.ended:  # acknowledged, and its reply did not come: only its reported tokens are kept
                 self._lose(attempt)
                 self._finish_aborted(attempt.request)
         self._pump()
@@ -169,8 +169,8 @@ class RequestDispatch:
     # Dispatch
 
     def _pump(self) -> None:
-        """Give waiting requests, oldest first, to replicas with free slots. One that may not run on any replica with a
-        free slot keeps its place and holds nobody up. Later turns of conversations go to their replica in any case.
+        """Give waiting requests, oldest first, to replicas with free slots. A request that may not run on any of them
+        keeps its place and does not block others. Later turns of conversations go to their replica in any case.
         """
         if self._pump_soon is not None:
             self._pump_soon.cancel()
@@ -207,7 +207,7 @@ class RequestDispatch:
                 self._dispatch(pending, self._links[home], now)
 
     def _avoided(self, pending: PendingRequest) -> Collection[str]:
-        """Replicas that failed this request and are still there: it goes elsewhere while there is one."""
+        """Live replicas that failed this request: it goes to another one while there is one."""
         if not pending.failed_on:
             return ()
         return {link.name for link in pending.failed_on if self._links.get(link.name) is link}
@@ -224,8 +224,8 @@ class RequestDispatch:
         self._set_free(link)
 
     def _set_free(self, link: ReplicaLink) -> None:
-        """What it runs, for us and for others, decides how much more it gets; a suspect shows with one that it works.
-        The load of others is asked for again before it is older than `batch_creation_interval_s`.
+        """Its running requests, own and foreign, decide how many more it gets; a suspect replica gets one as a probe.
+        The foreign load is asked for again before it is older than `batch_creation_interval_s`.
         """
         running = len(link.in_flight)
         free = self._options.max_concurrent_per_server - running - link.foreign_requests
@@ -237,19 +237,19 @@ class RequestDispatch:
             self._spawn(self._follow_load(link), f"load of {link.name}")
 
     async def _follow_load(self, link: ReplicaLink) -> None:
-        """While others run requests on a replica its free slots change without a report."""
+        """Poll the load while other clients run requests there: its free slots change without a report."""
         try:
             while link.foreign_requests and self._links.get(link.name) is link:
                 await asyncio.sleep(max(self._options.batch_creation_interval_s, _SHORTEST_POLL_S))
                 async with asyncio.timeout(self._options.interrupt_timeout_s):
                     await link.ask_load()
         except REPLICA_ERRORS:
-            link.foreign_requests = 0  # whether it works at all the heartbeat finds out
+            link.foreign_requests = 0  # the heartbeat finds out whether it works at all
         finally:
             self._followed.discard(link)
 
-    def load_told(self, link: ReplicaLink) -> None:
-        """A replica has told its load outside of a report: others may have taken or left its slots."""
+    def load_reported(self, link: ReplicaLink) -> None:
+        """A replica reported its load on request: other clients may have taken or freed slots."""
         if self._links.get(link.name) is link:
             self._set_free(link)
             self._pump()
@@ -312,10 +312,10 @@ class RequestDispatch:
             self._requeue(pending)
         else:
             pending.keep(completion)
-            self._retry(pending, link, "ended it as aborted, and nobody had asked for that")
+            self._retry(pending, link, "aborted it unasked")
 
     def _ended(self, link: ReplicaLink, wire_id: str, state: AttemptState) -> Attempt | None:
-        """The attempt a replica tells the end of. None, and counted: it had ended before."""
+        """The attempt whose end a replica reports. None, and counted as late: it had ended before."""
         attempt = link.in_flight.get(wire_id)
         if attempt is None:
             self._counts.late_results += 1
@@ -332,7 +332,7 @@ class RequestDispatch:
             self._set_free(attempt.link)
 
     def _lose(self, attempt: Attempt) -> None:
-        """Give an attempt up; the tokens it told of are kept."""
+        """Give an attempt up; its reported tokens are kept."""
         self._end(attempt, AttemptState.LOST)
         self._keep_received(attempt)
 
@@ -343,8 +343,8 @@ class RequestDispatch:
                 self._end(attempt, AttemptState.ABORTED)
                 self._requeue(attempt.request)
 
-    def give_elsewhere(self, attempts: Sequence[Attempt], reason: str) -> None:
-        """These attempts failed on their replica: they go on elsewhere from the last token they told of."""
+    def redispatch(self, attempts: Sequence[Attempt], reason: str) -> None:
+        """These attempts failed on their replica: they continue on another replica from their last reported token."""
         for attempt in attempts:
             if not attempt.ended:
                 assert attempt.link is not None
@@ -365,7 +365,7 @@ class RequestDispatch:
         self._requeue(pending)
 
     def _requeue(self, pending: PendingRequest) -> None:
-        """The next attempt waits, unless nobody wants the request any more."""
+        """Queue the next attempt, unless the caller has aborted the request."""
         if pending.abort_wanted:
             self._finish_aborted(pending)
         elif not pending.result.done():
@@ -420,7 +420,9 @@ class RequestDispatch:
             return
         del self._links[name]
         orphans = link.cut()
-        logger.warning("engine %s is lost: %s; its %d requests go elsewhere", name, reason, len(orphans))
+        logger.warning(
+            "engine %s is lost: %s; its %d requests are dispatched to other replicas", name, reason, len(orphans)
+        )
         self._counts.lost(link, asyncio.get_running_loop().time())
         self._counts.in_flight -= len(orphans)
         self._choice.remove(name)
@@ -433,10 +435,10 @@ class RequestDispatch:
         self._pump()
 
     def _end_without_engines(self, name: str, reason: str) -> None:
-        """No replica is there and none will come: everything that waits fails."""
+        """No replica is left and none is expected: every waiting request fails."""
         if self._links or self._expected:
             return
-        error = ConnectionError(f"no engine is left; the last one, {name}, went with: {reason}")
+        error = ConnectionError(f"no engine is left; the last one, {name}, was lost: {reason}")
         for pending in self._waiting:
             if not pending.result.done():
                 pending.result.set_exception(error)

@@ -2,13 +2,14 @@
 
     trainer rank --link--> rank j of replica 0 --link--> rank j of replica 1 --link--> ...
 
-Receivers pull. A link is a TCP connection for words and a two-rank group for bytes. The receiver asks for its segments
-of a block; the serving side answers chunk by chunk, and each chunk is announced in words before either side touches
-the group. So no receive is ever pending on a device while its sender is still busy, and a trainer never waits for one.
+Receivers pull. A link is a TCP connection for control messages and a two-rank group for bytes. The receiver asks for
+its segments of a block; the serving side answers chunk by chunk, and announces each chunk by a message before either
+side uses the group. So no receive is ever pending on a device while its sender is still busy, and a trainer never waits
+for one.
 
 A receiver serves what it has received, chunk by chunk while more comes, to the replica behind it: a push takes the
-time of one copy plus one chunk per replica, and the trainer sends once however many replicas there are. When the
-replica ahead fails, its successor pulls from the trainer.
+time of one copy plus one chunk per replica, and the trainer sends once however many replicas there are. When an
+upstream replica fails, its successor pulls from the trainer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NUM_BUFFERS = 2
 _GROUP_TIMEOUT = timedelta(minutes=10)
 """Of one chunk; the deadline of a push is the synchronizer's."""
 _UPSTREAM_WITHIN_S = 10.0
-"""How long a replica waits for the one ahead of it, before it turns to the trainer."""
+"""How long a replica waits for its upstream replica before it pulls from the trainer."""
 _SEND, _RECEIVE = 0, 1
 _READY, _FAILED = b"+", b"-"
 
@@ -129,14 +130,14 @@ class LinkServer:
                 self._blocks.pop(key, None)
 
     def _serve(self, link: socket.socket) -> None:
-        """One link, until the other side hangs up."""
-        words = _Words(link)
+        """Serve one link until the other side closes it."""
+        channel = _ControlChannel(link)
         self._links.add(link)
         group: dist.ProcessGroup | None = None
         try:
-            while (request := words.read()) is not None:
+            while (request := channel.read()) is not None:
                 if "address_of" in request:
-                    words.write({"address": self._address_of(request["address_of"])})
+                    channel.write({"address": self._address_of(request["address_of"])})
                 elif "address" in request:
                     with self._changed:
                         self._addresses[request["of"]] = request["address"]
@@ -144,11 +145,13 @@ class LinkServer:
                 else:
                     if group is None:
                         name = uuid.uuid4().hex
-                        words.write({"store": f"{self._store.host}:{self._store.port}", "name": name})
+                        channel.write({"store": f"{self._store.host}:{self._store.port}", "name": name})
                         group = self._medium.group(dist.PrefixStore(name, self._store), _SEND, _GROUP_TIMEOUT)
-                    self._send(words, group, request)
+                    self._send(channel, group, request)
         except (RuntimeError, OSError) as error:
-            logger.warning("Parameter sync: a receiver of weights is gone: %s", str(error).splitlines()[0])
+            logger.warning(
+                "Parameter sync: lost the connection to a receiver of weights: %s", str(error).splitlines()[0]
+            )
         finally:
             self._links.discard(link)
 
@@ -158,29 +161,29 @@ class LinkServer:
             self._changed.wait_for(lambda: name in self._addresses, timeout=_UPSTREAM_WITHIN_S)
             return self._addresses.get(name)
 
-    def _send(self, words: _Words, group: dist.ProcessGroup, request: dict) -> None:
+    def _send(self, channel: _ControlChannel, group: dist.ProcessGroup, request: dict) -> None:
         segments: _Segments = [(start, stop) for start, stop in request["segments"]]
         with self._changed:
             if request["waits"]:
                 self._changed.wait_for(lambda: request["key"] in self._blocks, timeout=_UPSTREAM_WITHIN_S)
             block = self._blocks.get(request["key"])
         if block is None or block.segments not in (None, segments):
-            words.signal(_FAILED)
+            channel.signal(_FAILED)
             return
         for chunk, end in block.chunks(segments):
             if not block.wait(end):
-                words.signal(_FAILED)
+                channel.signal(_FAILED)
                 return
-            words.signal(_READY)
+            channel.signal(_READY)
             with self._medium.lane():
                 group.send([chunk], _RECEIVE, 0).wait()
 
     def close(self) -> None:
-        """Hang up and serve nothing more."""
+        """Close all links and serve nothing more."""
         self._server.shutdown()
         self._server.server_close()
         for link in list(self._links):
-            _hang_up(link)
+            _close_socket(link)
         self._blocks.clear()
         self._thread.join()
 
@@ -250,27 +253,29 @@ class LinkReader:
         yield from _unpacked(block, rank, segments, published.data)
 
     def _pull_from_upstream(self, key: str, published: _Published) -> bool:
-        """False: turn to the trainer, from now on."""
+        """False: pull from the trainer from now on."""
         if self._upstream is None:
             return False
         try:
             self._upstream.pull(key, published, waits=True)
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
-            logger.warning("Parameter sync: %s turns from the replica ahead to the trainer: %s", self._me, reason)
+            logger.warning(
+                "Parameter sync: %s pulls from the trainer instead of its upstream replica: %s", self._me, reason
+            )
             self._upstream.close()
             self._upstream = None
             return False
         return True
 
     def _join_chain(self, source: _Link) -> None:
-        """Tell the replica behind where this one serves, and find the one ahead."""
+        """Publish the address that the downstream replica pulls from, and connect to the upstream one."""
         self._server = LinkServer(self._medium)
-        source.words.write({"of": self._me, "address": self._server.address})
+        source.channel.write({"of": self._me, "address": self._server.address})
         if self._plan.upstream is None:
             return
-        source.words.write({"address_of": self._name_of(self._plan.upstream)})
-        address = (source.words.read() or {}).get("address")
+        source.channel.write({"address_of": self._name_of(self._plan.upstream)})
+        address = (source.channel.read() or {}).get("address")
         if address is not None:
             self._upstream = _Link(self._medium, address)
 
@@ -302,7 +307,7 @@ class _Link:
         self._medium, self._address = medium, address
         host, port = address.rsplit(":", 1)
         self._socket = socket.create_connection((host, int(port)), timeout=_GROUP_TIMEOUT.total_seconds())
-        self.words = _Words(self._socket)
+        self.channel = _ControlChannel(self._socket)
         self._group: dist.ProcessGroup | None = None
 
     def pull(self, key: str, into: _Published, *, waits: bool) -> None:
@@ -310,40 +315,40 @@ class _Link:
         not have it, OSError when it is gone.
         """
         assert into.segments is not None
-        self.words.write({"key": key, "segments": into.segments, "waits": waits})
+        self.channel.write({"key": key, "segments": into.segments, "waits": waits})
         if self._group is None:
-            self._group = self._joined(self.words.read())
+            self._group = self._joined(self.channel.read())
         for _, (begin, end) in _steps(into.segments):
-            if self.words.expect() != _READY:
+            if self.channel.expect() != _READY:
                 gone = f"block {key[:8]} of {self._address}"
-                raise RuntimeError(f"{gone} is not there any more: a newer one took its place")
+                raise RuntimeError(f"{gone} was replaced by a newer one")
             with self._medium.lane():
                 self._group.recv([into.data[begin:end]], _SEND, 0).wait()
             into.advance(end)
 
     def _joined(self, answer: dict | None) -> dist.ProcessGroup:
         if answer is None:
-            raise ConnectionError(f"{self._address} hung up")
+            raise ConnectionError(f"{self._address} closed the connection")
         host, port = answer["store"].rsplit(":", 1)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
         return self._medium.group(dist.PrefixStore(answer["name"], store), _RECEIVE, _GROUP_TIMEOUT)
 
     def close(self) -> None:
-        _hang_up(self._socket)
+        _close_socket(self._socket)
 
 
-class _Words:
-    """JSON lines and single-byte signals over a socket."""
+class _ControlChannel:
+    """JSON messages and single-byte signals over a socket."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._link, self._file = link, link.makefile("rb")
 
-    def write(self, words: dict) -> None:
-        self._link.sendall(json.dumps(words).encode() + b"\n")
+    def write(self, message: dict) -> None:
+        self._link.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> dict | None:
-        """None when the other side hung up."""
+        """None when the other side closed the connection."""
         line = self._file.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
@@ -351,10 +356,10 @@ class _Words:
         self._link.sendall(byte)
 
     def expect(self) -> bytes:
-        """One signal. Raises ConnectionError when the other side hung up."""
+        """One signal. Raises ConnectionError when the other side closed the connection."""
         byte = self._file.read(1)
         if not byte:
-            raise ConnectionError("the sender of weights hung up")
+            raise ConnectionError("the sender of weights closed the connection")
         return byte
 
 
@@ -418,9 +423,9 @@ def reachable_host() -> str:
             return "127.0.0.1"
 
 
-def _hang_up(link: socket.socket) -> None:
+def _close_socket(link: socket.socket) -> None:
     try:
         link.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # the other side was faster
+        pass  # the other side has closed it already
     link.close()

@@ -129,16 +129,16 @@ def test_the_split_into_micro_batches_does_not_change_a_step(start, tmp_path, sp
 def test_rows_without_advantage_are_left_out_and_the_step_stays_the_same(start, tmp_path):
     folder = model_folder(tmp_path / "in", tied=True)
     rows, policy = batch()
-    silent = torch.tensor([1, 4, 5, 6, 9])
+    zero_gradient = torch.tensor([1, 4, 5, 6, 9])
     results = []
     for nothing in (0.0, 1e-35):  # the second is no zero, so it is computed, and drowns in rounding
-        advantages = policy.advantages.index_fill(0, silent, nothing)
+        advantages = policy.advantages.index_fill(0, zero_gradient, nothing)
         worker = start(folder)
         metrics = worker.update_policy(dataclasses.replace(policy, advantages=advantages), 1)
         results.append((metrics, worker.compute_logprobs(rows)))
     (left_out, after), (computed, reference) = results
-    assert left_out["trainer/silent_rows_share"] == pytest.approx(5 / 12)
-    assert computed["trainer/silent_rows_share"] == 0
+    assert left_out["trainer/zero_gradient_rows_share"] == pytest.approx(5 / 12)
+    assert computed["trainer/zero_gradient_rows_share"] == 0
     assert left_out["trainer/loss"] == pytest.approx(computed["trainer/loss"], abs=1e-6)
     assert left_out["trainer/grad_norm"] == pytest.approx(computed["trainer/grad_norm"], rel=1e-5)
     assert (after - reference).abs().max() < 1e-3  # Adam turns rounding of tiny gradients into steps
@@ -149,7 +149,7 @@ def test_a_batch_without_any_advantage_takes_its_step(start, tmp_path):
     worker = start(model_folder(tmp_path / "in", tied=True))
     before = worker.compute_logprobs(rows)
     metrics = worker.update_policy(dataclasses.replace(policy, advantages=torch.zeros_like(policy.advantages)), 1)
-    assert metrics["trainer/grad_norm"] == 0 and metrics["trainer/silent_rows_share"] == pytest.approx(11 / 12)
+    assert metrics["trainer/grad_norm"] == 0 and metrics["trainer/zero_gradient_rows_share"] == pytest.approx(11 / 12)
     assert torch.equal(worker.compute_logprobs(rows), before)
 
 

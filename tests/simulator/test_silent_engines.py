@@ -45,8 +45,8 @@ def test_the_only_replica_may_be_silent_if_it_can_be_started_again(mode):
 
 
 ENDS = {
-    "deaf": "ConnectionError: no engine is left; the last one, engine-0, went with: did not pause within 5 s",
-    "frozen": "ConnectionError: no engine is left; the last one, engine-0, went with: no sign of life for 30 s",
+    "deaf": "ConnectionError: no engine is left; the last one, engine-0, was lost: did not pause within 5 s",
+    "frozen": "ConnectionError: no engine is left; the last one, engine-0, was lost: no sign of life for 30 s",
 }
 
 

@@ -118,8 +118,8 @@ def context_share() -> ContextShare:
     )
 
 
-def speaks() -> bool:
-    """Whether this rank answers for its data-parallel rank: of all ranks that hold the same rows, one does."""
+def reports() -> bool:
+    """Whether this rank returns the results of its rows: of all ranks that hold the same rows, one does."""
     return (
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -22,7 +22,7 @@ from megatron.core import parallel_state  # noqa: E402
 from roll_async.algorithms.aggregation import Denominators, aggregate, reduce_metrics  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.objective import count_parts, policy_loss  # noqa: E402
-from roll_async.algorithms.policy_losses import SILENT_WITHOUT_ADVANTAGE  # noqa: E402
+from roll_async.algorithms.policy_losses import ZERO_GRADIENT_WITHOUT_ADVANTAGE  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.schema import ExpertRows  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
@@ -141,7 +141,7 @@ class MegatronWorker:
 
         def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
             values = score(batch, output).float().cpu()
-            if ranks.speaks():
+            if ranks.reports():
                 width = min(values.shape[1], result.shape[1])
                 result[batch.rows, :width] = values[:, :width]
             return output.new_zeros(()), {}
@@ -180,31 +180,32 @@ class MegatronWorker:
         results = []
         for _ in range(settings.ppo_epochs):
             for part in self._mini_batches(whole):
-                heard = self._rows_with_signal(rows, part)
-                result = self._step(whole, part, heard, loss_for, settings.normalizer_length)
-                results.append({**result, "trainer/silent_rows_share": 1 - len(heard) / len(part)})
+                rows_to_train = self._rows_to_train(rows, part)
+                result = self._step(whole, part, rows_to_train, loss_for, settings.normalizer_length)
+                share = 1 - len(rows_to_train) / len(part)
+                results.append({**result, "trainer/zero_gradient_rows_share": share})
         return _mean_of(results, "trainer")
 
-    def _rows_with_signal(self, rows: PolicyRows, part: range) -> list[int]:
-        """The rows of a mini-batch that can move a weight. Where every answer of a group has the same score, all
+    def _rows_to_train(self, rows: PolicyRows, part: range) -> list[int]:
+        """The rows of a mini-batch with a gradient. Where every answer of a group has the same score, all
         advantages are zero, and so is the gradient: half of a late GRPO batch. The step is exactly the same without
         them, because the denominators count all rows. One row per data-parallel rank stays, for the schedule.
         """
         loss = self._settings.loss
         assert loss is not None
-        speaks_always = loss.kl_coef > 0 or loss.entropy_coef > 0 or self._model.config.num_moe_experts is not None
-        if speaks_always or loss.pg_variant not in SILENT_WITHOUT_ADVANTAGE:
+        all_have_gradients = loss.kl_coef > 0 or loss.entropy_coef > 0 or self._model.config.num_moe_experts is not None
+        if all_have_gradients or loss.pg_variant not in ZERO_GRADIENT_WITHOUT_ADVANTAGE:
             return list(part)
         signal = rows.mask & (rows.advantages != 0)
         if rows.correction_weights is not None:
             signal &= rows.correction_weights != 0
         if rows.cross_entropy_mask is not None:
             signal |= rows.cross_entropy_mask
-        speaks = signal.any(-1).tolist()
-        heard = [row for row in part if speaks[row]]
+        has_gradient = signal.any(-1).tolist()
+        to_train = [row for row in part if has_gradient[row]]
         least = min(len(part), parallel_state.get_data_parallel_world_size())
-        silent = [row for row in part if not speaks[row]]
-        return sorted(heard + silent[: max(0, least - len(heard))])
+        zero_gradient = [row for row in part if not has_gradient[row]]
+        return sorted(to_train + zero_gradient[: max(0, least - len(to_train))])
 
     @torch.no_grad()
     def compute_values(self, rows: TokenRows) -> Tensor | None:
@@ -298,7 +299,7 @@ class MegatronWorker:
         loss = float(torch.stack(losses).sum()) if losses else 0.0
         if self._spec.world_size == 1:
             return loss, parts
-        own = (loss, [{k: v.cpu() for k, v in p.items()} for p in parts]) if ranks.speaks() else (0.0, [])
+        own = (loss, [{k: v.cpu() for k, v in p.items()} for p in parts]) if ranks.reports() else (0.0, [])
         gathered: list = [None] * self._spec.world_size
         dist.all_gather_object(gathered, own)
         return sum(x[0] for x in gathered), [part for x in gathered for part in x[1]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from roll_async.algorithms.aggregation import aggregate, count_denominators
-from roll_async.algorithms.policy_losses import POLICY_LOSSES, SILENT_WITHOUT_ADVANTAGE, PolicyLossInputs
+from roll_async.algorithms.policy_losses import POLICY_LOSSES, ZERO_GRADIENT_WITHOUT_ADVANTAGE, PolicyLossInputs
 from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
 
 CASES = [
@@ -302,8 +302,8 @@ def test_without_advantage_the_gradient_is_exactly_zero_for_the_losses_that_prom
     batch.logprobs = batch.logprobs.clone().requires_grad_()
     loss, _ = POLICY_LOSSES[name](batch.inputs(), options=POLICY_LOSS_OPTIONS[name](**given))
     loss.sum().backward()
-    silent = not bool(batch.logprobs.grad.any())
-    assert silent == (name in SILENT_WITHOUT_ADVANTAGE)
+    zero_gradient = not bool(batch.logprobs.grad.any())
+    assert zero_gradient == (name in ZERO_GRADIENT_WITHOUT_ADVANTAGE)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)

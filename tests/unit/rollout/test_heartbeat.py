@@ -29,7 +29,7 @@ def test_a_frozen_replica_is_taken_out_and_its_requests_go_on_from_what_it_told_
             assert asyncio.get_running_loop().time() == pytest.approx(5 + 20 + 7, abs=0.5)
             assert list(good.submitted[1].prompt_token_ids) == [1, 2, 3, *WHOLE[:3]]
             assert manager.num_servers == 1 and manager.stats().lost_servers == 1
-            assert "engine frozen is lost: no sign of life for 20 s; its 1 requests go elsewhere" in caplog.text
+            assert "engine frozen is lost: no sign of life for 20 s; its 1 requests are dispatched" in caplog.text
 
     run(go())
 

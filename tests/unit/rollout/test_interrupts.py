@@ -176,7 +176,7 @@ def test_the_last_replica_that_does_not_pause_ends_the_run_with_its_name(run, re
             pause = asyncio.create_task(manager.interrupt("resume", 5.0))
             for result in await asyncio.gather(*tasks, watch, pause, return_exceptions=True):
                 assert isinstance(result, ConnectionError)
-                assert "no engine is left; the last one, deaf, went with: did not pause within 5 s" in str(result)
+                assert "no engine is left; the last one, deaf, was lost: did not pause within 5 s" in str(result)
 
     run(go())
 

@@ -26,7 +26,7 @@ def test_a_healthy_world_breaks_nothing_and_keeps_both_sides_at_work():
 def test_when_the_last_engine_dies_the_run_ends_with_the_step_under_way_and_says_which_it_was():
     crash = EngineFaults(crash_at_s=3.0)
     outcome = simulate(a_world(engines=(crash, replace(crash, crash_at_s=4.0))))
-    assert outcome.end.startswith("ConnectionError: no engine is left; the last one, engine-1, went with: ")
+    assert outcome.end.startswith("ConnectionError: no engine is left; the last one, engine-1, was lost: ")
     assert 4.0 <= outcome.ended_s <= 5.0 and len(outcome.steps) == 2
     assert len(outcome.findings) == 1 and outcome.findings[0].startswith("invariant 6: the run ended with 'Conn")
 

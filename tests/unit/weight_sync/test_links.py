@@ -83,7 +83,7 @@ def test_a_replica_whose_predecessor_dies_in_the_middle_goes_on_with_the_trainer
         for thread in taking:
             thread.join()
     assert second.digest == f"{sender.sent[0] % (1 << 128):032x}"
-    assert "turns from the replica ahead to the trainer" in caplog.text
+    assert "pulls from the trainer instead of its upstream replica" in caplog.text
     assert_equal(dict(second.tensors()), transfers.tensors())
 
 
