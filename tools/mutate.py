@@ -1,42 +1,72 @@
 """One-line faults in the asynchronous core, one by one, against the tests that should see them.
 
-    python tools/mutate.py --list                    # the catalogue
-    python tools/mutate.py --only rollout --sample 20 --seed 1
+    python tools/mutate.py --list                                  # the catalogue
+    python tools/mutate.py --sample 100 --seed 1 --log mutants.jsonl [--part 1/4]
+    python tools/mutate.py --table mutants.jsonl > docs_roll/mutants.md
 
-The catalogue is made from the source: a comparison turned round, a condition negated, `and` for `or`, a number off by
-one, a call left out, a value not returned. Each is written into a copy of the package; the tests run against it with a
-time limit. Output: one JSON line per mutant, then how many were seen. A survivor is a missing test, or it is equivalent
-and belongs into EQUIVALENT with its reason.
+The catalogue has two halves: the faults with a name (`named_mutants.py`), all of which are run, and those made from the
+source, one per line and kind, of which `--sample` are drawn: a comparison turned round, `and` for `or`, a `not` left
+out, plus for minus, a call or a count left out, a value not returned.
+
+Each is written into a copy of the package, and the tests of its file run against it, the nearest first, up to the first
+that fails; then some worlds of the simulator. A test process is forked from one that has imported the libraries but
+nothing of the package. What takes longer than the time limit counts as seen. One JSON line per fault; exit code 1 when
+one survives that is not in EQUIVALENT.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
+import logging
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from named_mutants import NAMED
+
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = {
-    "roll_async/rollout": ["tests/unit/rollout"],
-    "roll_async/buffer": ["tests/unit/buffer", "tests/unit/rollout/test_rollouter.py"],
-    "roll_async/weight_sync/synchronizer.py": ["tests/unit/weight_sync"],
-    "roll_async/pipelines/rlvr.py": ["tests/unit/pipelines"],
-    "roll_async/trainer/learner.py": ["tests/unit/trainer"],
-    "roll_async/inference/engine_host.py": ["tests/unit/inference/test_engine_host.py"],
+UNIT = "tests/unit"
+TESTS: dict[str, tuple[str, ...]] = {
+    "rollout/": (f"{UNIT}/rollout", f"{UNIT}/agents/test_groups.py"),
+    "buffer/": (f"{UNIT}/buffer", f"{UNIT}/rollout/test_rollouter.py", f"{UNIT}/pipelines"),
+    "weight_sync/synchronizer.py": (
+        f"{UNIT}/weight_sync/test_synchronizer.py",
+        f"{UNIT}/weight_sync/test_synchronizer_stages.py",
+        f"{UNIT}/pipelines",
+    ),
+    "weight_sync/links.py": (f"{UNIT}/weight_sync/test_links.py",),
+    "weight_sync/": (f"{UNIT}/weight_sync/test_layout.py", f"{UNIT}/weight_sync"),
+    "pipelines/": (f"{UNIT}/pipelines", f"{UNIT}/simulator"),
+    "trainer/": (f"{UNIT}/trainer/test_learner.py", f"{UNIT}/trainer"),
+    "inference/engine_host.py": (f"{UNIT}/inference/test_engine_host.py",),
+    "inference/": (f"{UNIT}/inference/test_vllm_progress.py",),
 }
-"""Part of the package to the tests that should see its faults."""
+"""First part of a file's path to the tests that should see its faults; the first that fits. The test file of the same
+name runs before them.
+"""
+GENERATED_FROM = (
+    "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/layout.py", "weight_sync/digest.py",
+    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py",
+    "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
+    "inference/stop_strings.py",
+)  # fmt: skip
 EQUIVALENT: dict[str, str] = {}
-"""Mutant (`FILE:LINE:KIND`) to why nothing can see it."""
+"""Fault, as `Mutant.name` without the number of its line, to why no test can see it."""
+_LIBRARIES = ("dataclasses_json", "hypothesis", "numpy", "pytest", "torch", "yaml")
+"""What every child needs."""
 _LIMIT_S = 120
+_WORLDS, _KILLED_WORLDS = 60, 15
 _TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
            ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
 
@@ -46,23 +76,50 @@ class Mutant:
     """One fault."""
 
     file: str
+    """Under roll_async/."""
     line: int
     kind: str
+    """Name of a named one, else what is wrong with the line."""
+    text: str
+    """The line as it should be."""
     source: str
     """The whole file with it."""
 
     @property
     def name(self) -> str:
-        return f"{self.file}:{self.line}:{self.kind}"
+        return f"{self.file}: {self.kind}: {self.text}"
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
-    """All faults of a file."""
+def named() -> list[Mutant]:
+    """The faults with a name."""
+    found = []
+    for name, file, right, wrong in NAMED:
+        text = (ROOT / "roll_async" / file).read_text()
+        before, _, _ = text.partition(right)
+        line = before.count("\n") + 1
+        source = text.replace(right, wrong, 1)
+        found.append(Mutant(file=file, line=line, kind=name, text=text.splitlines()[line - 1].strip(), source=source))
+    return found
+
+
+def generated() -> list[Mutant]:
+    """One fault per line and kind."""
+    paths = [path for pattern in GENERATED_FROM for path in sorted((ROOT / "roll_async").glob(pattern))]
+    found = {mutant.name: mutant for path in paths for mutant in _mutants_of(path)}
+    return list(found.values())
+
+
+def _mutants_of(path: Path) -> Iterator[Mutant]:
     text = path.read_text()
+    lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         for kind, new in _faults(node):
             yield Mutant(
-                file=str(path.relative_to(ROOT)), line=node.lineno, kind=kind, source=_replaced(text, node, new)
+                file=str(path.relative_to(ROOT / "roll_async")),
+                line=node.lineno,  # type: ignore[attr-defined]
+                kind=kind,
+                text=lines[node.lineno - 1].strip(),  # type: ignore[attr-defined]
+                source=_replaced(text, node, new),
             )
 
 
@@ -72,11 +129,12 @@ def _faults(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.BoolOp):
         yield "and/or", ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield "not", node.operand
+        yield "without not", node.operand
     elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
         yield "plus/minus", ast.BinOp(node.left, ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(), node.right)
     elif isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Await)):
-        yield "left out", ast.Pass()
+        if not ast.unparse(node).startswith("logger."):  # what the log says is no fault of the core
+            yield "left out", ast.Pass()
     elif isinstance(node, ast.AugAssign):
         yield "not counted", ast.Pass()
     elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
@@ -85,67 +143,162 @@ def _faults(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def _replaced(text: str, node: ast.AST, new: ast.AST) -> str:
     lines = text.splitlines(keepends=True)
-    start, end = node.lineno - 1, node.end_lineno - 1
-    head = lines[start].encode()[: node.col_offset].decode()
-    tail = lines[end].encode()[node.end_col_offset :].decode()
+    start, end = node.lineno - 1, node.end_lineno - 1  # type: ignore[attr-defined]
+    head = lines[start].encode()[: node.col_offset].decode()  # type: ignore[attr-defined]
+    tail = lines[end].encode()[node.end_col_offset :].decode()  # type: ignore[attr-defined]
     written = ast.unparse(ast.fix_missing_locations(new))
     written = f"({written})" if isinstance(new, ast.expr) else written
     return "".join([*lines[:start], head + written + tail, *lines[end + 1 :]])
 
 
-def catalogue() -> list[tuple[Mutant, list[str]]]:
-    """Every mutant with its tests; one per line of source, the first kind that applies."""
-    found = []
-    for part, tests in TESTS.items():
-        paths = [ROOT / part] if part.endswith(".py") else sorted((ROOT / part).glob("*.py"))
-        for path in paths:
-            by_line = {mutant.line: mutant for mutant in mutants_of(path)}
-            found += [(mutant, tests) for _, mutant in sorted(by_line.items()) if mutant.name not in EQUIVALENT]
-    return found
+def catalogue(sample: int, seed: int) -> list[Mutant]:
+    """All faults with a name, and `sample` of the others, drawn by `seed`."""
+    made = generated()
+    return [*named(), *random.Random(seed).sample(made, min(sample, len(made)))]
 
 
-def is_seen(mutant: Mutant, tests: list[str], copy: Path) -> bool:
-    """Whether a test fails with it."""
-    target = copy / mutant.file
-    original = target.read_text()
+def tests_of(file: str) -> list[str]:
+    """The tests that should see a fault of this file, the nearest first."""
+    path = Path(file)
+    nearest = ROOT / UNIT / path.parent / f"test_{path.stem}.py"
+    (others,) = [tests for part, tests in TESTS.items() if file.startswith(part)][:1]
+    return [*([str(nearest.relative_to(ROOT))] if nearest.is_file() else []), *others]
+
+
+def _in_a_child(copy: Path, tests: Sequence[str]) -> str:
+    """Run tests and worlds in a fork; what saw a fault, empty when nothing did."""
+    told = copy / "seen_by"
+    told.write_text("")
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.chdir(copy)
+        log = os.open(copy / "output", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.path.insert(0, str(copy))
+        os.environ["PYTHONPATH"] = str(copy)
+        code = 1
+        try:
+            code = _run(tests, told)
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return "" if status == 0 else told.read_text() or "it cannot be imported"
+        time.sleep(0.02)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return f"no end within {_LIMIT_S} s"
+
+
+def _run(tests: Sequence[str], told: Path) -> int:
+    """In the child: 0 = nothing was seen."""
+    import pytest
+
+    class Watch:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed:
+                told.write_text(report.nodeid)
+
+    for batch in (tests[:1], tests[1:]):
+        if batch and pytest.main(["-x", "-q", "-p", "no:cacheprovider", *batch], plugins=[Watch()]) != 0:
+            return 1
+    logging.disable(logging.CRITICAL)
+    from roll_async.simulator.scenario import random_killed_scenario, random_scenario
+    from roll_async.simulator.world import simulate
+
+    makers = [(random_scenario, _WORLDS), (random_killed_scenario, _KILLED_WORLDS)]
+    for make, count in makers:
+        for seed in range(count):
+            told.write_text(f"{make.__name__}({seed})")
+            if findings := simulate(make(seed)).findings:
+                told.write_text(f"{make.__name__}({seed}): {findings[0][:60]}")
+                return 1
+    return 0
+
+
+def seen_by(mutant: Mutant, copy: Path) -> str:
+    """The test or world that notices it; empty = none."""
+    target, original = copy / "roll_async" / mutant.file, ROOT / "roll_async" / mutant.file
     target.write_text(mutant.source)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(
-            command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, timeout=_LIMIT_S
-        )
-        return done.returncode != 0
-    except subprocess.TimeoutExpired:
-        return True  # it hangs, which a user would notice too
+        return _in_a_child(copy, tests_of(mutant.file))
     finally:
-        target.write_text(original)
+        shutil.copy2(original, target)  # with its time, so what was compiled of it is valid again
+
+
+def table(logs: Sequence[Path]) -> str:
+    """Markdown of what runs found."""
+    rows = {row["name"]: row for log in logs for row in map(json.loads, log.read_text().splitlines())}
+    kinds: Counter[tuple[str, bool]] = Counter()
+    for row in rows.values():
+        kinds[row["file"].partition("/")[0], bool(row["seen_by"])] += 1
+    lines = ["| folder | faults | seen | survived |", "|---|---|---|---|"]
+    for folder in sorted({folder for folder, _ in kinds}):
+        seen, left = kinds[folder, True], kinds[folder, False]
+        lines.append(f"| {folder} | {seen + left} | {seen} | {left} |")
+    lines += ["", "| fault | file and line | seen by |", "|---|---|---|"]
+    for name, row in rows.items():
+        where = f"`{row['file']}:{row['line']}`"
+        what = row["kind"] if row["named"] else f"{row['kind']}: `{row['text'].replace('|', chr(92) + '|')}`"
+        found = f"`{row['seen_by']}`" if row["seen_by"] else f"nothing: {EQUIVALENT.get(name, 'TO DO')}"
+        lines.append(f"| {what} | {where} | {found} |")
+    return "\n".join(lines)
+
+
+def _copied(folder: Path) -> Path:
+    for name in ("roll_async", "tests", "configs", "examples", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
 
 
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--only", default="", help="part of the file's path")
-    parser.add_argument("--sample", type=int, default=120)
+    parser.add_argument("--only", default="", help="part of the fault's name")
+    parser.add_argument("--sample", type=int, default=100, help="of the faults without a name")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th fault, from the I-th")
+    parser.add_argument("--log", type=Path, help="JSON lines are appended here, and what is in it is not run again")
+    parser.add_argument("--table", type=Path, nargs="+", help="logs to a Markdown table")
     options = parser.parse_args()
-    found = [(mutant, tests) for mutant, tests in catalogue() if options.only in mutant.file]
-    if options.list:
-        for mutant, _ in found:
-            print(mutant.name)
+    if options.table:
+        print(table(options.table))
         return 0
-    chosen = random.Random(options.seed).sample(found, min(options.sample, len(found)))
+    part, parts = map(int, options.part.split("/"))
+    chosen = [m for m in catalogue(options.sample, options.seed) if options.only in m.name][part - 1 :: parts]
+    if options.list:
+        print("\n".join(mutant.name for mutant in chosen))
+        return 0
+    known = options.log.read_text().splitlines() if options.log and options.log.is_file() else []
+    done = {json.loads(line)["name"] for line in known}
+    names = {name for name, *_ in NAMED}
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    for library in _LIBRARIES:
+        importlib.import_module(library)
+    import torch
+
+    torch.set_num_threads(1)
     survivors = []
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
-        copy = Path(folder)
-        for name in ("roll_async", "tests", "configs"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        for mutant, tests in chosen:
-            seen = is_seen(mutant, tests, copy)
-            survivors += [] if seen else [mutant.name]
-            print(json.dumps({"name": mutant.name, "seen": seen}), flush=True)
-    print(json.dumps({"mutants": len(chosen), "of": len(found), "survivors": survivors}))
+        copy = _copied(Path(folder))
+        for mutant in [m for m in chosen if m.name not in done]:
+            started = time.monotonic()
+            found = seen_by(mutant, copy)
+            survivors += [] if found or mutant.name in EQUIVALENT else [mutant.name]
+            row = {"name": mutant.name, "file": mutant.file, "line": mutant.line, "kind": mutant.kind,
+                   "text": mutant.text, "named": mutant.kind in names, "seen_by": found,
+                   "seconds": round(time.monotonic() - started, 1)}  # fmt: skip
+            print(json.dumps(row), flush=True)
+            if options.log is not None:
+                with options.log.open("a") as log:
+                    log.write(json.dumps(row) + "\n")
+    print(json.dumps({"mutants": len(chosen), "survivors": survivors}))
     return 1 if survivors else 0
 
 

@@ -4,31 +4,26 @@ Requests that run share the decoder. `_work` is how many tokens each of them has
 that joined at work w and needs n tokens ends when the work reaches w + n, so an event costs O(log running) and nothing
 happens per token.
 
-The token at position p of the whole text is p, so what was lost, doubled or cut when a request was continued elsewhere
-shows in its ids; the log-prob of a token is -(1 + v) / 1024 with v the version of the weights it was really sampled
-with.
+The token at position p of the whole text says p, so what was lost, doubled or cut when a request was continued
+elsewhere shows in its ids; its log-prob says with which weights it was really sampled, for which answer and where
+(`text.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
 from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion, cut_runs, merge_runs
-from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, uniform
+from roll_async.simulator.models import EngineFaults, SpeedModel, uniform
+from roll_async.simulator.text import Texts, Turn, decode, logprobs_of
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
 _ROUNDING = 1e-6
 """Tokens: work is a sum of products of floats."""
-
-
-def logprob_of(version: WeightVersion) -> float:
-    """What a token of this version carries as log-prob; exact in float32."""
-    return -(1 + version) / 1024
 
 
 def bucket_names(version: WeightVersion, count: int) -> list[str]:
@@ -44,6 +39,7 @@ def digest_of(version: WeightVersion, buckets: Sequence[str]) -> str:
 @dataclass(eq=False, slots=True)
 class _Running:
     request: GenerateRequest
+    turn: Turn
     result: asyncio.Future[Completion]
     num_tokens: int
     """This attempt will generate, to its natural end."""
@@ -64,10 +60,10 @@ class SimEngine:
     """One replica on the virtual clock. Whose answers are how long is decided by the request's name."""
 
     def __init__(
-        self, name: str, seed: int, lengths: LengthModel, speed: SpeedModel, *, slots: int, faults: EngineFaults
+        self, name: str, seed: int, texts: Texts, speed: SpeedModel, *, slots: int, faults: EngineFaults
     ) -> None:
         self.name = name
-        self._seed, self._lengths, self._speed, self._slots, self._faults = seed, lengths, speed, slots, faults
+        self._seed, self._texts, self._speed, self._slots, self._faults = seed, texts, speed, slots, faults
         self.tells_progress = True
         """False: a world in which nothing dies saves the time to tell what running requests have generated."""
         self.version: WeightVersion | None = None
@@ -116,12 +112,14 @@ class SimEngine:
             raise ValueError(f"{self.name} refuses {request.request_id}")
         loop = asyncio.get_running_loop()
         base, _, _ = request.request_id.partition("#")
-        so_far = len(request.prompt_token_ids) - request.prompt_token_ids[0]  # the first id is the prompt's length
-        wanted = self._lengths.tokens(self._seed, base.partition(".")[0], base) - so_far
-        limit = request.sampling.max_new_tokens
-        reason = FinishReason.STOP if wanted <= limit else FinishReason.LENGTH
-        tokens = max(1, min(wanted, limit))
-        running = _Running(request, loop.create_future(), tokens, reason, loop.time())
+        prompt, limit = request.prompt_token_ids, request.sampling.max_new_tokens
+        turn = self._texts.turn(base, prompt, request.sampling.stop_strings)
+        wanted, reason = turn.end - len(prompt), FinishReason.STOP
+        # A stop string that began in the prompt is not seen: an engine looks at what it samples itself.
+        unseen = turn.stops and turn.stop_begins < len(prompt)
+        if unseen or wanted > limit:
+            wanted, reason = limit, FinishReason.LENGTH
+        running = _Running(request, turn, loop.create_future(), max(1, wanted), reason, loop.time())
         self._waiting[request.request_id] = running
         self._advance()
         self._fill()
@@ -138,8 +136,8 @@ class SimEngine:
         return self._part(running, start, end, FinishReason.ABORT) if end > start else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """One character per token."""
-        return "." * len(token_ids)
+        """See `text.py`."""
+        return decode(token_ids)
 
     def tokens_so_far(self) -> list[tuple[GenerateRequest, int]]:
         """Requests that run, and the tokens this engine has sampled for each."""
@@ -302,14 +300,12 @@ class SimEngine:
 
     def _part(self, running: _Running, start: int, end: int, reason: FinishReason) -> Completion:
         """Its tokens from `start` to `end`."""
-        first = len(running.request.prompt_token_ids)
-        logprobs = array("f")
-        for content, count in cut_runs(tuple(running.real_runs), start, end):
-            logprobs.extend([logprob_of(content)] * count)
+        name, first = running.request.request_id, len(running.request.prompt_token_ids)
+        sample = name.partition("#")[0].partition("+")[0]
         return Completion(
-            request_id=running.request.request_id,
-            token_ids=array("i", range(first + start, first + end)),
-            logprobs=logprobs,
+            request_id=name,
+            token_ids=running.turn.tokens(first + start, first + end),
+            logprobs=logprobs_of(sample, first + start, cut_runs(tuple(running.real_runs), start, end)),
             version_runs=merge_runs(cut_runs(tuple(running.runs), start, end)),
             finish_reason=reason,
             generation_s=asyncio.get_running_loop().time() - running.submitted_s,

@@ -8,7 +8,7 @@ with the number of the invariant.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from math import ceil
 
@@ -17,10 +17,12 @@ from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
 from roll_async.buffer.states import GroupState, Outcome, Slot
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import GenerateRequest, Group, Sample
+from roll_async.schema import GenerateRequest, Group, Prompt, Sample, SamplingParams
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.replica import SimReplica
+from roll_async.simulator.roles import score_of
 from roll_async.simulator.scenario import Scenario
+from roll_async.simulator.text import expected_logprobs, sampled_as
 
 _MAX_FINDINGS = 20
 _ENDED_WITHIN_S = 20.0
@@ -58,6 +60,19 @@ class Watch:
         self._carried = (0, 0, 0)
         self._unwanted: dict[str, float] = {}
         """Requests on engines that nobody waits for: since when."""
+        self.pushes = 0
+        self._unvalidated: int | None = None
+        """The last step, if it was published without its validation."""
+        self.last_learned = restored_step
+        """Last step the trainer has learned whole."""
+        self._learned_groups: Counter[int] = Counter()
+        self._progress_s = 0.0
+        """When the trainer last ended a step."""
+        self._seen_since_batch = self._kept_since_batch = 0
+        self.budget_is_used = False
+        """`max_num_gen_batches` was reached."""
+        self._early_stopped = self._interrupted = 0
+        """Groups that came again because a batch was complete without them, and because of a push."""
         self._orphans: dict[str, int] = {}
         """Attempt after one that died with its engine, to the tokens of the whole request then."""
 
@@ -116,6 +131,7 @@ class Watch:
 
     def put(self, group: Group, *, accepted: bool) -> None:
         """A finished group was taken in or refused."""
+        self._judged(kept=True)
         place = self.where.get(group.group_id)
         if not accepted:
             if place is Where.IN_FLIGHT:
@@ -128,12 +144,18 @@ class Watch:
             self.finished[group.group_id] = (self.slots[group.group_id].prompt_index, group)
         self._check_whole(group)
 
-    def released(self, group_id: int, outcome: Outcome) -> None:
+    def released(self, group_id: int, outcome: Outcome, reason: str = "") -> None:
         """A slot came back without a group."""
+        if outcome is Outcome.FILTERED:
+            self._judged(kept=False)
         if self.where.get(group_id) is not Where.IN_FLIGHT:
             return
         self.where[group_id] = Where.FINAL
         self.outcomes[outcome] += 1
+        if outcome is Outcome.REQUEUED and reason in ("aborted", "surplus"):
+            self._early_stopped += 1
+        elif outcome is Outcome.REQUEUED:
+            self._interrupted += 1
         if outcome in (Outcome.FILTERED, Outcome.FAILED):
             self.decided.append((self.steps_done, self.slots[group_id].prompt_index, outcome.value))
         if outcome is Outcome.UNUSED:
@@ -152,17 +174,46 @@ class Watch:
         if step != self.steps_done + 1:
             self.report(3, f"step {step} was trained after step {self.steps_done}")
         self.steps_done = step
+        self._check_admissions()
+
+    def _check_admissions(self) -> None:
+        """Invariant 16: what is begun is judged, unless a push or the end of a batch stops it; of the latter each push
+        lets a few begin again.
+        """
+        extra = self.scenario.queue.oversample_groups
+        allowed = (extra + self.scenario.queue.groups_per_batch) * (self.pushes + 1)
+        if self.steps_done and self._early_stopped > (allowed if extra else 0):
+            self.report(
+                16, f"{self._early_stopped} groups were stopped early in {self.pushes} pushes, {extra} are extra"
+            )
+
+    def _judged(self, *, kept: bool) -> None:
+        """Our own count of what `max_num_gen_batches` limits."""
+        budget = self.scenario.budget
+        if budget is None:
+            return
+        if self.budget_is_used:
+            return
+        self._seen_since_batch += 1
+        self._kept_since_batch += kept
+        if self._kept_since_batch >= budget.groups_per_batch:
+            self._seen_since_batch = self._kept_since_batch = 0
+        elif self._seen_since_batch >= budget.max_num_gen_batches * budget.gen_batch_size:
+            self.budget_is_used = True
 
     # The trainer
 
     def batch(self, groups: Sequence[Group], step: int) -> None:
         """What a step, or a part of it, is about to train."""
+        if self._unvalidated is not None:
+            self.report(17, f"step {self._unvalidated} was to be validated, and was not")
         for group in groups:
             place = self.where.get(group.group_id)
             if place is not Where.BUFFERED:
                 self.report(3, f"step {step} trains group {group.group_id}, which is {place}")
             self.where[group.group_id] = Where.TRAINING
             self._check_whole(group)
+            self._check_scores(group)
             self._check_ages(group, step)
         rows = [int(g.prompt.row_id) for g in groups]
         before = {row for trained in self.trained.values() for row in trained}
@@ -183,16 +234,65 @@ class Watch:
 
     def _check_sample(self, group: Group, sample: Sample) -> None:
         """Its tokens are the ones the engines sampled, each once, under the versions it says."""
-        name, limit = sample.sample_id, self.scenario.scheduler.sampling.max_new_tokens
-        lengths = self.scenario.lengths.tokens(self.scenario.seed, name.partition(".")[0], name)
-        start, tokens = len(group.prompt.token_ids), list(sample.response_token_ids)
-        expected = list(range(start, start + min(lengths, limit)))
-        if tokens != expected:
-            self.report(5, f"sample {name} has tokens {tokens}, expected {expected}")
-        labels = [v for v, count in sample.version_runs for _ in range(count)]
-        real = [round(-1024 * x) - 1 for x in sample.behaviour_logprobs]
-        if labels != real:
-            self.report(7, f"sample {name} says versions {labels}, engines held {real}")
+        self._check_tokens(group.prompt, sample, self.scenario.scheduler.sampling)
+
+    def _check_tokens(self, prompt: Prompt, sample: Sample, sampling: SamplingParams) -> None:
+        name, start = sample.sample_id, len(prompt.token_ids)
+        tokens, mask = self.scenario.texts.whole(name, prompt.token_ids, sampling.max_new_tokens, sampling.stop_strings)
+        if sample.response_token_ids != tokens:
+            self.report(5, f"sample {name} has tokens {list(sample.response_token_ids)}, expected {list(tokens)}")
+        elif sample.loss_mask != mask:
+            self.report(13, f"sample {name} trains {list(sample.loss_mask)}, the policy sampled {list(mask)}")
+        elif sample.behaviour_logprobs != expected_logprobs(name, start, mask, sample.version_runs):
+            told = [sampled_as(x) for x, m in zip(sample.behaviour_logprobs, mask, strict=True) if m]
+            labels = [v for v, count in sample.version_runs for _ in range(count)]
+            number = 7 if [v for v, _, _ in told] != [v for v, m in zip(labels, mask, strict=True) if m] else 13
+            self.report(number, f"sample {name} says versions {labels}, engines told (version, answer, place) {told}")
+
+    def _check_scores(self, group: Group) -> None:
+        """Every score is that of its sample, and the baseline that of a greedy answer."""
+        seed, rewards = self.scenario.seed, self.scenario.rewards
+        for sample in group.samples:
+            expected = score_of(seed, rewards, group.prompt, sample.sample_id)
+            if sample.reward is None or sample.reward.score != expected:
+                self.report(13, f"sample {sample.sample_id} has {sample.reward}, its score is {expected}")
+        greedy = self.scenario.scheduler.greedy_baseline
+        expected_baseline = score_of(seed, rewards, group.prompt, "/greedy") if greedy else None
+        if group.baseline_score != expected_baseline:
+            self.report(13, f"group {group.group_id} has baseline {group.baseline_score}, expected {expected_baseline}")
+
+    def learned(self, num_groups: int, step: int) -> None:
+        """The trainer has ended a step, or a part of it."""
+        self._learned_groups[step] += num_groups
+        if self._learned_groups[step] == self.scenario.queue.groups_per_batch:
+            self.last_learned = step
+
+    def died_after(self, saved: int, *, trainer_failed: bool) -> None:
+        """Invariant 9: the rollout process died; the last whole step of a healthy trainer is saved."""
+        if not trainer_failed and saved < self.last_learned:
+            self.report(9, f"step {self.last_learned} was learned, and step {saved} is the last that is saved")
+
+    def validated(self, step: int, answered: Sequence[tuple[Prompt, Sample]], sampling: SamplingParams) -> None:
+        """Invariant 17: a validation measures the weights of its step."""
+        for prompt, sample in answered if self.every_token else ():
+            self._check_tokens(prompt, sample, sampling)
+            versions = sorted({v for v, _ in sample.version_runs})
+            if versions != [step]:
+                self.report(17, f"the validation of step {step} measures versions {versions}")
+
+    def published(self, step: int, metrics: Mapping[str, float], now_s: float) -> None:
+        """What a step tells."""
+        self._progress_s = now_s
+        version, every = metrics.get("validation/version"), self.scenario.plan.eval_every
+        due = self.scenario.validation_prompts and every and step % every == 0
+        if version is not None and version != step:
+            self.report(17, f"the validation of step {step} says version {version:g}")
+        self._unvalidated = step if due and version is None else None  # a fault unless it ends the run
+
+    def progressing(self, now_s: float) -> None:
+        """Invariant 18: the trainer does not wait longer than what can hold up a batch."""
+        if now_s - self._progress_s > self.scenario.step_patience_s:
+            self.report(18, f"no step for {now_s - self._progress_s:.0f} s, after step {self.steps_done}")
 
     def _check_ages(self, group: Group, step: int) -> None:
         queue = self.scenario.queue

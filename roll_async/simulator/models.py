@@ -90,6 +90,8 @@ class EngineFaults:
     hung_from_s: float | None = None
     """From then on it computes no token; its front end answers every call, ends what it is told to, and loads weights.
     """
+    half_open_from_s: float | None = None
+    """From then on its line carries one way only: it does what it is told, and no answer and no report comes back."""
     errors_from_s: float | None = None
     """From then on every call to it raises RuntimeError."""
     way_s: float = 0.0
@@ -108,7 +110,8 @@ class EngineFaults:
     @property
     def lets_replies_through_in_order(self) -> bool:
         """No reply is late, doubled or lost."""
-        loses = self.silent_from_s is not None or self.frozen_from_s is not None
+        starts = (self.silent_from_s, self.frozen_from_s, self.half_open_from_s)
+        loses = any(start is not None for start in starts)
         return not (self.duplicate_share or self.delay_s or loses)
 
 
@@ -129,6 +132,32 @@ class RewardModel:
     """Share of prompts whose scoring is an outage for ever: their groups are quarantined."""
     slow_share: float = 0.0
     slow_factor: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolModel:
+    """A tool that turns of the policy may call."""
+
+    share: float = 0.5
+    """Of turns whose last token is a call."""
+    max_turns: int = 3
+    answer_tokens: float = 3.0
+    """Mean length of an answer."""
+    seconds: float = 0.5
+    """Of a call; each takes between half and one and a half times as long."""
+    fails_share: float = 0.1
+    hangs_share: float = 0.0
+    timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessModel:
+    """The generating side in a process of its own (`cluster/rollout_process.py`)."""
+
+    way_s: float = 0.0
+    """Every call to it and every answer is under way for a random time up to this."""
+    dies_at_s: float | None = None
+    """With queue, ledger and engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

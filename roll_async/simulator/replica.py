@@ -30,13 +30,14 @@ class SimReplica:
         *,
         swap_s: float = 0.0,
         submitted: Callable[[Sequence[GenerateRequest]], None] = lambda requests: None,
+        host: EngineHost | None = None,
     ) -> None:
-        """`submitted` hears of the requests that arrive."""
+        """`submitted` hears of the requests that arrive. `host`: of the engine; None = a new one."""
         self.name, self.engine = engine.name, engine
         self.capabilities: EngineCapabilities = engine.capabilities
         self._seed, self._faults, self._swap_s = seed, faults, swap_s
         self._submitted = submitted
-        self._host = EngineHost(engine)
+        self._host = EngineHost(engine) if host is None else host
         self._reader: asyncio.Task[None] | None = None
         self._completions: list[Completion] = []
         self._failures: list[tuple[str, str]] = []
@@ -49,6 +50,7 @@ class SimReplica:
         await self._reach()
         self._submitted(requests)
         await self._host.submit(requests)
+        await self._answer()
 
     async def collect(self) -> EngineReport:
         """Through the faulty line if there is one, else straight from the host."""
@@ -89,7 +91,7 @@ class SimReplica:
         """Lose it, or let it arrive: now, later, twice."""
         loop, faults = asyncio.get_running_loop(), self._faults
         start = faults.silent_from_s
-        frozen = _begun(faults.frozen_from_s)
+        frozen = _begun(faults.frozen_from_s) or _begun(faults.half_open_from_s)
         if frozen or (start is not None and start <= loop.time() < start + faults.silent_for_s):
             self.lost_replies += 1
             return
@@ -122,7 +124,8 @@ class SimReplica:
     def ignores_calls(self) -> bool:
         """It answers no abort (any more): what it runs is nobody's fault."""
         faults = self._faults
-        return _begun(faults.deaf_from_s) or _begun(faults.frozen_from_s) or _begun(faults.errors_from_s)
+        silent = (faults.deaf_from_s, faults.frozen_from_s, faults.half_open_from_s, faults.errors_from_s)
+        return any(map(_begun, silent))
 
     @property
     def alive(self) -> bool:
@@ -146,39 +149,55 @@ class SimReplica:
             await asyncio.sleep(_NEVER_S)
             self._check()
 
+    async def _answer(self) -> None:
+        """The way back of a call, which a half-open line does not carry."""
+        if _begun(self._faults.half_open_from_s):
+            await asyncio.sleep(_NEVER_S)
+            self._check()
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._reach(control=True)
         await self._host.abort(request_ids)
+        await self._answer()
 
     async def pause(self, mode: PauseMode) -> None:
         await self._reach(control=True)
         await self._host.pause(mode)
+        await self._answer()
 
     async def resume(self) -> None:
         await self._reach(control=True)
         await self._host.resume()
+        await self._answer()
 
     async def load(self) -> EngineLoad:
         await self._reach()
-        return await self._host.load()
+        load = await self._host.load()
+        await self._answer()
+        return load
 
     async def begin_update(self, plan: UpdatePlan) -> None:
         await self._reach()
         await self.engine.begin_update(plan)
+        await self._answer()
 
     async def load_bucket(self, bucket: Bucket) -> None:
         await self._reach()
         await self.engine.load_bucket(bucket)
+        await self._answer()
 
     async def finish_update(self) -> str:
         await self._reach()
-        return await self.engine.finish_update()
+        digest = await self.engine.finish_update()
+        await self._answer()
+        return digest
 
     async def commit(self, version: WeightVersion) -> None:
         await self._reach()
         if self._swap_s:
             await asyncio.sleep(self._swap_s)
         await self.engine.commit(version)
+        await self._answer()
 
     async def close(self) -> None:
         """End its line."""

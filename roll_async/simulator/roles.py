@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
-from roll_async.buffer.message_queue import MessageQueue
 from roll_async.schema import Group, Prompt, Reward, Sample, WeightVersion
 from roll_async.simulator.engine import bucket_names, digest_of
-from roll_async.simulator.models import RewardModel, TrainModel, uniform
+from roll_async.simulator.models import RewardModel, ToolModel, TrainModel, uniform
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 
 _NEVER_S = 1e9
+_HELD_OUT = 10**6
 
 
 class TrainerDied(RuntimeError):
@@ -24,7 +25,7 @@ class TrainerDied(RuntimeError):
 
 
 class SimPrompts:
-    """`rollout/protocol.py: PromptSource`: prompt i has row_id i; its first token id is its length."""
+    """`rollout/protocol.py: PromptSource`: prompt i has row_id i; its first token ids are its length and i."""
 
     def __init__(self, size: int | None, num_tokens: int = 4) -> None:
         self._size, self._num_tokens = size, num_tokens
@@ -33,9 +34,46 @@ class SimPrompts:
         """None from the end of the data on."""
         if self._size is not None and index >= self._size:
             return None
-        size = self._num_tokens + index % 3
-        ids = array("i", [size, *range(1, size)])
-        return Prompt(row_id=str(index), token_ids=ids, domain="sim", ground_truth="")
+        return prompt_of(index, self._num_tokens + index % 3)
+
+
+def prompt_of(index: int, num_tokens: int) -> Prompt:
+    """The prompt of this number."""
+    ids = array("i", [num_tokens, index, *range(2, num_tokens)])
+    return Prompt(row_id=str(index), token_ids=ids, domain="sim", ground_truth="")
+
+
+def held_out(count: int) -> tuple[Prompt, ...]:
+    """Prompts of a validation; their numbers are those of no training prompt."""
+    return tuple(prompt_of(_HELD_OUT + i, 4) for i in range(count))
+
+
+def score_of(seed: int, model: RewardModel, prompt: Prompt, sample_id: str) -> float:
+    """0 or 1, one value for the whole group of a flat prompt; a greedy answer has a third one."""
+    if model.flat_share and uniform("flat", seed, prompt.row_id) < model.flat_share:
+        return 1.0
+    if sample_id.endswith("/greedy"):
+        return 0.25
+    if sample_id.endswith("/0"):  # two samples that differ: groups of two and more have a spread
+        return 0.0
+    return 1.0 if sample_id.endswith("/1") else float(uniform("score", seed, sample_id) < 0.5)
+
+
+class SimTool:
+    """`rollout/tools.py: Tool`: answers, fails or hangs, by where in the text it is called."""
+
+    def __init__(self, seed: int, model: ToolModel) -> None:
+        self._seed, self._model = seed, model
+
+    async def __call__(self, arguments: Mapping[str, object]) -> str:
+        """The result of one call."""
+        model, name = self._model, (self._seed, arguments["at"])
+        if uniform("tool hangs", *name) < model.hangs_share:
+            await asyncio.sleep(_NEVER_S)
+        await asyncio.sleep(model.seconds * (0.5 + uniform("tool time", *name)))
+        if uniform("tool fails", *name) < model.fails_share:
+            raise OSError("the tool does not work")
+        return "done"
 
 
 class SimScorer:
@@ -47,7 +85,7 @@ class SimScorer:
         self.calls = 0
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """0 or 1, one value for the whole group of a flat prompt. ConnectionError during an outage."""
+        """See `score_of`. ConnectionError during an outage."""
         self.calls += 1
         model, name = self._model, (self._seed, sample.sample_id)
         if model.hang_share and uniform("hang", *name) < model.hang_share and sample.sample_id not in self._hung:
@@ -60,17 +98,29 @@ class SimScorer:
         out = start is not None and start <= now < start + model.outage_for_s
         if out or (model.broken_share and uniform("broken", self._seed, prompt.row_id) < model.broken_share):
             raise ConnectionError(f"the scorer is down at {now:.1f} s")
-        if model.flat_share and uniform("flat", self._seed, prompt.row_id) < model.flat_share:
-            return Reward(score=1.0)
-        if sample.sample_id.endswith("/0"):  # two samples that differ: groups of two and more have a spread
-            return Reward(score=0.0)
-        return Reward(score=1.0 if sample.sample_id.endswith("/1") else float(uniform("score", *name) < 0.5))
+        return Reward(score=score_of(self._seed, model, prompt, sample.sample_id))
+
+
+class WatchesBatches(Protocol):
+    """Who looks at what is trained."""
+
+    def batch(self, groups: Sequence[Group], step: int) -> None: ...
+
+    def learned(self, num_groups: int, step: int) -> None: ...
+
+
+class QueueOfCheckpoint(Protocol):
+    """What a checkpoint needs of the queue, or of its client."""
+
+    async def checkpoint_state(self, step: int) -> dict[str, object]: ...
+
+    async def checkpointed(self, step: int) -> None: ...
 
 
 class SimTrainer:
     """`pipelines/protocol.py: Learns` and the synchronizer's `WeightSource`: takes time and keeps count.
 
-    `watch` sees every batch before it is trained.
+    `watch` sees every batch before it is trained, and hears when it is.
     """
 
     def __init__(
@@ -79,10 +129,14 @@ class SimTrainer:
         model: TrainModel,
         *,
         mask_older_than: int | None,
-        watch: Callable[[Sequence[Group], int], None],
+        watch: WatchesBatches,
+        learner: Callable[[Sequence[Group], int], Awaitable[Mapping[str, float]]] | None = None,
     ) -> None:
-        """`mask_older_than`: policy token_mask takes older tokens out of the loss; None = another policy."""
+        """`mask_older_than`: policy token_mask takes older tokens out of the loss; None = another policy. `learner`: a
+        real one, and what it publishes.
+        """
         self._seed, self._model, self._watch, self._mask_older_than = seed, model, watch, mask_older_than
+        self._learner = learner
         self.busy_s = 0.0
         self.failed_s: float | None = None
         """When it died, or its deadline passed."""
@@ -102,7 +156,8 @@ class SimTrainer:
     async def _learn(self, groups: Sequence[Group], step: int) -> StepReport:
         model, loop = self._model, asyncio.get_running_loop()
         started = loop.time()
-        self._watch(groups, step)
+        self._watch.batch(groups, step)
+        metrics = {} if self._learner is None else await self._learner(groups, step)
         self.group_lags += [(step, step - 1 - g.admitted_version) for g in groups]
         tokens, masked = self._count(groups, step)
         seconds = model.step_s + model.token_s * (tokens - masked)
@@ -111,12 +166,13 @@ class SimTrainer:
             await asyncio.sleep(_NEVER_S)
         if model.fails_at_step == step:
             raise TrainerDied(f"the trainer died in step {step}")
+        self._watch.learned(len(groups), step)
         spent = loop.time() - started
         self.busy_s += spent
         self.trained_tokens += tokens
         self.masked_tokens += masked
         return StepReport(
-            metrics={"staleness/masked_fraction": masked / max(1, tokens)},
+            metrics={"staleness/masked_fraction": masked / max(1, tokens), **metrics},
             logprobs_s=0.0,
             train_s=spent,
             num_samples=sum(len(g.samples) for g in groups),
@@ -159,7 +215,7 @@ class CheckpointStore:
 class SimCheckpoint:
     """`pipelines/protocol.py: Saves`."""
 
-    def __init__(self, queue: MessageQueue, store: CheckpointStore, model: TrainModel) -> None:
+    def __init__(self, queue: QueueOfCheckpoint, store: CheckpointStore, model: TrainModel) -> None:
         self._queue, self._store, self._model = queue, store, model
 
     async def save(self, step: int) -> None:

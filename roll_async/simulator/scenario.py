@@ -11,10 +11,23 @@ from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
+from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
-from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
+from roll_async.simulator.models import (
+    EngineFaults,
+    LengthModel,
+    ProcessModel,
+    RewardModel,
+    SpeedModel,
+    ToolModel,
+    TrainModel,
+)
+from roll_async.simulator.text import STOP, Texts
 from roll_async.weight_sync.synchronizer import SyncOptions
+
+_CALLS_AT_AN_END = 20
+"""Ways, there and back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +48,16 @@ class Scenario:
     speed: SpeedModel = field(default_factory=SpeedModel)
     rewards: RewardModel = field(default_factory=RewardModel)
     train: TrainModel = field(default_factory=TrainModel)
+    tools: ToolModel | None = None
+    """None = answers of one turn."""
+    process: ProcessModel | None = None
+    """The generating side is in a process of its own; None = in the driver's."""
+    budget: BudgetOptions | None = None
+    """How much may be generated for one batch; None = without a limit."""
+    validation_prompts: int = 0
+    validation_samples: int = 1
+    by_value: bool = False
+    """The trainer is the real learner over a fake actor, which compares every tensor."""
     stop_at_s: float | None = None
     """Somebody presses Ctrl-C then."""
     max_restarts: int = 0
@@ -45,7 +68,19 @@ class Scenario:
     @property
     def rollout(self) -> RolloutOptions:
         """What the generating side is wired with."""
-        return RolloutOptions(queue=self.queue, sync=self.sync, stop_timeout_s=self.manager.interrupt_timeout_s)
+        return RolloutOptions(
+            queue=self.queue,
+            sync=self.sync,
+            stop_timeout_s=self.manager.interrupt_timeout_s,
+            budget=self.budget,
+            validation=replace(self.scheduler.sampling, temperature=0.0) if self.validation_prompts else None,
+            validation_samples=self.validation_samples,
+        )
+
+    @property
+    def texts(self) -> Texts:
+        """What is sampled."""
+        return Texts(self.seed, self.lengths, self.tools)
 
     @property
     def samples_per_batch(self) -> int:
@@ -55,7 +90,8 @@ class Scenario:
     @property
     def keeps_ledger(self) -> bool:
         """It ends in a way after which finished groups must be found again."""
-        troubles = (self.stop_at_s, self.train.fails_at_step, self.train.hangs_at_step)
+        dies_at_s = None if self.process is None else self.process.dies_at_s
+        troubles = (self.stop_at_s, self.train.fails_at_step, self.train.hangs_at_step, dies_at_s)
         return bool(self.kills) or any(trouble is not None for trouble in troubles)
 
     @property
@@ -74,14 +110,29 @@ class Scenario:
         attempts = sync.max_retries + 1
         push_s = attempts * (2 * sync.timeout_s + sync.retry_delay_s + train.transfer_s) + train.swap_s
         pause_s = sync.interrupt_timeout_s + 2 * self.manager.interrupt_timeout_s
-        return train.save_s + step_s + push_s + pause_s + self.ending_s
+        return train.save_s + step_s + push_s + pause_s + self.ending_s + self.validation_s
+
+    @property
+    def step_patience_s(self) -> float:
+        """Seconds between two steps, at most: more than anything that heals or is given up may take."""
+        return 3000.0
+
+    @property
+    def validation_s(self) -> float:
+        """Seconds a validation may take."""
+        return 300.0 if self.validation_prompts else 0.0
 
     @property
     def ending_s(self) -> float:
         """Seconds from the end of training to the end of the run: what still runs is aborted or cut short, and the last
         step is saved.
         """
-        return self.manager.interrupt_timeout_s + self.train.save_s + 0.1
+        return self.manager.interrupt_timeout_s + self.train.save_s + 0.1 + self._way_s
+
+    @property
+    def _way_s(self) -> float:
+        """Of the calls to another process that follow one another at an end."""
+        return 0.0 if self.process is None else _CALLS_AT_AN_END * self.process.way_s
 
 
 def _patient(calm: Scenario) -> Scenario:
@@ -157,7 +208,55 @@ def random_scenario(seed: int) -> Scenario:
         max_restarts=rng.randint(0, 2),
         stop_at_s=rng.uniform(0.0, 30.0) if rng.random() < 0.1 else None,
     )
-    return _patient(scenario)
+    return _patient(_with_more(scenario))
+
+
+def _with_more(calm: Scenario) -> Scenario:
+    """What is drawn apart, so that a world stays what it is when something is added here."""
+    rng, plan = Random(f"more/{calm.seed}"), calm.plan
+    tools = None
+    if rng.random() < 0.2:
+        tools = ToolModel(
+            share=rng.choice((0.3, 0.9)),
+            max_turns=rng.randint(2, 4),
+            seconds=rng.choice((0.0, 1.0)),
+            hangs_share=rng.choice((0.0, 0.2)),
+        )
+    stops = (STOP,) if tools is None and rng.random() < 0.3 else ()
+    scheduler = replace(
+        calm.scheduler,
+        sampling=replace(calm.scheduler.sampling, stop_strings=stops),
+        greedy_baseline=rng.random() < 0.2,
+    )
+    prompts = rng.randint(1, 3) if rng.random() < 0.25 else 0
+    if prompts:
+        plan = replace(plan, eval_every=rng.randint(1, 2))
+    process = None
+    if rng.random() < 0.2:
+        dies_at_s = rng.uniform(0.0, 40.0) if rng.random() < 0.3 else None
+        process = ProcessModel(way_s=rng.choice((0.0, 0.2)), dies_at_s=dies_at_s)
+    budget = None
+    if calm.scheduler.filter_enabled and rng.random() < 0.5:
+        groups = calm.queue.groups_per_batch
+        budget = BudgetOptions(
+            groups_per_batch=groups, gen_batch_size=groups * rng.randint(1, 2), max_num_gen_batches=rng.randint(2, 6)
+        )
+    engines = calm.engines
+    if rng.random() < 0.1:
+        engines = (*engines, EngineFaults(half_open_from_s=rng.uniform(0.0, 20.0)))
+    return replace(
+        calm,
+        engines=engines,
+        scheduler=scheduler,
+        plan=plan,
+        tools=tools,
+        process=process,
+        budget=budget,
+        validation_prompts=prompts,
+        validation_samples=rng.randint(1, 2),
+        by_value=rng.random() < 0.15,
+        lengths=replace(calm.lengths, prompt_share=0.5 if rng.random() < 0.2 else 0.0),
+    )
 
 
 def random_killed_scenario(seed: int) -> Scenario:
@@ -165,7 +264,8 @@ def random_killed_scenario(seed: int) -> Scenario:
     rng, calm = Random(f"kills/{seed}"), random_scenario(seed)
     kills = tuple(rng.randint(1, 400) for _ in range(rng.randint(1, 3)))
     train = replace(calm.train, fails_at_step=None, hangs_at_step=None)
-    return replace(calm, kills=kills, train=train, stop_at_s=None)
+    process = None if calm.process is None else replace(calm.process, dies_at_s=None)
+    return replace(calm, kills=kills, train=train, stop_at_s=None, process=process)
 
 
 def _queue(rng: Random) -> QueueOptions:

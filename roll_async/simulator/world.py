@@ -18,23 +18,43 @@ from tempfile import TemporaryDirectory
 from roll_async.buffer.errors import LedgerError, first_cause
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.states import Outcome, QueueStats, Slot
+from roll_async.buffer.states import QueueStats
+from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.protocol import PipelineParts, RunEnd
 from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.wire import Classes, EngineOptions, RolloutRoles, RunOptions, connect, wire, wire_rollout
+from roll_async.pipelines.wire import (
+    Classes,
+    EngineOptions,
+    RolloutRoles,
+    RolloutSide,
+    RunOptions,
+    connect,
+    wire,
+    wire_rollout,
+)
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_counts import ServerStats
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Group
 from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.models import EngineFaults
+from roll_async.simulator.process import QueueThere, RollouterThere, SimProcess, SynchronizerThere, validate_there
 from roll_async.simulator.replica import SimReplica
-from roll_async.simulator.roles import CheckpointStore, SimCheckpoint, SimPrompts, SimScorer, SimTrainer
+from roll_async.simulator.roles import (
+    CheckpointStore,
+    SimCheckpoint,
+    SimPrompts,
+    SimScorer,
+    SimTool,
+    SimTrainer,
+    held_out,
+)
 from roll_async.simulator.scenario import Scenario
+from roll_async.simulator.text import tools_of
+from roll_async.simulator.watched import Observer, SeenManager, SeenQueue, SeenRollouter, SeenScheduler
 
 _MAX_ROUNDS = 40_000
 _START_TIMEOUT_S = 60.0
@@ -66,72 +86,18 @@ class SimOutcome:
     """Broken invariants."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Others:
+    """Parts that `pipelines/wire.py: Classes` does not name, or broken ones that a test must find out."""
+
+    scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler
+    host: type[EngineHost] = EngineHost
+    learner: type | None = None
+    """A sub-class of `trainer/learner.py: Learner`, which needs torch; None = itself, where a world wants one."""
+
+
 class _Found(BaseException):
     """An invariant is broken: what comes after it says nothing."""
-
-
-class _Seen(MessageQueue):
-    """A queue whose seams are watched."""
-
-    watch: Watch
-    world: World
-
-    async def reserve(self, max_groups: int) -> list[Slot]:
-        slots = await super().reserve(max_groups)
-        self.watch.admitted(slots, self, self.world.serving())
-        return slots
-
-    async def put(self, group: Group) -> bool:
-        accepted = await super().put(group)
-        self.watch.put(group, accepted=accepted)
-        return accepted
-
-    async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
-        self.watch.released(group_id, outcome)
-        await super().release(group_id, outcome, reason, group=group)
-
-    async def step_trained(self, step: int) -> None:
-        await super().step_trained(step)
-        self.watch.step_trained(step)
-
-
-class _SeenRollouter(Rollouter):
-    """A rollouter whose pauses are watched."""
-
-    watch: Watch
-    world: World
-
-    async def interrupt(self, mode: str, timeout_s: float) -> None:
-        await super().interrupt(mode, timeout_s)
-        self.watch.paused(mode, self.world.serving(), self.world.manager.stats().in_flight)
-
-    async def stop(self) -> None:
-        self.world.ending_s = asyncio.get_running_loop().time()
-        await super().stop()
-
-    async def release(self) -> None:
-        self.watch.resuming(self.world.serving())
-        await super().release()
-
-
-class _Observer:
-    """`pipelines/protocol.py: Observes`; adds how busy both sides were so far."""
-
-    def __init__(self, outcome: SimOutcome, trainer: SimTrainer, replicas: list[SimReplica]) -> None:
-        self._outcome, self._trainer, self._replicas = outcome, trainer, replicas
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        engines_s = sum(r.engine.busy_until_now_s() for r in self._replicas if r.alive)
-        now = asyncio.get_running_loop().time()
-        busy = {"busy/engines_s": engines_s, "busy/trainer_s": self._trainer.busy_s}
-        self._outcome.steps.append({"step": float(step), "time_s": now, **busy, **metrics})
-
-    def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
-        self._outcome.spans.append((track, name, start_s, end_s, args))
-
-    def event(self, name: str, **fields: float | str) -> None:
-        now = asyncio.get_running_loop().time()
-        self._outcome.spans.append(("events", name, now, now, fields))
 
 
 class World:
@@ -145,44 +111,58 @@ class World:
         ledger: Ledger,
         store: CheckpointStore,
         classes: Classes,
+        others: Others,
     ) -> None:
-        self._scenario, self.watch, self._outcome, self.store = scenario, watch, outcome, store
+        self._others = others
+        self._scenario, self.watch, self.outcome, self.store = scenario, watch, outcome, store
         self._ledger, self._classes = ledger, classes
-        self._all_replicas: list[SimReplica] = []
+        self.replicas: list[SimReplica] = []
+        """All that ever were."""
         self._stopped_s: float | None = None
         """Somebody pressed Ctrl-C."""
         self.ending_s: float | None = None
         """The training was over, and the rollout told to stop."""
         self.manager: AsyncLLMServerManager
+        self.trainer: SimTrainer
         self.queue: MessageQueue | None = None
+        self.process: SimProcess | None = None
+        self.on_death: Callable[[], None] = lambda: None
+        """Called when the rollout process dies, before anything else of it ends."""
 
     def serving(self) -> list[SimReplica]:
         """Replicas that requests go to."""
-        own = {id(replica): replica for replica in self._all_replicas}
+        own = {id(replica): replica for replica in self.replicas}
         return [own[id(client)] for client in self.manager.clients]
 
     def instant(self) -> None:
         """All work of an instant is done; the clock is about to move. The first finding ends the run."""
-        if self.queue is not None:
+        if self.queue is not None and not self.died:
+            now = asyncio.get_running_loop().time()
             self.watch.instant(self.queue)
-            self.watch.dispatch(self.manager, asyncio.get_running_loop().time())
+            self.watch.dispatch(self.manager, now)
+            self.watch.progressing(now)
         if self.watch.findings:
             raise _Found
 
     async def run(self) -> None:
         """The whole life. Errors of roles are written into the outcome, not raised."""
-        outcome, loop = self._outcome, asyncio.get_running_loop()
+        outcome, loop = self.outcome, asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
-            pipeline, trainer = await self._build(stack)
+            pipeline = await self._build(stack)
             try:
                 outcome.end = (await pipeline.run()).value
-            except* (ConnectionError, RuntimeError, TimeoutError, AssertionError) as errors:
+            except* (ConnectionError, RuntimeError, TimeoutError, AssertionError, GeneratedTooMany) as errors:
                 first = first_cause(errors)
                 outcome.end = f"{type(first).__name__}: {first}"
             outcome.ended_s = loop.time()
-            self._collect(trainer)
+            self._collect()
 
-    async def _build(self, stack: AsyncExitStack) -> tuple[RLVRPipeline, SimTrainer]:
+    @property
+    def died(self) -> bool:
+        """The rollout process is gone."""
+        return self.process is not None and self.process.dead
+
+    async def _build(self, stack: AsyncExitStack) -> RLVRPipeline:
         scenario = self._scenario
         classes = self._watched()
         stack.push_async_callback(self._close)
@@ -193,41 +173,71 @@ class World:
         engines = connect(replicas, self._restart, options, classes)
         await engines.start(stack)
         self.manager = engines.manager
-        scorer, step = SimScorer(scenario.seed, scenario.rewards), self.watch.restored_step
-        masks = scenario.queue.bound_versions if scenario.queue.policy.value == "token_mask" else None
-        trainer = SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self.watch.batch)
+        step = self.watch.restored_step
+        self.trainer = self._trainer()
         roles = RolloutRoles(
             engines=engines,
-            groups=lambda manager: ChatCompletionScheduler(manager, scorer, scenario.scheduler),
+            groups=self._scheduler,
             prompts=SimPrompts(scenario.num_prompts),
-            weights=trainer,
+            weights=self.trainer,
             ledger=self._ledger,
+            validation=held_out(scenario.validation_prompts),
             restored=step,
             position=self.store.states.get(step),
         )
         side = wire_rollout(roles, scenario.rollout, classes)
         self.watch.restored(side.queue)
-        parts = PipelineParts(
-            queue=side.queue,
-            rollouter=side.rollouter,
-            learner=trainer,
-            synchronizer=side.synchronizer,
-            checkpoint=SimCheckpoint(side.queue, self.store, scenario.train),
-            observer=_Observer(self._outcome, trainer, self._all_replicas),
-            validate=side.validate,
-        )
-        pipeline = wire(parts, RunOptions(plan=replace(scenario.plan, first_step=step + 1)), classes)
+        pipeline = wire(self._parts(side), RunOptions(plan=replace(scenario.plan, first_step=step + 1)), classes)
         self._set_fault_timers(pipeline)
         self.queue = side.queue
-        return pipeline, trainer
+        return pipeline
+
+    def _trainer(self) -> SimTrainer:
+        scenario = self._scenario
+        masks = scenario.queue.bound_versions if scenario.queue.policy.value == "token_mask" else None
+        learner = None
+        if scenario.by_value:
+            from roll_async.simulator.learner import real_learner  # needs torch, which other worlds do without
+
+            learner = real_learner(scenario, self.watch, self._others.learner)
+        return SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self.watch, learner=learner)
+
+    def _scheduler(self, manager: AsyncLLMServerManager) -> ChatCompletionScheduler:
+        """The source of groups, on fakes."""
+        scenario = self._scenario
+        scorer = SimScorer(scenario.seed, scenario.rewards)
+        tools = None
+        if scenario.tools is not None:
+            tools = tools_of(scenario.tools, scenario.texts, SimTool(scenario.seed, scenario.tools))
+        seen = type("Scheduler", (SeenScheduler, self._others.scheduler), {"watch": self.watch})
+        return seen(manager, scorer, scenario.scheduler, tools=tools)
+
+    def _parts(self, side: RolloutSide) -> PipelineParts:
+        """The objects of the generating side, or their clients when it is in a process of its own."""
+        scenario, observer = self._scenario, Observer(self)
+        queue, rollouter, synchronizer, validate = side.queue, side.rollouter, side.synchronizer, side.validate
+        if scenario.process is not None:
+            process = self.process = SimProcess(side, scenario.seed, scenario.process)
+            queue, rollouter = QueueThere(process, side), RollouterThere(process, side)
+            synchronizer, validate = SynchronizerThere(process, side), validate_there(process, side.validate)
+        return PipelineParts(
+            queue=queue,
+            rollouter=rollouter,
+            learner=self.trainer,
+            synchronizer=synchronizer,
+            checkpoint=SimCheckpoint(queue, self.store, scenario.train),
+            observer=observer,
+            validate=validate,
+        )
 
     def _watched(self) -> Classes:
         """The classes of the run, with those at whose seams the invariants are checked."""
         seen = {"watch": self.watch, "world": self}
         return replace(
             self._classes,
-            queue=type("_SeenQueue", (_Seen, self._classes.queue), seen),
-            rollouter=type("_SeenRollouter", (_SeenRollouter, self._classes.rollouter), seen),
+            manager=type("Manager", (SeenManager, self._classes.manager), seen),
+            queue=type("Queue", (SeenQueue, self._classes.queue), seen),
+            rollouter=type("Rollouter", (SeenRollouter, self._classes.rollouter), seen),
         )
 
     def _manager_options(self) -> ManagerOptions:
@@ -240,17 +250,24 @@ class World:
     def _replica(self, name: str, faults: EngineFaults) -> SimReplica:
         scenario = self._scenario
         slots = scenario.manager.max_concurrent_per_server
-        engine = SimEngine(name, scenario.seed, scenario.lengths, scenario.speed, slots=slots, faults=faults)
+        engine = SimEngine(name, scenario.seed, scenario.texts, scenario.speed, slots=slots, faults=faults)
         engine.tells_progress = self.watch.every_token
         replica = SimReplica(
-            engine, scenario.seed, faults, swap_s=scenario.train.swap_s, submitted=self.watch.submitted
+            engine,
+            scenario.seed,
+            faults,
+            swap_s=scenario.train.swap_s,
+            submitted=self.watch.submitted,
+            host=self._others.host(engine),
         )
-        self._all_replicas.append(replica)
+        self.replicas.append(replica)
         return replica
 
     async def _restart(self, name: str, number: int) -> SimReplica:
         """What `EngineSupervisor` calls for a new process of a lost replica; what is left of the old one goes first."""
-        for old in self._all_replicas:
+        if self.died:
+            raise ConnectionError("the rollout process is gone")
+        for old in self.replicas:
             if old.name == name:
                 old.crash("killed")
         return self._replica(name, EngineFaults())
@@ -258,15 +275,28 @@ class World:
     def _set_fault_timers(self, pipeline: RLVRPipeline) -> None:
         """Set the timers of everything that goes wrong at a time."""
         loop = asyncio.get_running_loop()
-        for replica, faults in zip(list(self._all_replicas), self._scenario.engines, strict=True):
+        for replica, faults in zip(list(self.replicas), self._scenario.engines, strict=True):
             if faults.crash_at_s is not None:
                 loop.call_later(faults.crash_at_s, self._crash, replica)
         if self._scenario.stop_at_s is not None:
             loop.call_later(self._scenario.stop_at_s, self._stop, pipeline)
+        process = self._scenario.process
+        if process is not None and process.dies_at_s is not None:
+            loop.call_later(process.dies_at_s, self._die)
+
+    def _die(self) -> None:
+        """The rollout process is killed; its engines die with it."""
+        assert self.process is not None
+        now = asyncio.get_running_loop().time()
+        self.outcome.spans.append(("faults", "the rollout process died", now, now, {}))
+        self.on_death()
+        self.process.die()
+        for replica in self.replicas:
+            replica.crash("its process is gone")
 
     def _crash(self, replica: SimReplica) -> None:
         now = asyncio.get_running_loop().time()
-        self._outcome.spans.append(("faults", f"{replica.name} crashed", now, now, {}))
+        self.outcome.spans.append(("faults", f"{replica.name} crashed", now, now, {}))
         self.watch.died(replica.engine)
         replica.crash()
 
@@ -275,28 +305,34 @@ class World:
         pipeline.request_stop()
 
     async def _close(self) -> None:
-        for replica in self._all_replicas:
+        for replica in self.replicas:
             await replica.close()
 
-    def _collect(self, trainer: SimTrainer) -> None:
+    def _collect(self) -> None:
         """Figures and the last checks."""
-        outcome, scenario, queue = self._outcome, self._scenario, self.queue
+        outcome, scenario, queue, trainer = self.outcome, self._scenario, self.queue, self.trainer
         assert queue is not None
-        self.watch.instant(queue)
+        if not self.died:
+            self.watch.instant(queue)
         outcome.queue, outcome.servers = queue.stats(), self.manager.stats()
         slots = scenario.manager.max_concurrent_per_server
         total = slots * max(outcome.ended_s, 1e-9)
-        outcome.engine_busy = {r.name: r.engine.busy_s / total for r in self._all_replicas}
+        outcome.engine_busy = {r.name: r.engine.busy_s / total for r in self.replicas}
         outcome.trainer_busy_s = trainer.busy_s
         outcome.group_lags = trainer.group_lags
         outcome.masked_share = trainer.masked_tokens / max(1, trainer.trained_tokens)
         self._check_end()
-        self._check_in_time(trainer)
+        self._check_in_time()
 
     def _check_end(self) -> None:
         """Invariants 6 and 9: the run ended as it should, and in time."""
-        outcome, scenario, watch = self._outcome, self._scenario, self.watch
+        outcome, scenario, watch = self.outcome, self._scenario, self.watch
         allowed = {RunEnd.FINISHED.value}
+        if self.died:
+            allowed.add("ConnectionError: rollout process: process is gone")
+            watch.died_after(max(self.store.states, default=0), trainer_failed=self.trainer.failed_s is not None)
+        if watch.budget_is_used:
+            allowed = {outcome.end} if outcome.end.startswith("GeneratedTooMany: ") else set()
         if scenario.num_prompts is not None:
             allowed.add(RunEnd.END_OF_DATA.value)
         if scenario.stop_at_s is not None:
@@ -317,32 +353,35 @@ class World:
             if lost:
                 watch.report(6, f"the data ended, and prompts {sorted(lost)} were never decided")
 
-    def _check_in_time(self, trainer: SimTrainer) -> None:
+    def _check_in_time(self) -> None:
         """Invariant 9: from what ended the run to its end; an error waits for nobody."""
-        scenario, failed_s = self._scenario, trainer.failed_s
+        scenario, failed_s = self._scenario, self.trainer.failed_s
         waits = {
             "lost its trainer": (failed_s, 0.1),
             "was told to": (self._stopped_s if failed_s is None else None, scenario.patience_s),
             "stopped the rollout": (self.ending_s, scenario.ending_s),
         }
         for why, (since_s, patience_s) in waits.items():
-            late_s = 0.0 if since_s is None else self._outcome.ended_s - since_s
+            late_s = 0.0 if since_s is None else self.outcome.ended_s - since_s
             if late_s > patience_s:
                 self.watch.report(9, f"ended {late_s:.1f} s after it {why}, more than {patience_s:.1f} s")
 
 
-def simulate(scenario: Scenario, classes: Classes | None = None, *, check: bool = True) -> SimOutcome:
+def simulate(
+    scenario: Scenario, classes: Classes | None = None, *, check: bool = True, others: Others = Others()
+) -> SimOutcome:
     """Run a scenario to its end, through all its kills. `check`: look at every instant and token, else only at the
     seams, which a large world can afford.
     """
     classes = classes or Classes()
     if not (check and scenario.keeps_ledger):
         watch, outcome = Watch(scenario, every_token=check), SimOutcome(scenario=scenario)
-        _live(World(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes), outcome, check=check)
+        world = World(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes, others)
+        _live(world, outcome, check=check)
         outcome.findings = tuple(watch.findings)
         return outcome
     with TemporaryDirectory(prefix="roll_async_sim_") as folder:
-        return _lives(scenario, classes, Path(folder))
+        return _lives(scenario, classes, others, Path(folder))
 
 
 def _live(
@@ -359,6 +398,7 @@ def _live(
         kill_in_round=kill,
         on_kill=on_kill,
         on_advance=world.instant if check else None,
+        threads_inline=outcome.scenario.by_value,
     )
     killed = False
 
@@ -379,34 +419,38 @@ def _live(
     return killed
 
 
-def _lives(scenario: Scenario, classes: Classes, folder: Path) -> SimOutcome:
+def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -> SimOutcome:
     """Lives until one is not killed, maybe the first. The ledger of the next is what the kill left on the disk."""
-    store, watch = CheckpointStore(), Watch(scenario)
-    for number in range(len(scenario.kills) + 1):
+    store, watch, number = CheckpointStore(), Watch(scenario), 0
+    while True:
         here, after = folder / f"life{number}", folder / f"life{number + 1}"
         here.mkdir(exist_ok=True)
         outcome = SimOutcome(scenario=scenario)
         ledger = SqliteLedger(here / "ledger.sqlite", fsync="never")
-        world = World(scenario, watch, outcome, ledger, store, classes)
+        world = World(scenario, watch, outcome, ledger, store, classes, others)
         kill = scenario.kills[number] if number < len(scenario.kills) else None
-        left: list[tuple[CheckpointStore, Watch]] = []
-        killed = _live(world, outcome, kill=kill, on_kill=partial(_leave_behind, world, here, after, left))
-        if not killed or watch.findings:
+        leave = partial(_leave_behind, world, here, after)
+        world.on_death = leave
+        killed = _live(world, outcome, kill=kill, on_kill=leave)
+        if watch.findings or not (killed or world.died):
             if not watch.findings:
                 _check_ledger(watch, here, outcome)
             break
-        ((store, watch),) = left
+        # Of a run whose rollout process died, the trainer may have saved a step since then.
+        states, number = dict(world.store.states), number + 1
+        store, watch = CheckpointStore(states), watch.rewind(max(states, default=0))
+        scenario = replace(scenario, process=None) if world.died else scenario
     outcome.findings = tuple(watch.findings)
     return outcome
 
 
-def _leave_behind(world: World, here: Path, after: Path, left: list[tuple[CheckpointStore, Watch]]) -> None:
-    """What a kill leaves: the files of the ledger as they are, the complete checkpoints, and our own books."""
+def _leave_behind(world: World, here: Path, after: Path) -> None:
+    """What a kill leaves: the files of the ledger as they are. Complete checkpoints stay, and our own books."""
+    if after.exists():  # the rollout process died before
+        return
     shutil.copytree(here, after)
     if world.queue is not None:
         world.watch.follow_drops(world.queue)
-    states = dict(world.store.states)
-    left.append((CheckpointStore(states), world.watch.rewind(max(states, default=0))))
 
 
 def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:

@@ -9,13 +9,19 @@ from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, due_step
 from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.inference.engine_host import EngineHost
+from roll_async.pipelines.train_loop import TrainLoop
 from roll_async.pipelines.wire import Classes
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.requests import PendingRequest
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.simulator.models import EngineFaults
+from roll_async.simulator.models import EngineFaults, ProcessModel
 from roll_async.simulator.scenario import random_killed_scenario, random_scenario
-from roll_async.simulator.world import simulate
+from roll_async.simulator.text import STOP
+from roll_async.simulator.world import Others, simulate
+from roll_async.trainer.learner import Learner
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
 
@@ -278,6 +284,118 @@ class WaitsForEveryGroup(Rollouter):
         await asyncio.wait(self._unfinished().values())
 
 
+class SwapsLogprobs(AsyncLLMServerManager):
+    """Every log-prob beside the wrong token."""
+
+    def _finish(self, pending, last, replica=""):
+        super()._finish(pending, replace(last, logprobs=last.logprobs[::-1]), replica)
+
+
+class LabelsByTheLastVersion(AsyncLLMServerManager):
+    """One version for all tokens of a reply, the one it ended under."""
+
+    def _reply(self, link, completion):
+        runs = completion.version_runs
+        labelled = ((runs[-1][0], len(completion.token_ids)),) if runs else ()
+        super()._reply(link, replace(completion, version_runs=labelled))
+
+
+class AbortsWithoutEnd(AsyncLLMServerManager):
+    """Waits for the replies of aborted requests, however long they take."""
+
+    async def abort(self, request_ids):
+        wanted = set(request_ids)
+        waits = [a.request.result for a in self._all_in_flight() if a.request.request.request_id in wanted]
+        if waits:
+            await asyncio.wait(waits)
+        await super().abort(wanted)
+
+
+class SurplusComesAgainAtOnce(MessageQueue):
+    """The prompt of a surplus group is admitted again at the same instant."""
+
+    def _comes_again(self, entry):
+        entry.surplus = False
+        super()._comes_again(entry)
+
+
+class NeverUsesItsBudget(Rollouter):
+    """Filters for ever."""
+
+    async def _deliver(self, slot, outcome):
+        self._budget = None
+        await super()._deliver(slot, outcome)
+
+
+class ValidatesWhatIsThere(TrainLoop):
+    """Pushes every k steps, whatever is to be validated."""
+
+    def _push_due(self, step):
+        return step % self._plan.sync_every == 0
+
+
+class SkipsValidations(TrainLoop):
+    async def _validate(self, step):
+        return {}
+
+
+class LeavesTheStep(TrainLoop):
+    """The step under way is not saved when another role has failed."""
+
+    async def rescue(self):
+        pass
+
+
+class Rests(TrainLoop):
+    """Does nothing for an hour after every step."""
+
+    async def _step(self, step):
+        await asyncio.sleep(3600.0)
+        return await super()._step(step)
+
+
+class BaselineOfASample(ChatCompletionScheduler):
+    """The greedy answer is a sample like the others."""
+
+    async def _baseline(self, prompt, name, affinity):
+        return await super()._baseline(prompt, f"{name.removesuffix('greedy')}7", affinity)
+
+
+class TrainsToolTokens(ChatCompletionScheduler):
+    def _judge(self, group):
+        samples = tuple(replace(s, loss_mask=b"\x01" * len(s.loss_mask)) for s in group.samples)
+        return super()._judge(replace(group, samples=samples))
+
+
+class CutsStopStrings(EngineHost):
+    """Hands over an unfinished answer as it is."""
+
+    def _whole_text(self, part):
+        return part
+
+
+class ProximalForBehaviour(Learner):
+    def _policy_rows(self, batch, proximal, reference, signal):
+        rows, metrics = super()._policy_rows(batch, proximal, reference, signal)
+        return replace(rows, behaviour_logprobs=proximal), metrics
+
+
+class AStepOlder(Learner):
+    def _policy_rows(self, batch, proximal, reference, signal):
+        return super()._policy_rows(replace(batch, step=batch.step + 1), proximal, reference, signal)
+
+
+class MasksNothing(Learner):
+    def _loss_mask(self, batch):
+        return batch.mask
+
+
+class AdvantagesOfTheNextRow(Learner):
+    def _signal(self, batch, *rest):
+        signal = super()._signal(batch, *rest)
+        return replace(signal, advantages=signal.advantages.roll(1, 0) * batch.mask)
+
+
 MUTANTS = {
     "slot free when trained": (Classes(queue=SlotFreeWhenTrained), 1),
     "slot free when finished": (Classes(queue=SlotFreeWhenFinished), 1),
@@ -304,6 +422,22 @@ MUTANTS = {
     "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
     "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),
     "waits for every group": (Classes(rollouter=WaitsForEveryGroup), 9),
+    "swaps log-probs": (Classes(manager=SwapsLogprobs), 13),
+    "labels by the last version": (Classes(manager=LabelsByTheLastVersion), 7),
+    "aborts without end": (Classes(manager=AbortsWithoutEnd), 11),
+    "surplus comes again at once": (Classes(queue=SurplusComesAgainAtOnce), 16),
+    "never uses its budget": (Classes(rollouter=NeverUsesItsBudget), 6),
+    "validates what is there": (Classes(trainer=ValidatesWhatIsThere), 17),
+    "skips validations": (Classes(trainer=SkipsValidations), 17),
+    "leaves the step": (Classes(trainer=LeavesTheStep), 9),
+    "rests": (Classes(trainer=Rests), 18),
+    "baseline of a sample": (Others(scheduler=BaselineOfASample), 13),
+    "trains tool tokens": (Others(scheduler=TrainsToolTokens), 13),
+    "cuts stop strings": (Others(host=CutsStopStrings), 5),
+    "proximal for behaviour": (Others(learner=ProximalForBehaviour), 13),
+    "a step older": (Others(learner=AStepOlder), 13),
+    "masks nothing": (Others(learner=MasksNothing), 13),
+    "advantages of the next row": (Others(learner=AdvantagesOfTheNextRow), 13),
 }
 """Name to (parts, number of the invariant that notices)."""
 
@@ -356,7 +490,74 @@ def one_of_two_hangs(seed):
     )
 
 
+def by_value(seed):
+    """The real learner, with a bound that masks tokens."""
+    base = random_scenario(seed)
+    queue = replace(
+        base.queue, policy=StalenessPolicy.TOKEN_MASK, max_versions=max(1, base.queue.trigger_parameter_sync_step - 1)
+    )
+    return replace(base, by_value=True, queue=queue, train=replace(base.train, fails_at_step=None, hangs_at_step=None))
+
+
+def over_sampled(seed):
+    """Several long groups beyond a batch in each step, stopped early."""
+    base = random_scenario(seed)
+    groups = base.queue.groups_per_batch
+    return replace(
+        base,
+        engines=(EngineFaults(),) * 2,
+        lengths=replace(base.lengths, sigma=1.3),
+        queue=replace(base.queue, oversample_groups=groups, policy=StalenessPolicy.WAIT, max_versions=None),
+        sync=replace(base.sync, interrupt_mode="resume"),
+        train=replace(base.train, step_s=5.0, fails_at_step=None, hangs_at_step=None),
+        stop_at_s=None,
+    )
+
+
+def process_dies(seed):
+    """The rollout process is killed between the third and the thirtieth second."""
+    base = random_scenario(seed)
+    return replace(
+        base,
+        process=ProcessModel(way_s=0.05, dies_at_s=3.0 + seed % 28),
+        train=replace(base.train, step_s=5.0, fails_at_step=None, hangs_at_step=None),
+        stop_at_s=None,
+    )
+
+
+def hardly_any_spread(seed):
+    """Nine of ten groups are filtered, and twice the groups of a batch is all there may be."""
+    base = random_scenario(seed)
+    groups = base.queue.groups_per_batch
+    return replace(
+        base,
+        scheduler=replace(base.scheduler, samples_per_group=2, filter_enabled=True),
+        plan=replace(base.plan, samples_per_group=2),
+        rewards=replace(base.rewards, flat_share=0.9),
+        budget=BudgetOptions(groups_per_batch=groups, gen_batch_size=groups, max_num_gen_batches=2),
+        train=replace(base.train, fails_at_step=None, hangs_at_step=None),
+        num_prompts=None,
+        stop_at_s=None,
+    )
+
+
+def stop_strings(seed):
+    """Answers that end with a stop string, interrupted often."""
+    base = every_reply_twice(seed)
+    sampling = replace(base.scheduler.sampling, stop_strings=(STOP,), max_new_tokens=60)
+    return replace(base, tools=None, scheduler=replace(base.scheduler, sampling=sampling), stop_at_s=None)
+
+
 WORLDS = {
+    "never uses its budget": hardly_any_spread,
+    "proximal for behaviour": by_value,
+    "a step older": by_value,
+    "masks nothing": by_value,
+    "advantages of the next row": by_value,
+    "surplus comes again at once": over_sampled,
+    "leaves the step": process_dies,
+    "cuts stop strings": stop_strings,
+    "aborts without end": over_sampled,
     "leaves aborted requests running": one_of_two_hangs,
     "never looks at progress": one_of_two_hangs,
     "accepts late replies": every_reply_twice,
@@ -370,7 +571,10 @@ def test_a_broken_part_is_noticed_by_the_invariant_it_breaks(name):
     classes, number = MUTANTS[name]
     make = WORLDS.get(name, random_scenario)
     for seed in range(300):
-        findings = simulate(make(seed), classes).findings
+        if isinstance(classes, Others):
+            findings = simulate(make(seed), others=classes).findings
+        else:
+            findings = simulate(make(seed), classes).findings
         if any(f.startswith(f"invariant {number}:") for f in findings):
             return
     pytest.fail(f"300 schedules with a part that {name} passed every check")
@@ -387,7 +591,18 @@ def test_a_broken_restart_is_noticed(name):
 
 
 @pytest.mark.parametrize(
-    "world", [every_reply_twice, long_answers_and_deaths, one_of_two_hangs], ids=lambda world: world.__name__
+    "world",
+    [
+        every_reply_twice,
+        long_answers_and_deaths,
+        one_of_two_hangs,
+        by_value,
+        over_sampled,
+        hardly_any_spread,
+        process_dies,
+        stop_strings,
+    ],
+    ids=lambda world: world.__name__,
 )
 @pytest.mark.parametrize("seed", range(10))
 def test_the_worlds_of_the_mutation_checks_are_sound_without_mutants(seed, world):

@@ -22,6 +22,7 @@ HUNG = {
     "replies lost for good": EngineFaults(silent_from_s=1.0),
     "a core that computes nothing": EngineFaults(hung_from_s=1.0),
     "every call raises": EngineFaults(errors_from_s=1.0),
+    "a line that carries one way only": EngineFaults(half_open_from_s=1.0),
 }
 
 

@@ -8,8 +8,9 @@ import pytest
 from roll_async.inference.protocol import PauseMode
 from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
 from roll_async.simulator.clock import run_virtual
-from roll_async.simulator.engine import SimEngine, bucket_names, digest_of, logprob_of
+from roll_async.simulator.engine import SimEngine, bucket_names, digest_of
 from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel
+from roll_async.simulator.text import Texts, logprobs_of
 from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 
 
@@ -35,7 +36,7 @@ async def hold(engine, version, lost=()):
 
 async def make(slots=10, length=10.0, sigma=0.0, **speed):
     lengths = LengthModel(mean_tokens=length, sigma=sigma, max_tokens=1000)
-    engine = SimEngine("e", 0, lengths, SpeedModel(**speed), slots=slots, faults=EngineFaults())
+    engine = SimEngine("e", 0, Texts(0, lengths), SpeedModel(**speed), slots=slots, faults=EngineFaults())
     assert await hold(engine, 0)
     return engine
 
@@ -97,7 +98,7 @@ def test_progress_tells_the_tokens_since_the_last_report_under_their_versions():
         await asyncio.sleep(2)
         second = engine.progress(name, 2)
         assert list(second.token_ids) == [5, 6, 7, 8] and second.version_runs == ((0, 2), (7, 2))
-        assert list(second.logprobs) == [logprob_of(0)] * 2 + [logprob_of(7)] * 2
+        assert second.logprobs == logprobs_of("a.0/0", 5, ((0, 2), (7, 2)))
         await asyncio.sleep(3.4)
         assert list(engine.progress(name, 6).token_ids) == [9, 10, 11]
         done = await task
@@ -115,7 +116,7 @@ def test_kept_requests_go_on_after_a_push_and_carry_both_versions():
         await hold(engine, 7)
         done = await task
         assert done.version_runs == ((0, 4), (7, 6))
-        assert list(done.logprobs) == [logprob_of(0)] * 4 + [logprob_of(7)] * 6
+        assert done.logprobs == logprobs_of("a.0/0", 3, ((0, 4), (7, 6)))
 
     run_virtual(main())
 

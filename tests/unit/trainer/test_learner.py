@@ -341,3 +341,17 @@ def test_an_unscored_sample_stops_the_step_before_any_call_to_a_rank(build):
 def test_an_unknown_source_of_proximal_logprobs_is_named(build):
     with pytest.raises(ValueError, match="proximal_logprobs 'guess'"):
         Trial(proximal_logprobs="guess").step([build.group(0)])
+
+
+def test_every_log_prob_is_of_the_policy_it_is_said_to_be_of(build):
+    """Engine -0.5, trainer -0.3, reference -0.1, teacher +0.2: no two distances are equal."""
+    options = {"adv_estimator": "reinforce", "kl_estimator": "k1", "token_kl_coef": 0.1, "kl_loss_coef": 0.1}
+    trial = Trial(shift=0.2, reference=0.4, teacher=0.7, distill_coef=1.0, **options)
+    rows = trial.step([build.group(0, scores=(1.0, 0.0))])
+    prompt = int(rows.lengths[0]) - 2
+    for name, value in (("behaviour_logprobs", -0.5), ("proximal_logprobs", -0.3), ("ref_logprobs", -0.1)):
+        assert getattr(rows, name)[0, prompt:].tolist() == pytest.approx([value] * 2), name
+    # By hand: 0.1 * 0.2 per token for being below the reference, and 0.5 for being below the teacher.
+    for row, score in ((0, 1.0), (1, 0.0)):
+        assert rows.advantages[row, prompt:].tolist() == pytest.approx([score + 0.04 + 0.5, score + 0.02 + 0.5])
+    assert trial.report.metrics["kl/reference"] == pytest.approx(-0.2)

@@ -1,0 +1,46 @@
+"""The catalogue of faults: every one applies to the source as it is, and changes one place."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import mutate
+from named_mutants import NAMED
+
+PACKAGE = Path(__file__).resolve().parents[2] / "roll_async"
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in NAMED])
+def test_a_fault_with_a_name_still_applies_and_compiles(name):
+    (fault,) = [fault for fault in NAMED if fault[0] == name]
+    _, file, right, wrong = fault
+    text = (PACKAGE / file).read_text()
+    assert text.count(right) == 1 and right != wrong
+    compile(text.replace(right, wrong), file, "exec")
+
+
+def test_the_catalogue_is_large_covers_the_core_and_is_the_same_for_a_seed():
+    chosen = mutate.catalogue(60, seed=1)
+    assert len(chosen) >= 120 and [m.name for m in chosen] == [m.name for m in mutate.catalogue(60, seed=1)]
+    folders = {"rollout", "buffer", "weight_sync", "pipelines", "trainer", "inference"}
+    assert {m.file.partition("/")[0] for m in chosen} == folders
+    assert sum(m.kind.startswith("SQL") for m in chosen) >= 10
+
+
+def test_every_file_of_the_catalogue_has_tests_that_exist():
+    root = PACKAGE.parent
+    for file in {m.file for m in (*mutate.named(), *mutate.generated())}:
+        tests = mutate.tests_of(file)
+        assert tests and all((root / test).exists() for test in tests), file
+
+
+def test_a_log_becomes_a_table_with_what_saw_each_fault(tmp_path):
+    log = tmp_path / "log"
+    row = '{"name": "%s", "file": "buffer/book.py", "line": 3, "kind": "%s", "text": "a | b", "named": %s, "seen_by": "%s"}'
+    lines = [row % ("one", "a fault", "true", "test_x"), row % ("two", "turned", "false", "")]
+    log.write_text("\n".join(lines) + "\n")
+    found = mutate.table([log])
+    assert "| buffer | 2 | 1 | 1 |" in found and "| a fault | `buffer/book.py:3` | `test_x` |" in found
+    assert "turned: `a \\| b`" in found and "nothing: TO DO" in found
