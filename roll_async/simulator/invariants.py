@@ -60,19 +60,23 @@ class Watch:
         self._carried = (0, 0, 0)
         self._unwanted: dict[str, float] = {}
         """Requests on engines that nobody waits for: since when."""
-        self.pushes = 0
+        self.slots_opened = 0
+        """How often the slots of surplus groups were opened again: by pushes, and where nothing else can bring a batch.
+        """
         self._unvalidated: int | None = None
         """The last step, if it was published without its validation."""
         self.last_learned = restored_step
         """Last step the trainer has learned whole."""
+        self._last_begun = restored_step
+        """Last step of which it has got a part."""
         self._learned_groups: Counter[int] = Counter()
         self._progress_s = 0.0
         """When the trainer last ended a step."""
         self._seen_since_batch = self._kept_since_batch = 0
         self.budget_is_used = False
         """`max_num_gen_batches` was reached."""
-        self._early_stopped = self._interrupted = 0
-        """Groups that came again because a batch was complete without them, and because of a push."""
+        self._early_stopped = 0
+        """Groups that came again because a batch was complete without them."""
         self._orphans: dict[str, int] = {}
         """Attempt after one that died with its engine, to the tokens of the whole request then."""
 
@@ -154,8 +158,6 @@ class Watch:
         self.outcomes[outcome] += 1
         if outcome is Outcome.REQUEUED and reason in ("aborted", "surplus"):
             self._early_stopped += 1
-        elif outcome is Outcome.REQUEUED:
-            self._interrupted += 1
         if outcome in (Outcome.FILTERED, Outcome.FAILED):
             self.decided.append((self.steps_done, self.slots[group_id].prompt_index, outcome.value))
         if outcome is Outcome.UNUSED:
@@ -177,15 +179,12 @@ class Watch:
         self._check_admissions()
 
     def _check_admissions(self) -> None:
-        """Invariant 16: what is begun is judged, unless a push or the end of a batch stops it; of the latter each push
-        lets a few begin again.
+        """Invariant 16: what is begun is judged, unless a push or the end of a batch stops it; of the latter no more
+        begin again between two pushes than are over-sampled.
         """
-        extra = self.scenario.queue.oversample_groups
-        allowed = (extra + self.scenario.queue.groups_per_batch) * (self.pushes + 1)
-        if self.steps_done and self._early_stopped > (allowed if extra else 0):
-            self.report(
-                16, f"{self._early_stopped} groups were stopped early in {self.pushes} pushes, {extra} are extra"
-            )
+        extra, opened = self.scenario.queue.oversample_groups, self.slots_opened
+        if self._early_stopped > extra * opened:
+            self.report(16, f"{self._early_stopped} groups were stopped early; slots opened {opened} times for {extra}")
 
     def _judged(self, *, kept: bool) -> None:
         """Our own count of what `max_num_gen_batches` limits."""
@@ -205,6 +204,7 @@ class Watch:
 
     def batch(self, groups: Sequence[Group], step: int) -> None:
         """What a step, or a part of it, is about to train."""
+        self._last_begun = step
         if self._unvalidated is not None:
             self.report(17, f"step {self._unvalidated} was to be validated, and was not")
         for group in groups:
@@ -268,8 +268,10 @@ class Watch:
             self.last_learned = step
 
     def died_after(self, saved: int, *, trainer_failed: bool) -> None:
-        """Invariant 9: the rollout process died; the last whole step of a healthy trainer is saved."""
-        if not trainer_failed and saved < self.last_learned:
+        """Invariant 9: the rollout process died; the last whole step of a healthy trainer is saved, unless the weights
+        have gone past it.
+        """
+        if not trainer_failed and saved < self.last_learned == self._last_begun:
             self.report(9, f"step {self.last_learned} was learned, and step {saved} is the last that is saved")
 
     def validated(self, step: int, answered: Sequence[tuple[Prompt, Sample]], sampling: SamplingParams) -> None:

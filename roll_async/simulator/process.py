@@ -185,11 +185,11 @@ class SynchronizerThere:
     async def push(self, version: WeightVersion) -> SyncReport:
         return await self._process.ask(partial(self._synchronizer.push, version))
 
-    async def wait_returning(self) -> None:
+    async def wait_for_returned(self) -> None:
         await self._process.returned.wait()
 
-    async def welcome(self, version: WeightVersion) -> None:
-        await self._process.ask(partial(self._synchronizer.welcome, version))
+    async def resync_returned(self, version: WeightVersion) -> None:
+        await self._process.ask(partial(self._synchronizer.resync_returned, version))
 
     def status(self) -> SyncStatus:
         return self._process.sync

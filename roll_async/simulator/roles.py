@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from roll_async.buffer.deadline import within
@@ -37,6 +38,7 @@ class SimPrompts:
         return prompt_of(index, self._num_tokens + index % 3)
 
 
+@lru_cache(maxsize=4096)
 def prompt_of(index: int, num_tokens: int) -> Prompt:
     """The prompt of this number."""
     ids = array("i", [num_tokens, index, *range(2, num_tokens)])

@@ -25,6 +25,11 @@ class SeenQueue(MessageQueue):
     watch: Watch
     world: World
 
+    @property
+    def last_change(self) -> object:
+        """Another object after every change."""
+        return self._changed
+
     async def reserve(self, max_groups: int) -> list[Slot]:
         slots = await super().reserve(max_groups)
         self.watch.admitted(slots, self, self.world.serving())
@@ -43,9 +48,9 @@ class SeenQueue(MessageQueue):
         await super().step_trained(step)
         self.watch.step_trained(step)
 
-    def weights_held(self, version: int) -> None:
-        self.watch.pushes += 1
-        super().weights_held(version)
+    def _open_slots(self) -> None:
+        self.watch.slots_opened += 1
+        super()._open_slots()
 
 
 class SeenRollouter(Rollouter):

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 
 from roll_async.buffer.errors import LedgerError, first_cause
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
-from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
 from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.protocol import PipelineParts, RunEnd
@@ -124,7 +123,8 @@ class World:
         """The training was over, and the rollout told to stop."""
         self.manager: AsyncLLMServerManager
         self.trainer: SimTrainer
-        self.queue: MessageQueue | None = None
+        self.queue: SeenQueue | None = None
+        self._looked_at: object = None
         self.process: SimProcess | None = None
         self.on_death: Callable[[], None] = lambda: None
         """Called when the rollout process dies, before anything else of it ends."""
@@ -137,8 +137,10 @@ class World:
     def instant(self) -> None:
         """All work of an instant is done; the clock is about to move. The first finding ends the run."""
         if self.queue is not None and not self.died:
-            now = asyncio.get_running_loop().time()
-            self.watch.instant(self.queue)
+            now, change = asyncio.get_running_loop().time(), self.queue.last_change
+            if change is not self._looked_at:
+                self.watch.instant(self.queue)
+                self._looked_at = change
             self.watch.dispatch(self.manager, now)
             self.watch.progressing(now)
         if self.watch.findings:
@@ -189,6 +191,7 @@ class World:
         self.watch.restored(side.queue)
         pipeline = wire(self._parts(side), RunOptions(plan=replace(scenario.plan, first_step=step + 1)), classes)
         self._set_fault_timers(pipeline)
+        assert isinstance(side.queue, SeenQueue)
         self.queue = side.queue
         return pipeline
 

@@ -10,7 +10,7 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, due_step
 from roll_async.buffer.states import Outcome, QueueOptions
 from roll_async.inference.engine_host import EngineHost
-from roll_async.pipelines.train_loop import TrainLoop
+from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.wire import Classes
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.filter_budget import BudgetOptions
@@ -314,9 +314,9 @@ class AbortsWithoutEnd(AsyncLLMServerManager):
 class SurplusComesAgainAtOnce(MessageQueue):
     """The prompt of a surplus group is admitted again at the same instant."""
 
-    def _comes_again(self, entry):
+    def _requeue_prompt(self, entry):
         entry.surplus = False
-        super()._comes_again(entry)
+        super()._requeue_prompt(entry)
 
 
 class NeverUsesItsBudget(Rollouter):
@@ -500,16 +500,20 @@ def by_value(seed):
 
 
 def over_sampled(seed):
-    """Several long groups beyond a batch in each step, stopped early."""
+    """As many groups again as a batch has, of very different lengths, and no push while they are generated."""
     base = random_scenario(seed)
     groups = base.queue.groups_per_batch
     return replace(
         base,
         engines=(EngineFaults(),) * 2,
-        lengths=replace(base.lengths, sigma=1.3),
+        lengths=replace(base.lengths, mean_tokens=15.0, sigma=1.3, prompt_share=1.0),
+        scheduler=replace(base.scheduler, sampling=replace(base.scheduler.sampling, max_new_tokens=60)),
+        manager=replace(base.manager, interrupt_timeout_s=2.0, max_concurrent_per_server=30),
+        speed=replace(base.speed, token_s=0.5),
         queue=replace(base.queue, oversample_groups=groups, policy=StalenessPolicy.WAIT, max_versions=None),
         sync=replace(base.sync, interrupt_mode="resume"),
-        train=replace(base.train, step_s=5.0, fails_at_step=None, hangs_at_step=None),
+        train=replace(base.train, step_s=20.0, jitter=0.0, fails_at_step=None, hangs_at_step=None),
+        num_prompts=None,
         stop_at_s=None,
     )
 

@@ -57,3 +57,21 @@ def test_rejected_late_and_doubled_messages_change_no_token(faults):
     calm = a_world(engines=(HEALTHY, faults))
     outcome = simulate(replace(calm, manager=replace(calm.manager, request_retries=8)))
     assert outcome.end == "finished" and outcome.findings == () and outcome.queue.trained == 12
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+@pytest.mark.parametrize("num_prompts", [5, 6, 7])
+def test_the_end_of_the_data_inside_of_a_step_ends_the_run_and_says_so(ratio, num_prompts):
+    """NVIDIA-NeMo/RL#2899: the data had one pass, the run wanted more, and the trainer waited for ever."""
+    calm = a_world(ratio=ratio, steps=50)
+    outcome = simulate(replace(calm, num_prompts=num_prompts))
+    assert outcome.end == "end of data" and outcome.findings == ()
+    assert outcome.queue.trained == 2 * (num_prompts // 2) and outcome.ended_s < 60
+
+
+def test_answers_that_a_push_discards_are_counted():
+    calm = a_world(ratio=2.0, engines=(HEALTHY,))
+    outcome = simulate(replace(calm, sync=replace(calm.sync, interrupt_mode="abort")))
+    assert outcome.end == "finished" and outcome.findings == ()
+    assert outcome.servers.aborted > 0 and outcome.servers.aborted_tokens > 0
+    assert outcome.steps[-1]["length_bias/aborted_tokens"] > 0

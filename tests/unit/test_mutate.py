@@ -38,7 +38,8 @@ def test_every_file_of_the_catalogue_has_tests_that_exist():
 
 def test_a_log_becomes_a_table_with_what_saw_each_fault(tmp_path):
     log = tmp_path / "log"
-    row = '{"name": "%s", "file": "buffer/book.py", "line": 3, "kind": "%s", "text": "a | b", "named": %s, "seen_by": "%s"}'
+    row = '{"name": "%s", "file": "buffer/book.py", "line": 3, "kind": "%s", '
+    row += '"text": "a | b", "named": %s, "seen_by": "%s"}'
     lines = [row % ("one", "a fault", "true", "test_x"), row % ("two", "turned", "false", "")]
     log.write_text("\n".join(lines) + "\n")
     found = mutate.table([log])
