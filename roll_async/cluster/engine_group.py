@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from array import array
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -128,6 +129,9 @@ class EngineReplica:
     async def commit(self, version: WeightVersion) -> None:
         await self._engine.commit(version)
 
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
+        return list(await asyncio.gather(*(self._engine.score(row) for row in rows)))
+
     async def close(self) -> None:
         await self._engine.close()
 
@@ -215,6 +219,9 @@ class RayEngineClient:
 
     async def commit(self, version: WeightVersion) -> None:
         await self._ask("commit", self._actor.commit.remote(version))
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
+        return await self._ask("score", self._actor.score.remote(rows))
 
     async def _ask(self, what: str, ref: Awaitable[T]) -> T:
         """A replica that does not answer is lost like one that died: ConnectionError."""

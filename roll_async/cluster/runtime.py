@@ -21,6 +21,12 @@ LOOPBACK = "127.0.0.1"
 _EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
 _SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 Ray believes it can only ever be one machine and binds every port to loopback, on Linux too."""
+_OWN_VARIABLES = (
+    "RAY_AUTH_MODE",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    "RAY_worker_niceness",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def pretended_gpus() -> int:
@@ -52,10 +58,10 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
             f"RAY_ADDRESS={address} is the address of Ray's job server: hand the run over with `ray job submit`, unset "
             "RAY_ADDRESS to run on this machine, or set it to HOST:6379 to join the cluster from here"
         )
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **env}}
-    with reaper() as add_folder:
+    with reaper() as add_folder, _settings_put_back():
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         _connect(address, runtime_env, num_processes)
         if not address:
             add_folder(str(session_folder()))
@@ -63,6 +69,25 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
             yield RuntimeInfo(embedded=not address, num_cpus=os.cpu_count() or 1)
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _settings_put_back() -> Iterator[None]:
+    """What Ray is told by environment and module does not outlive it: the next cluster of this process, or of a child,
+    may be one of many machines.
+    """
+    names = (*_OWN_VARIABLES, _SINGLE_HOST_VARIABLE)
+    before = {name: os.environ.get(name) for name in names}
+    may_be_many = ray_constants.ENABLE_RAY_CLUSTER
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = may_be_many
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_processes: int) -> None:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import ray
+import torch
 from ray.actor import ActorHandle
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
@@ -129,6 +132,9 @@ class MegatronRank:
 
     def compute_squares(self, rows: TokenRows) -> Tensor | None:
         return self._worker.compute_squares(rows)
+
+    def compute_plain_logprobs(self, rows: TokenRows) -> Tensor | None:
+        return self._worker.compute_plain_logprobs(rows)
 
     def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         return self._worker.update_policy(rows, step)
@@ -284,6 +290,15 @@ class RayTrainerGroup:
         """All optimizer steps of the critic."""
         ref = ray.put(rows)
         return (await self._all("update_values", lambda r: r.update_values.remote(ref, step)))[0]
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
+        """Log-probs of given rows at temperature 1, see WeightSource."""
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        mask = (torch.arange(tokens.shape[1]) < lengths[:, None]) & (torch.arange(tokens.shape[1]) > 0)
+        ref = ray.put(TokenRows(tokens=tokens, lengths=lengths, mask=mask))
+        scored = _answer(await self._all("compute_plain_logprobs", lambda r: r.compute_plain_logprobs.remote(ref)))
+        return [array("f", scored[i, 1:length].tolist()) for i, length in enumerate(lengths.tolist())]
 
     async def export_weights(
         self, version: int, transport: str, verify: str

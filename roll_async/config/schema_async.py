@@ -74,6 +74,12 @@ class WeightSyncConfig:
     """MiB per bucket; two are in use."""
     verify: Literal["full", "sample", "none"] = "sample"
     """Digest an engine must prove before it serves a version: of all bytes, of a sample, none."""
+    canary_prompts: int = bounded(16, ">= 0")
+    """Prompts that engines and trainer score after each push, to see that they compute the same; 0 = none."""
+    canary_band: float | None = bounded(None, "> 0")
+    """Mean difference of log-probs in nats that is no mismatch; default: by dtype, 0.001 fp32, 0.03 fp16, 0.1 bf16."""
+    on_mismatch: Literal["warn", "stop"] = "warn"
+    """What an engine beyond the band does to the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

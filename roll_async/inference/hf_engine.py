@@ -17,6 +17,7 @@ from torch import Tensor
 
 from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
+from roll_async.inference.scoring import check_scored
 from roll_async.inference.seeds import manager_seed
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
@@ -186,6 +187,23 @@ class HfEngine:
             del self._running[request.request_id]
             run.returned.set()
             self._note_idle()
+
+    async def score(self, token_ids: Sequence[int]) -> array:
+        self._sleep.need_awake("score")
+        check_scored(token_ids, self._settings.max_model_len)
+        await self._serving.wait()
+        return await asyncio.to_thread(self._score, list(token_ids))
+
+    def _score(self, token_ids: list[int]) -> array:
+        """A forward pass of its own, beside the manager's: both only read the weights."""
+        import torch
+
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids], device=self._settings.device)
+            position = torch.arange(len(token_ids), device=ids.device)[None]
+            logits = self._model(input_ids=ids, position_ids=position, use_cache=False).logits[0, :-1].float()
+            found = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
+        return array("f", found.tolist())
 
     async def _may_start(self, run: _Running) -> bool:
         """Wait while paused, and until the manager can sample as wanted; False when aborted meanwhile."""

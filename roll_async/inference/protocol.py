@@ -21,6 +21,7 @@ Where trainer and engine share devices, a replica sleeps while the trainer works
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -119,6 +120,14 @@ class Engine(Protocol):
         With `EngineSettings.record_experts` also the experts of every position read from `recorded_positions` on.
 
         Raises ValueError when the request can not fit (prompt longer than the context).
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> array:
+        """Log-prob of every token but the first, given those before it, under the weights now served: float32 [n - 1],
+        of the whole distribution at temperature 1, whatever requests ask for. Waits while paused.
+
+        Raises ValueError for fewer than two tokens, or more than the context has.
         """
         ...
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
+from roll_async.inference.scoring import check_scored
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 from roll_async.inference.sglang_arguments import engine_arguments, prepare_environment
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
@@ -112,8 +113,8 @@ class SglangEngine:
         self._kv_tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
 
     def _signals(self, manager: Any) -> Any:
-        """What SGLang's manager does on signals, where it runs on the main thread: when one of its processes fails, the
-        requests fail; by default SGLang would kill this process, whatever else it does.
+        """What SGLang's manager does on signals, where it runs on the main thread: when one of its processes fails,
+        the requests fail; by default SGLang would kill this process, whatever else it does.
         """
         from sglang.srt.managers.tokenizer_manager import SignalHandler
 
@@ -214,6 +215,23 @@ class SglangEngine:
         except ValueError as error:
             if not run.aborted.is_set():  # SGLang raises for a request that was aborted while it waited
                 raise ValueError(f"request {run.request.request_id}: {error}") from error
+
+    async def score(self, token_ids: Sequence[int]) -> array:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        self._need_alive()
+        self._sleep.need_awake("score")
+        check_scored(token_ids, self._settings.max_model_len)
+        await self._serving.wait()
+        wanted = GenerateReqInput(
+            input_ids=list(token_ids),
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        output = await anext(self._manager.generate_request(wanted, None))
+        rows = output["meta_info"]["input_token_logprobs"][1:]
+        return array("f", [row[0] for row in rows])
 
     def _completion(self, run: _Running) -> Completion:
         tokens, logprobs, runs = self._tokens(run, len(run.output.get("output_ids", ())))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
+from roll_async.inference.scoring import check_scored
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
 from roll_async.inference.vllm_arguments import engine_arguments, in_this_process, prepare_environment
@@ -72,7 +73,7 @@ class VllmEngine:
         self._mixed = settings.random_weights
         """The model holds no whole version: nothing is generated until the next commit."""
         self._transport: str | None = None
-        self._kv_tokens = 0
+        self._kv_tokens = self._num_scored = 0
         self._sleep = SleepRules(levels_up_to(settings.sleep_level))
         self._held = EngineMemory(weights_bytes=0, kv_cache_bytes=0)
         self._labels_tokens = True
@@ -156,7 +157,7 @@ class VllmEngine:
                 return _nothing(request.request_id, loop.time() - submitted)
             recorded_from = request.recorded_positions if self._settings.record_experts else None
             sampling = _sampling(request.sampling, max_tokens, recorded_from)
-            output = await self._run(request.request_id, prompt, sampling, ticket)
+            output = (await self._run(request.request_id, prompt, sampling, ticket)).outputs[0]
             return self._completion(request.request_id, output, ticket.version, loop.time() - submitted)
         finally:
             del self._running[request.request_id]
@@ -182,7 +183,28 @@ class VllmEngine:
         except EngineDeadError as error:
             raise ConnectionError(f"vLLM's engine process is dead: {error}") from error
         assert isinstance(result, RequestOutput)  # not an embedding
-        return result.outputs[0]
+        return result
+
+    async def score(self, token_ids: Sequence[int]) -> array:
+        self._sleep.need_awake("score")
+        check_scored(token_ids, self._settings.max_model_len)
+        self._num_scored += 1
+        name = f"score-{self._num_scored}"
+        ticket = self._running[name] = _Ticket(
+            num_tokens=len(token_ids) + 1, submitted_s=asyncio.get_running_loop().time(), held_back=0
+        )
+        try:
+            output = (
+                await self._run(name, list(token_ids), _scoring(), ticket) if await self._admitted(ticket) else None
+            )
+        finally:
+            del self._running[name]
+            ticket.handed_over.set()
+            ticket.done.set()
+        rows = None if output is None else output.prompt_logprobs
+        if not rows:
+            raise RuntimeError("the replica was paused before it had scored")
+        return array("f", [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)])
 
     async def _admitted(self, ticket: _Ticket) -> bool:
         """Wait while the engine is paused; False when the request is aborted meanwhile."""
@@ -429,6 +451,17 @@ def _sampling(params: SamplingParams, max_tokens: int, recorded_from: int | None
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         **recorded,
+    )
+
+
+@lru_cache(maxsize=1)
+def _scoring():  # noqa: ANN202 (vLLM's, imported late)
+    """Log-probs of the prompt alone; one token is the least that vLLM samples."""
+    from vllm import SamplingParams as VllmSampling
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSampling(
+        max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )
 
 

@@ -49,7 +49,7 @@ from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
-from roll_async.weight_sync.synchronizer import WeightSource
+from roll_async.weight_sync.protocol import WeightSource
 from roll_async.weight_sync.transports import choose_transport
 
 logger = logging.getLogger(__name__)

@@ -165,6 +165,7 @@ def step_metrics(
         "time/train_s": report.train_s,
         "time/logprobs_s": report.logprobs_s,
         "time/weight_sync_s": clock.spent.get("weight_sync", 0.0),
+        **_canary_metrics(sync),
         "time/pause_s": sync.pause_s if sync is not None else 0.0,
         "time/validation_s": clock.spent.get("validation", 0.0),
         "time/save_s": clock.spent.get("save", 0.0),
@@ -183,6 +184,19 @@ def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int
     num_there = max(num_servers, sum(share > 0 for share in shares.values()))
     idle = 1.0 - sum(shares.values()) / num_there if num_there else 1.0
     return {"idle/engines": idle, **{f"busy/{name}": share for name, share in shares.items()}}
+
+
+def _canary_metrics(sync: SyncReport | None) -> dict[str, float]:
+    """Of a step with a push: how far the engines are from the trainer."""
+    if sync is None or sync.canary is None:
+        return {}
+    found = sync.canary
+    metrics = {"weights/canary_alarms": float(len(found.alarms))}
+    if found.difference:
+        metrics["weights/canary_difference"] = max(found.difference.values())
+    if found.moved is not None:
+        metrics["weights/canary_moved"] = found.moved
+    return metrics
 
 
 def _length_audit(queue: QueueStats, rollout: RollouterStats) -> dict[str, float]:

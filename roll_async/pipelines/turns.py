@@ -18,6 +18,7 @@ out-of-memory error of its neighbour. Plain asyncio: the simulator and the tests
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -31,7 +32,7 @@ from roll_async.pipelines.protocol import Batches, Learns, PipelineParts, RunPla
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory, StepReport
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
-from roll_async.weight_sync.synchronizer import Rollout, WeightSource
+from roll_async.weight_sync.protocol import Rollout, WeightSource
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 """Levels of sleep. Weights that the next push replaces anyway need not be kept."""
@@ -249,6 +250,9 @@ class TurnSource:
         await self._turns.to_both()
         async for part in self._source.export_weights(version, transport, verify):
             yield part
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
+        return await self._source.score(rows)
 
 
 class TurnLearner:

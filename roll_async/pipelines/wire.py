@@ -33,7 +33,9 @@ from roll_async.rollout.protocol import PromptPool, PromptSource, Replica
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt, SamplingParams
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions, WeightSource
+from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
+from roll_async.weight_sync.protocol import WeightSource
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
 
 Validate = Callable[[int], Awaitable[Mapping[str, float]]]
 """A training step to the metrics of the validation after it."""
@@ -110,6 +112,8 @@ class RolloutOptions:
     """How validation samples."""
     validation_samples: int = 1
     """Samples per held-out prompt."""
+    canary: CanaryOptions | None = None
+    """Whether engines compute what the trainer does is looked at after each push; None = not."""
 
     @classmethod
     def of(cls, config: PipelineConfig, transport: str) -> RolloutOptions:
@@ -122,6 +126,7 @@ class RolloutOptions:
             budget=BudgetOptions.of(config),
             validation=None if validation is None else sampling_of(validation),
             validation_samples=1 if validation is None else validation.num_return_sequences,
+            canary=CanaryOptions.of(config),
         )
 
 
@@ -197,10 +202,19 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         remove_replica=supervisor.remove_replica,
         readmit=supervisor.readmit,
         expects_return=lambda: manager.expects_return,
+        canary=_canary(roles.prompts, source_of_weights, options.canary),
     )
     supervisor.attach(synchronizer.rejoin)
     validate = _validation(source, roles.validation, options) if roles.validation else None
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
+
+
+def _canary(prompts: PromptSource, source: WeightSource, options: CanaryOptions | None) -> Canary | None:
+    if options is None:
+        return None
+    found = (prompts.at(i) for i in range(options.prompts))
+    rows = canary_rows([p.token_ids for p in found if p is not None], options)
+    return Canary(rows, source, options) if rows else None
 
 
 def _validation(source: GroupSource, prompts: Sequence[Prompt], options: RolloutOptions) -> Validate:

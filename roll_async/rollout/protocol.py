@@ -11,7 +11,7 @@ from typing import Protocol
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode
 from roll_async.schema import GenerateRequest, Prompt, Reward, Sample
-from roll_async.weight_sync.synchronizer import UpdatedReplica
+from roll_async.weight_sync.protocol import UpdatedReplica
 
 
 class Replica(UpdatedReplica, Protocol):

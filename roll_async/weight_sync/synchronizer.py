@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.canary import Canary, CanaryReport
+from roll_async.weight_sync.protocol import Rollout, UpdatedReplica, WeightSource
 from roll_async.weight_sync.transports import STAGED
 
 logger = logging.getLogger(__name__)
@@ -30,40 +32,8 @@ _LIVENESS_INTERVAL_S = 1.0
 """How often a push checks that the replicas it waits for are alive."""
 
 
-class WeightSource(Protocol):
-    """The trainer's side."""
-
-    def export_weights(
-        self, version: WeightVersion, transport: str, verify: str
-    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """The plan, every bucket, then the digest."""
-        ...
-
-
-class UpdatedReplica(Protocol):
-    """One engine replica, seen from the synchronizer. A dead replica raises ConnectionError from any call."""
-
-    name: str
-
-    async def begin_update(self, plan: UpdatePlan) -> None: ...
-
-    async def load_bucket(self, bucket: Bucket) -> None: ...
-
-    async def finish_update(self) -> str: ...
-
-    async def commit(self, version: WeightVersion) -> None: ...
-
-
 Replica = TypeVar("Replica", bound=UpdatedReplica)
 """The owner's type of replicas; `readmit` gets the same objects back."""
-
-
-class Rollout(Protocol):
-    """The user of the replicas, which stops them for a push."""
-
-    async def interrupt(self, mode: str, timeout_s: float) -> None: ...
-
-    async def release(self) -> None: ...
 
 
 class SyncState(Enum):
@@ -122,6 +92,8 @@ class SyncReport:
     attempts: int
     replicas: int
     """Replicas that serve the version."""
+    canary: CanaryReport | None = None
+    """What they compute with it; None = not looked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,9 +152,11 @@ class ParameterSynchronizer(Generic[Replica]):
         remove_replica: Callable[[str, str], Awaitable[None]],
         readmit: Callable[[Replica], Awaitable[None]],
         expects_return: Callable[[], bool],
+        canary: Canary | None = None,
     ) -> None:
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
         self._weights_held, self._remove, self._readmit = weights_held, remove_replica, readmit
+        self._canary = canary
         self._expects_return, self._limit = expects_return, f"sync_timeout {options.timeout_s:g} s"
         self._push: _Push[Replica] | None = None
         self._returning: dict[str, Replica] = {}
@@ -247,13 +221,16 @@ class ParameterSynchronizer(Generic[Replica]):
     async def push(self, version: WeightVersion) -> SyncReport:
         """Bring every replica to `version`.
 
-        Raises SyncFailed when none got there, ConnectionError when none is left.
+        Raises SyncFailed when none got there, ConnectionError when none is left, EngineMismatch when one computes
+        something else with it and the run shall not go on so.
         """
         assert self._push is None, f"push of version {version} during the push of another"
         waiting = [*self._replicas(), *self._returning.values()]
         self._push = push = _Push(version=version, started_s=asyncio.get_running_loop().time(), waiting=waiting)
         self._returned.clear()
         try:
+            if self._canary is not None:
+                await self._canary.begin(version)
             if self._options.transport not in STAGED:
                 await self._interrupt(push)
             await self._transfer_and_commit(push)
@@ -266,7 +243,10 @@ class ParameterSynchronizer(Generic[Replica]):
             self.version = version
             self.param_sync_count += 1
             self._weights_held(version)
-            return self._report(push)
+            report = self._report(push)
+            if self._canary is None:
+                return report
+            return replace(report, canary=await self._canary.check(version, push.serving))
         finally:
             self._push = None
             self._enter(SyncState.IDLE)

@@ -236,6 +236,34 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(replica):
     replica.runner.run(go())
 
 
+def test_a_score_is_the_logprob_of_given_tokens_under_the_weights_served(replica):
+    rows = [[11, 22, 33, 44, 55, 66, 77], [5, 9], list(range(100, 140))]
+
+    async def scores():
+        return await asyncio.gather(*(replica.engine.score(row) for row in rows))
+
+    def check(model):
+        wanted = [
+            reference_logprobs(replica.models[model], row[:1], row[1:], SamplingParams(max_new_tokens=1))
+            for row in rows
+        ]
+        for found, exact in zip(replica.runner.run(scores()), wanted, strict=True):
+            assert torch.allclose(torch.tensor(found), exact, atol=TOLERANCE, rtol=0)
+
+    async def beside_a_request():
+        (task,) = replica.start(replica.request(max_new_tokens=40, temperature=0.7, top_k=5))
+        found = await scores()
+        await task
+        return found
+
+    check("old")
+    assert [len(f) for f in replica.runner.run(beside_a_request())] == [6, 1, 39]
+    with pytest.raises(ValueError, match="2 to 511 fit"):
+        replica.runner.run(replica.engine.score([1]))
+    replica.runner.run(replica.push("new", replica.version + 1))
+    check("new")
+
+
 def test_temperature_zero_is_greedy_and_a_resumed_request_continues_the_same_text(replica):
     async def go():
         wanted = greedy(replica.models["old"], PROMPT, 24)

@@ -29,6 +29,7 @@ class Role:
         self.child = subprocess.Popen(["sleep", "600"])  # an engine's own child process
         return os.environ["ROLE"], os.getpid(), self.child.pid
 
+before = dict(os.environ)
 with ray_runtime(num_processes=2, env={"ROLE": "a"}):
     role = Role.options(runtime_env={"env_vars": {"ROLE": "b"}}).remote()
     name, pid, child = ray.get(role.where.remote())
@@ -39,6 +40,7 @@ with ray_runtime(num_processes=2, env={"ROLE": "a"}):
     print(name, *sorted(ours - {os.getpid()}), "|", *sorted(set(open_ports)), flush=True)
     if sys.argv[1] == "hang":
         time.sleep(600)
+print(*sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)), flush=True)
 """
 
 
@@ -78,3 +80,12 @@ def test_a_driver_that_ends_or_is_killed_leaves_no_process_and_opens_no_port_to_
         os.kill(driver.pid, signal.SIGKILL)
     assert driver.wait(60) == (0 if driver.mode == "end" else -signal.SIGKILL)
     assert wait_gone(pids, 20) == []
+
+
+def test_what_ray_was_told_is_put_back_so_that_the_process_may_join_many_machines_later():
+    driver = start("end")
+    output, _ = driver.communicate(timeout=120)
+    assert driver.returncode == 0
+    first, changed = output.splitlines()
+    of_ray = {"PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED"}
+    assert "|" in first and set(changed.split()) <= of_ray

@@ -26,6 +26,8 @@ def test_synchronous_training_is_on_policy_and_engine_and_trainer_agree_after_ev
         assert m["staleness/max"] == 0
         assert abs(m["correction/rho_max"] - 1) < 1e-4 and abs(m["correction/kl"]) < 1e-4
         assert m["weights/version"] >= m["step"] - 1
+        assert m["weights/canary_alarms"] == 0 and m["weights/canary_difference"] < 1e-4
+    assert all(m["weights/canary_moved"] > 0 for m in metrics[1:])
 
 
 def test_one_batch_ahead_overlaps_stays_within_the_bound_and_leaves_what_it_promises(launcher):

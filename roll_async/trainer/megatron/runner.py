@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -156,11 +157,13 @@ class Runner:
         return feed.padding.chunk(group.size(), 1)[group.rank()].contiguous()
 
     def logprobs(
-        self, batch: MicroBatch, hidden: Tensor, *, with_entropy: bool, with_squares: bool = False
+        self, batch: MicroBatch, hidden: Tensor, *, with_entropy: bool, with_squares: bool = False, plain: bool = False
     ) -> TokenLogprobs:
         """Log-prob of each token of the rows ([b,t], 0 outside the mask); entropy, sum of squared probabilities of what
-        it was sampled from. `hidden` [b,s,H] is the model's output.
+        it was sampled from. `hidden` [b,s,H] is the model's output. `plain`: of the whole distribution at temperature 1
+        instead.
         """
+        settings = replace(self._settings, temperature=1.0, top_k=0, top_p=1.0) if plain else self._settings
         assert self._head is not None, "a role with a value head has no log-probs"
         feed = batch.feed
         result = logprobs_of_hidden(
@@ -168,7 +171,7 @@ class Runner:
             self._head,
             feed.targets,
             feed.asked,
-            self._settings,
+            settings,
             with_entropy=with_entropy,
             with_squares=with_squares,
         )

@@ -115,6 +115,13 @@ class MegatronWorker:
         return self._score(rows, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False).logprobs)
 
     @torch.no_grad()
+    def compute_plain_logprobs(self, rows: TokenRows) -> Tensor | None:
+        """`compute_logprobs` of the whole distribution at temperature 1, whatever the samples are drawn from."""
+        return self._score(
+            rows, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False, plain=True).logprobs
+        )
+
+    @torch.no_grad()
     def compute_squares(self, rows: TokenRows) -> Tensor | None:
         """[B,T] float32 on rank 0, None elsewhere: the sum of all squared probabilities at the token."""
 

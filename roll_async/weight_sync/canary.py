@@ -1,0 +1,177 @@
+"""Proof by function: after a push every engine scores the same prompts, and the trainer's own log-probs must agree.
+
+A digest proves that an engine holds the bytes that were sent. It does not prove that the engine computes with them: an
+adapter that was never merged, experts in another order, a tied head that kept its old copy, rope scaling that was
+ignored all pass it, and the run then learns from samples of another policy.
+
+    begin(version): the trainer scores the canary before it exports
+    check(version): engines score it after the swap -> CanaryReport, with an alarm for whatever does not agree
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import fsum
+
+from roll_async.config.schema import PipelineConfig
+from roll_async.schema import WeightVersion
+from roll_async.weight_sync.protocol import UpdatedReplica, WeightSource
+
+logger = logging.getLogger(__name__)
+
+BANDS = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.1}
+"""Largest mean |difference| of log-probs, in nats, that the rounding of a dtype explains: engine and trainer add up in
+different orders.
+"""
+QUANTIZED_BAND = 0.5
+_STILL = 0.01
+"""Share of the band: a trainer that moved by less need not move an engine of a coarser dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanaryOptions:
+    """How functions are compared."""
+
+    prompts: int
+    """The first ones of the training data."""
+    band: float
+    """Largest mean |difference| in nats."""
+    stop: bool = False
+    """An engine beyond the band ends the run; False = a warning."""
+    adapter: bool = False
+    """The trainer trains an adapter, which the export merges."""
+    timeout_s: float = 60.0
+    max_tokens: int = 256
+    """Of a prompt; the rest is left out."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> CanaryOptions | None:
+        """As the config has it; None = no canary."""
+        push, engine, trainer = config.weight_sync, config.actor_infer, config.actor_train
+        if not push.canary_prompts:
+            return None
+        dtypes = (engine.model_args.dtype, trainer.model_args.dtype)
+        quantized = getattr(engine.strategy_args.strategy_config, "quantization", None) is not None
+        band = QUANTIZED_BAND if quantized else max(BANDS[dtype] for dtype in dtypes)
+        return cls(
+            prompts=push.canary_prompts,
+            band=band if push.canary_band is None else push.canary_band,
+            stop=push.on_mismatch == "stop",
+            adapter=bool(trainer.model_args.lora_rank),
+            timeout_s=config.async_training.sync_timeout,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanaryReport:
+    """What one version's canary showed."""
+
+    difference: Mapping[str, float] = field(default_factory=dict)
+    """Replica to its mean |log-prob - the trainer's|, in nats; without those that did not answer."""
+    moved: float | None = None
+    """Mean |change| of the trainer's own log-probs since the version before; None at the first."""
+    alarms: tuple[str, ...] = ()
+
+
+class EngineMismatch(RuntimeError):
+    """An engine computes something else than the trainer (weight_sync.on_mismatch: stop)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scores:
+    """Log-probs of all rows, end to end, under one version."""
+
+    version: WeightVersion
+    values: array
+
+
+class Canary:
+    """Keeps the scores of the version before, to tell an engine that stood still from one that errs."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], source: WeightSource, options: CanaryOptions) -> None:
+        self._rows, self._source, self._options = [list(row) for row in rows], source, options
+        self._trainer: _Scores | None = None
+        self._before: _Scores | None = None
+        self._engines: dict[str, _Scores] = {}
+
+    async def begin(self, version: WeightVersion) -> None:
+        """The trainer's log-probs of `version`; before it exports, while its weights are on its devices."""
+        values = _flat(await self._source.score(self._rows))
+        if self._trainer is None or self._trainer.version != version:
+            self._before = self._trainer
+        self._trainer = _Scores(version=version, values=values)
+
+    async def check(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> CanaryReport:
+        """Compare replicas that serve `version`. A replica that does not answer is a warning: others look after its
+        life. Raises EngineMismatch as the options say.
+        """
+        trainer = self._trainer
+        assert trainer is not None and trainer.version == version, "check without begin"
+        answers = await asyncio.gather(*(self._ask(replica) for replica in replicas))
+        scores = {r.name: a for r, a in zip(replicas, answers, strict=True) if a is not None}
+        difference = {name: _distance(values, trainer.values) for name, values in scores.items()}
+        moved = None if self._before is None else _distance(trainer.values, self._before.values)
+        alarms = [self._judge(name, scores, difference, moved) for name in scores]
+        if moved == 0:
+            alarms.append(
+                f"the trainer's log-probs did not change since version {self._before.version}: its optimizer changed "  # type: ignore[union-attr]
+                "no weight (learning rate 0, or no row with a gradient)"
+            )
+        self._engines = {name: _Scores(version=version, values=values) for name, values in scores.items()}
+        report = CanaryReport(difference=difference, moved=moved, alarms=tuple(filter(None, alarms)))
+        for alarm in report.alarms:
+            logger.warning("Weight canary, version %d: %s", version, alarm)
+        if self._options.stop and any(alarms[: len(scores)]):
+            raise EngineMismatch(f"version {version}: {report.alarms[0]} (weight_sync.on_mismatch: stop)")
+        return report
+
+    async def _ask(self, replica: UpdatedReplica) -> array | None:
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                return _flat(await replica.score(self._rows))
+        except (RuntimeError, OSError, ValueError) as error:
+            logger.warning("Weight canary: %s did not score: %s", replica.name, str(error) or type(error).__name__)
+            return None
+
+    def _judge(
+        self, name: str, scores: Mapping[str, array], difference: Mapping[str, float], moved: float | None
+    ) -> str | None:
+        """What is wrong with one replica, with the suspect."""
+        mine, band = scores[name], self._options.band
+        earlier, before = self._engines.get(name), self._before
+        weights = "adapter" if self._options.adapter else "weights"
+        if earlier is not None and moved is not None and moved > _STILL * band and mine == earlier.values:
+            return (
+                f"{name} scores exactly as at version {earlier.version}, while the trainer moved by {moved:.2g} nats. "
+                f"Suspect: {weights} that arrived and are not the ones it computes with"
+            )
+        if difference[name] <= band:
+            return None
+        found = f"{name} differs from the trainer by {difference[name]:.2g} nats on average (band {band:g})"
+        if before is not None and (old := _distance(mine, before.values)) < difference[name] / 4:
+            return f"{found}, from version {before.version} by {old:.2g}. Suspect: {weights} of an earlier version"
+        if len(scores) > 1 and all(d <= band for other, d in difference.items() if other != name):
+            return f"{found}; the other engines agree with it. Suspect: weights of this replica"
+        if moved is None:
+            return f"{found} at the first push. Suspect: numerics (dtype, rope scaling, norms) or the order of weights"
+        return (
+            f"{found}. Suspect: numerics (dtype, rope scaling, norms), or the order of weights (experts, fused layers)"
+        )
+
+
+def canary_rows(prompts: Sequence[Sequence[int]], options: CanaryOptions) -> list[list[int]]:
+    """What is scored: the prompts that have two tokens, cut to `max_tokens`."""
+    return [list(p[: options.max_tokens]) for p in prompts if len(p) > 1]
+
+
+def _flat(rows: Sequence[array]) -> array:
+    return array("f", chain.from_iterable(rows))
+
+
+def _distance(one: array, other: array) -> float:
+    return fsum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)

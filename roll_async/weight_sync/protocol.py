@@ -1,0 +1,52 @@
+"""Whom a weight push talks to."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from roll_async.schema import WeightVersion
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+
+
+class WeightSource(Protocol):
+    """The trainer's side."""
+
+    def export_weights(
+        self, version: WeightVersion, transport: str, verify: str
+    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """The plan, every bucket, then the digest."""
+        ...
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
+        """Log-prob of every token of each row but the first, given those before it, under the present weights, at
+        temperature 1.
+        """
+        ...
+
+
+class UpdatedReplica(Protocol):
+    """One engine replica, seen from the synchronizer. A dead replica raises ConnectionError from any call."""
+
+    name: str
+
+    async def begin_update(self, plan: UpdatePlan) -> None: ...
+
+    async def load_bucket(self, bucket: Bucket) -> None: ...
+
+    async def finish_update(self) -> str: ...
+
+    async def commit(self, version: WeightVersion) -> None: ...
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
+        """As `WeightSource.score`, under the weights served."""
+        ...
+
+
+class Rollout(Protocol):
+    """The user of the replicas, which stops them for a push."""
+
+    async def interrupt(self, mode: str, timeout_s: float) -> None: ...
+
+    async def release(self) -> None: ...
