@@ -321,7 +321,7 @@ class _Link:
         for _, (begin, end) in _steps(into.segments):
             if self.channel.expect() != _READY:
                 gone = f"block {key[:8]} of {self._address}"
-                raise RuntimeError(f"{gone} is not there any more: a newer one replaced it")
+                raise RuntimeError(f"{gone} is not there any more: a newer one took its place")
             with self._medium.lane():
                 self._group.recv([into.data[begin:end]], _SEND, 0).wait()
             into.advance(end)
