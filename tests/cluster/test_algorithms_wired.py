@@ -58,6 +58,10 @@ def run(demo_assets, tmp_path_factory, request):
     (output / "train.jsonl").write_text(
         "".join(json.dumps({**row, "tag": tags[i % 3]}) + "\n" for i, row in enumerate(rows))
     )
+    program = {"tag": "code", "test": "def check(candidate):\n    assert candidate(1) == 1", "entry_point": "same"}
+    (output / "roles.jsonl").write_text(  # a role that any run needs is started first, and wants a row of its domain
+        (output / "train.jsonl").read_text() + json.dumps({**program, "messages": rows[0]["messages"]}) + "\n"
+    )
 
     def config(name, overrides, file="rlvr_config_async_cpu"):
         places = (
@@ -74,7 +78,7 @@ def run(demo_assets, tmp_path_factory, request):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), inherited)))
     with (
         ray_runtime(num_processes=6, env={"HF_HUB_OFFLINE": "1"}) as runtime,
-        Sweep(config("roles", ROLES), runtime) as sweep,
+        Sweep(config("roles", (*ROLES, f"actor_train.data_args.file_name={output}/roles.jsonl")), runtime) as sweep,
     ):
 
         def go(name, *overrides, file="rlvr_config_async_cpu"):

@@ -321,6 +321,8 @@ def test_with_a_critic_values_are_the_baseline_and_are_trained_too(build):
     assert trial.log == [("actor", "logprobs"), ("critic", "values"), ("critic", "update 1"), ("actor", "update 1")]
     (values,) = trial.critic.rows
     assert values.old_values[values.mask].tolist() == [0.5] * 4
+    advantages = trial.actor.rows[0].advantages
+    assert torch.allclose(values.returns[values.mask], (advantages + values.old_values)[values.mask])
     assert trial.report.metrics["critic/loss"] == 0.5
 
 
