@@ -144,7 +144,7 @@ class MessageQueue:
             if self._stopped_reserving or self._book.finished < self.admission_limit:
                 break  # at the end of a run no slot would be freed any more, and the ledger keeps finished groups
             await self._changed.wait()
-        expected = self._options.samples_per_group
+        expected = self._options.samples_per_group if group.prompt.answer_ids is None else 1
         assert expected is None or len(group.trajectories) == expected, f"group {group.group_id} is not whole"
         oldest = group.oldest_version
         assert oldest is None or oldest >= entry.slot.admitted_version, f"group {group.group_id} is older than its slot"

@@ -72,7 +72,7 @@ class QueueOptions:
     start.
     """
     samples_per_group: int | None = None
-    """A finished group must have this many trajectories; None = not checked."""
+    """A finished group must have this many trajectories, that of a supervised row one; None = not checked."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     """What finished groups and positions depend on, by name (`fingerprint.py`)."""
     batch_timeout_s: float = 30.0

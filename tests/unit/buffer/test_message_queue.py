@@ -1,6 +1,7 @@
 """The queue alone: who gets a slot, what makes a batch, what a late or repeated result does."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -154,6 +155,17 @@ def test_a_half_group_never_enters(run, finish):
         await finish(queue, slot)
         with pytest.raises(AssertionError, match="not whole"):
             await finish(queue, other, scores=(1.0,))
+
+    run(go())
+
+
+def test_the_one_answer_of_a_supervised_row_is_a_whole_group(run, build):
+    async def go():
+        queue = make_queue(samples_per_group=2)
+        (slot,) = await queue.reserve(1)
+        group = build.group(slot.group_id, slot.admitted_version, scores=(0.0,))
+        given = replace(group, prompt=replace(group.prompt, answer_ids=group.samples[0].response_token_ids))
+        assert await queue.put(given) is not False
 
     run(go())
 
