@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import call
+from roll_async.cluster.errors import call, over
 from roll_async.cluster.folders import demand_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import use_node_address
@@ -232,8 +232,7 @@ class RayEngineClient:
 
     async def close(self) -> None:
         """End the engine's own child processes, then the actor."""
-        closing = asyncio.wrap_future(self._actor.close.remote().future())
-        await asyncio.wait([closing], timeout=10)
+        await over([self._actor.close.remote()], timeout_s=10)
         self.kill()
 
     def kill(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 
 from roll_async.buffer.deadline import within
@@ -55,3 +57,14 @@ async def call(
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+async def over(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+    """Wait until these calls are over, whatever came of them; not for ever. Their errors are nobody's: an actor that is
+    ended meanwhile would otherwise leave a traceback on the console.
+    """
+    calls = [asyncio.wrap_future(ref.future()) for ref in refs]
+    for each in calls:
+        each.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    if calls:
+        await asyncio.wait(calls, timeout=timeout_s)

@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleFailed, call
+from roll_async.cluster.errors import RoleFailed, call, over
 from roll_async.cluster.folders import demand_model
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
@@ -215,5 +215,5 @@ class RayScorer:
     async def close(self) -> None:
         """Stop the worker processes."""
         self._reading.cancel()
-        await asyncio.wait([asyncio.wrap_future(self._host.close.remote().future())], timeout=5)
+        await over([self._host.close.remote()], timeout_s=5)
         ray.kill(self._host)

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from roll_async.buffer.errors import EndOfData, LedgerError, StallError, TooManyFailures
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
-from roll_async.cluster.errors import call
+from roll_async.cluster.errors import call, over
 from roll_async.cluster.rollout_host import Counters, RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.rollouter import RollouterStats
@@ -93,7 +93,7 @@ class _Link:
         except asyncio.CancelledError:
             assert isinstance(ref, ray.ObjectRef)
             ray.cancel(ref)
-            await _ended(ref)  # else what is asked next may come before this is taken back, and answer it
+            await over([ref], _TAKE_BACK_S)  # else what is asked next may come before this is taken back, and answer it
             raise
 
     async def look_on(self) -> None:
@@ -117,13 +117,6 @@ class _Link:
             await asyncio.wait({look}, timeout=min(_SLOW_S, left_s))
             if not look.done():
                 logger.warning("%s: no answer for %.0f s", ROLE, loop.time() - asked)
-
-
-async def _ended(ref: ray.ObjectRef) -> None:
-    """Wait until a question that was taken back is over, whatever came of it; not for ever."""
-    ending = asyncio.wrap_future(ref.future())
-    ending.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-    await asyncio.wait({ending}, timeout=_TAKE_BACK_S)
 
 
 class QueueClient:
@@ -295,6 +288,5 @@ class RolloutProcess:
 
     async def close(self) -> None:
         """End engines and rewards, then the process."""
-        closing = asyncio.wrap_future(self._link.host.close.remote().future())
-        await asyncio.wait([closing], timeout=30)
+        await over([self._link.host.close.remote()], timeout_s=30)
         ray.kill(self._link.host)

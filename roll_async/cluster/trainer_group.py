@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleGone, call
+from roll_async.cluster.errors import RoleGone, call, over
 from roll_async.cluster.folders import SharedFolders, demand_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import use_node_address
@@ -359,8 +359,7 @@ class RayTrainerGroup:
     async def close(self) -> None:
         """Let ranks clean up, then end them. Once one is lost the others wait for it and can not clean up either."""
         if self._lost is None:
-            closing = [r.close.remote() for r in self._ranks]
-            await asyncio.wait([asyncio.wrap_future(ref.future()) for ref in closing], timeout=5)
+            await over([r.close.remote() for r in self._ranks], timeout_s=5)
         self._kill()
 
     def _kill(self) -> None:
