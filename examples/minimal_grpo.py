@@ -16,10 +16,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roll_async.algorithms.advantages import AdvantageInputs, grpo
-from roll_async.algorithms.aggregation import count_denominators
 from roll_async.algorithms.correction import correct
 from roll_async.algorithms.logprobs import token_logprobs
-from roll_async.algorithms.objective import LossSettings, policy_loss
+from roll_async.algorithms.objective import LossSettings, count_parts, policy_loss
 from roll_async.config.correction_options import CorrectionOptions
 from roll_async.config.policy_loss_options import PpoOptions
 
@@ -88,7 +87,7 @@ def train_step(trainer: Model, optimizer: torch.optim.Optimizer, batch: dict[str
         "version_lag": step - 1 - batch["versions"],
     }
     settings = LossSettings(pg_variant="ppo", pg_options=PpoOptions(clip_high=0.28))
-    denominators = count_denominators(mask_BT=mask, normalizer_length=LENGTH)
+    denominators = count_parts(fields, mask, range(len(mask)), LENGTH)
     loss, _ = policy_loss(fields, mask, current, settings, denominators)
     optimizer.zero_grad()
     loss.backward()

@@ -110,7 +110,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("a step is published before it is recorded", "pipelines/rlvr.py",
      "            await parts.queue.step_trained(step)\n", ""),
     ("weights count as held when the push begins", "weight_sync/synchronizer.py",
-     "self._returned.clear()\n        try:\n            if self._options.transport", "self._returned.clear()\n        self._weights_held(version)\n        try:\n            if self._options.transport"),
+     "self._returned.clear()\n        try:\n            if self._canary", "self._returned.clear()\n        self._weights_held(version)\n        try:\n            if self._canary"),
     ("replicas are present by name", "weight_sync/synchronizer.py",
      "return [r for r in replicas if id(r) in alive]", "return [r for r in replicas if r.name in {x.name for x in self._replicas()} or id(r) in alive]"),
     ("a late replica is tried again", "weight_sync/synchronizer.py",

@@ -171,6 +171,7 @@ class MessageQueue:
         match outcome:
             case Outcome.UNUSED:
                 self._book.forget(entry)
+                self._next_index = min(self._next_index, index)  # or a checkpoint would count it as trained
             case Outcome.REQUEUED:
                 self._book.move(entry, GroupState.DROPPED)
                 self._requeue_prompt(entry)

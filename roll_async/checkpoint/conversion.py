@@ -180,7 +180,7 @@ class MegatronAsHf:
             return weight
         up, down = (self._source.tensor(layer + part, stored.index) for part in (_UP, _DOWN))
         assert self._alpha is not None
-        return merged(weight, self._alpha / down.shape[0] * (up @ down), name)
+        return merged(weight, self._alpha / down.shape[0] * (up.float() @ down.float()), name)
 
 
 def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> list[str]:

@@ -189,13 +189,6 @@ class PausesTooEarly(AsyncLLMServerManager):
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
 
 
-class WaitsForEveryPause(AsyncLLMServerManager):
-    """Gives no control call up, whoever does not answer."""
-
-    async def _command(self, what, call, left_s, *, of_s):
-        await super()._command(what, call, 1e12, of_s=of_s)
-
-
 class DropsDeadRequests(AsyncLLMServerManager):
     """Requests of a lost replica are forgotten."""
 
@@ -411,7 +404,6 @@ MUTANTS = {
     "accepts late replies": (Classes(manager=AcceptsLateReplies), 5),
     "continues from the start": (Classes(manager=ContinuesFromTheStart), 5),
     "pauses too early": (Classes(manager=PausesTooEarly), 5),
-    "waits for every pause": (Classes(manager=WaitsForEveryPause), 6),
     "drops requests of dead engines": (Classes(manager=DropsDeadRequests), 6),
     "forgets progress": (Classes(manager=ForgetsProgress), 6),
     "has no heartbeat": (Classes(manager=HasNoHeartbeat), 6),

@@ -46,7 +46,10 @@ class OutputHead(ColumnParallelLinear):
         assert isinstance(self.tp_group, dist.ProcessGroup)
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+        copied = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        # Its backward sums a contiguous copy of the gradient and returns the gradient: only one that is contiguous
+        # itself is summed over the ranks. The model transposes what it gets; flattened here, the gradient is copied.
+        return copied.flatten().view_as(copied), None
 
 
 def logprobs_of_hidden(

@@ -361,6 +361,19 @@ def test_the_data_ends_when_no_full_batch_can_come(run, finish):
     run(go())
 
 
+def test_a_checkpoint_after_the_end_of_the_data_counts_no_prompt_that_is_not_there(run, finish):
+    async def go():
+        queue = make_queue()
+        first, *beyond = await queue.reserve(4)
+        for slot in beyond:
+            await queue.release(slot.group_id, Outcome.UNUSED)
+            queue.end_of_data()
+        state = await queue.checkpoint_state(1)
+        assert (state["next_index"], state["open"]) == (first.prompt_index + 1, [first.prompt_index])
+
+    run(go())
+
+
 def test_a_requeued_prompt_still_comes_after_the_end_of_the_data(run, finish):
     async def go():
         queue = make_queue()

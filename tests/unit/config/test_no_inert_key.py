@@ -90,8 +90,9 @@ READ_DIRECTLY = {
 FROM_THE_PLACE = {
     "EngineSettings.'sleep_level' = 2 if roles_on_engine_devices(config) else 0",
     "MegatronSettings.with_value_head = role is config.critic",
+    "EngineSettings.'max_model_len' = config.longest_sequence",
 }
-"""Wires that depend on where roles stand, and not on one key."""
+"""Wires that depend on where roles stand, or on several keys together, and not on one key."""
 ACCEPTED_AS_IT_IS = {"pipeline", "disable_gradient_checkpointing", "strategy_name"}
 """The kind and the strategies are choices that the bases make; without recomputation there is none to disable."""
 
