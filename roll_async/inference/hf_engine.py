@@ -201,7 +201,11 @@ class HfEngine:
         with torch.inference_mode():
             ids = torch.tensor([token_ids], device=self._settings.device)
             position = torch.arange(len(token_ids), device=ids.device)[None]
-            logits = self._model(input_ids=ids, position_ids=position, use_cache=False).logits[0, :-1].float()
+            # The manager's kind of attention makes no causal mask of its own.
+            later = torch.full((1, 1, len(token_ids), len(token_ids)), torch.finfo(self._model.dtype).min).triu(1)
+            mask = later.to(device=ids.device, dtype=self._model.dtype)
+            output = self._model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
+            logits = output.logits[0, :-1].float()
             found = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
         return array("f", found.tolist())
 
