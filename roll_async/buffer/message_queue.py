@@ -115,8 +115,7 @@ class MessageQueue:
         else:
             while self._next_index in self._done:
                 self._next_index += 1
-            index, attempt = self._next_index, 0
-            self._next_index += 1
+            index, attempt, self._next_index = self._next_index, 0, self._next_index + 1
         slot = Slot(group_id=self._next_id, prompt_index=index, admitted_version=self._held, attempt=attempt)
         self._next_id += 1
         self._book.admit(slot, self._now())

@@ -230,8 +230,7 @@ class SglangEngine:
             logprob_start_len=0,
         )
         output = await anext(self._manager.generate_request(wanted, None))
-        rows = output["meta_info"]["input_token_logprobs"][1:]
-        return array("f", [row[0] for row in rows])
+        return array("f", [row[0] for row in output["meta_info"]["input_token_logprobs"][1:]])
 
     def _completion(self, run: _Running) -> Completion:
         tokens, logprobs, runs = self._tokens(run, len(run.output.get("output_ids", ())))

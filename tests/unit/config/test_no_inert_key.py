@@ -17,6 +17,7 @@ from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
 from roll_async.config.schema import RLVRConfig
 from roll_async.config.schema_worker import STRATEGY_ROLES
+from roll_async.inference.settings import EngineSettings
 from roll_async.launch.gate import refusals
 from tests.unit.config.wires import cut, settings_of, wires
 
@@ -92,7 +93,9 @@ FROM_THE_PLACE = {
     "MegatronSettings.with_value_head = role is config.critic",
     "EngineSettings.'max_model_len' = config.longest_sequence",
 }
-"""Wires that depend on where roles stand, or on several keys together, and not on one key."""
+"""Wires that depend on where roles stand, or that a key of the strategy hides in the full config; the last one has a
+test of its own.
+"""
 ACCEPTED_AS_IT_IS = {"pipeline", "disable_gradient_checkpointing", "strategy_name"}
 """The kind and the strategies are choices that the bases make; without recomputation there is none to disable."""
 
@@ -262,3 +265,12 @@ def test_cutting_any_wire_makes_a_key_inert_or_a_known_pair_vanish(effects, fold
         if not shrunk:
             unproven.append(name)
     assert set(unproven) <= FROM_THE_PLACE, set(unproven) - FROM_THE_PLACE
+
+
+def test_an_engine_without_a_context_of_its_own_takes_the_longest_sequence():
+    def context(*overrides):
+        path = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cpu.yaml"
+        config = load_with_warnings(path, overrides).config
+        return EngineSettings.of(config, replica=0, restart=0).max_model_len
+
+    assert (context(), context("response_length=101")) == (120, 125)
