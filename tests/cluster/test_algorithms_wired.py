@@ -1,7 +1,6 @@
 """Every policy loss, advantage estimator, source of log-probs, role and mix of domains: three steps on real parts."""
 
 import json
-import logging
 import math
 import os
 from pathlib import Path
@@ -197,7 +196,6 @@ def test_rows_of_programs_are_judged_in_a_run_and_malformed_ones_are_refused_by_
     sums = [{"tag": "addition", "ground_truth": "3", "messages": [{"role": "user", "content": f"{n}+2="}]}
             for n in range(9)]  # fmt: skip
     file.write_text("".join(json.dumps({**shared, **row}) + "\n" for row in rows + sums))
-    logging.getLogger("roll_async").propagate = True
     metrics = run(
         "code",
         f"rewards={{addition: {{type: spread_reward.digit_parity, tag_included: [addition]}}, {CODE}}}",

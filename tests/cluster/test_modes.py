@@ -19,6 +19,7 @@ from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.api import load
 from roll_async.launch.run import RunClasses
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
+from roll_async.prompts.row_tools import tools_of_row
 from roll_async.rollout.tools import ToolCall, ToolCompletionCallback
 from roll_async.schema import FinishReason
 from tools.sweep import Sweep
@@ -157,7 +158,8 @@ class SecondOpinion(ToolCompletionCallback):
     async def __call__(self, transcript, completion):
         if transcript.num_turns > 1 or completion.finish_reason is not FinishReason.STOP:
             return None
-        results = await asyncio.gather(*(self._run(ToolCall(name="digits", arguments={"n": n})) for n in (1, 2)))
+        calls = (ToolCall(name="digits", arguments={"n": n}) for n in (1, 2))
+        results = await asyncio.gather(*(self._run(call, tools_of_row(transcript.prompt.extra)) for call in calls))
         return self._codec.tool_turn(completion.token_ids[-1], results)
 
 

@@ -18,7 +18,8 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 def test_synchronous_training_is_on_policy_and_engine_and_trainer_agree_after_every_weight_sync(launcher):
     pytest.importorskip("vllm")
-    code, output = launcher.run("async_generation_ratio=0", "max_steps=4")
+    spread = "rewards={length: {type: tests.cluster.length_reward.LengthReward}}"
+    code, output = launcher.run("async_generation_ratio=0", "max_steps=4", spread)
     assert code == 0, output
     metrics = launcher.metrics()
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]

@@ -141,7 +141,7 @@ def test_a_group_shares_its_world_and_survives_the_ledger(tokenizer):
 @pytest.mark.slow
 def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(tokenizer):
     async def work(groups, tasks, manager):
-        outcomes = await asyncio.gather(*(groups.run_group(tasks.at(i), group_id=i) for i in range(3)))
+        outcomes = await asyncio.gather(*(groups.run_group(tasks.at(i), group_id=i) for i in range(6)))
         kept = [outcome.group for outcome in outcomes if outcome.fate is GroupFate.KEPT]
         assert kept
         for group in kept:
@@ -156,7 +156,8 @@ def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(to
         shares = [value for key, value in metrics.items() if key.startswith("agent/outcomes/")]
         assert sum(shares) == pytest.approx(1)
 
-    values = {"hang_share": 0.1, "crash_share": 0.05, "ungraded_share": 0.15}
+    # 12 trajectories that all find a grader: 1 in 4,000; 36 steps or more without hang and crash: rarer.
+    values = {"hang_share": 0.05, "crash_share": 0.15, "ungraded_share": 0.5}
     run_groups(tokenizer, work, env_type="faulty_worlds.Faulty", values=values, group_size=2, retries=8)
 
 

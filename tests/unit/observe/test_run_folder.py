@@ -7,7 +7,6 @@ from roll_async.observe.run_folder import RunFolder
 
 def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_changed(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="roll_async")
-    logging.getLogger("roll_async").propagate = True
     folder = RunFolder(str(tmp_path), "run")
     first = "seed: 1\nactor_train:\n  training_args: {learning_rate: 1.0e-6, devices: [0, 1]}\n"
     folder.write_config(first)

@@ -52,7 +52,6 @@ def test_prompts_carry_tokens_text_answer_and_extras(folder, tmp_path):
 
 def test_supervised_rows_carry_their_answer_as_tokens_and_too_long_ones_are_skipped(folder, tmp_path, caplog):
     caplog.set_level(logging.INFO, "roll_async")
-    logging.getLogger("roll_async").propagate = True
     file = data(tmp_path, {**row(0), "ground_truth": "yes"}, {**row(1), "ground_truth": "surely"})
     loaded = load_prompts(options(folder, file, supervised=frozenset({"math"}), response_length=4))
     (prompt,) = loaded["math"]
@@ -71,7 +70,6 @@ def test_a_validation_leaves_out_domains_without_a_score(build):
 
 def test_prompts_longer_than_the_limit_are_skipped_and_counted(folder, tmp_path, caplog):
     caplog.set_level(logging.INFO, "roll_async")
-    logging.getLogger("roll_async").propagate = True
     file = data(tmp_path, row(0, "x" * 10), row(1, "x" * 11), row(2, "x" * 9))
     loaded = load_prompts(options(folder, file, prompt_length=10))
     assert [p.row_id for p in loaded["math"]] == ["0", "2"]
@@ -129,7 +127,6 @@ def test_rows_of_code_data_sets_go_from_their_file_to_a_score_and_malformed_ones
     from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_check
 
     caplog.set_level(logging.WARNING, "roll_async")
-    logging.getLogger("roll_async").propagate = True
     file = data(tmp_path, *CODE_ROWS, *BAD_CODE_ROWS)
     checks = {"code": row_check("code_sandbox")}
     columns = Columns(references=REFERENCE_COLUMNS)
@@ -154,7 +151,6 @@ def test_empty_prompts_and_rows_a_template_refuses_are_malformed_not_fatal(folde
     strange = {**row(1), "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
     file = data(tmp_path, row(0), strange, row(2, ""))
     caplog.set_level(logging.WARNING, "roll_async")
-    logging.getLogger("roll_async").propagate = True
     loaded = load_prompts(options(str(tmp_path / "strict"), file, template="native"))
     assert [p.row_id for p in loaded["math"]] == ["0"]
     assert f"{file}:2: the chat template refuses it: only users" in caplog.text

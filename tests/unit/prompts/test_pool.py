@@ -75,7 +75,6 @@ def test_a_row_solved_often_enough_is_never_asked_again_and_a_lapse_counts_from_
 
 def test_the_reserve_takes_the_place_of_what_is_solved_and_an_empty_one_is_said(build, caplog):
     caplog.set_level(logging.INFO, "roll_async")
-    logging.getLogger("roll_async").propagate = True
     pool, _ = pool_of(build, reserve={"math": 4}, retire_after=1, refill_below=0.8)
     asked = []
     for index in range(200):

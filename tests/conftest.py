@@ -1,0 +1,11 @@
+"""What every test stands on: the logger that runs turn to their own files is anybody's again."""
+
+import logging
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def heard_by_caplog():
+    """caplog listens at the root; `RunFolder.open_log` keeps a process's records to the files of its run, for good."""
+    logging.getLogger("roll_async").propagate = True
