@@ -47,7 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None =
 
 
 def load_with_warnings(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
-    """Like `load`, with the warnings W01 to W11."""
+    """Like `load`, with the warnings W01 to W12."""
     if pipeline is not None and pipeline not in KIND_CLASSES:
         raise ValueError(f"pipeline {pipeline!r}: expected rlvr or agentic")
     # The trees of a large file are many small objects without cycles; collecting in between doubles the time.

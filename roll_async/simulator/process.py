@@ -109,12 +109,11 @@ class QueueThere:
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
         """With the position that a checkpoint of `step` needs: the process may be gone by then."""
-        return (await self._process.ask(partial(self._take, step, num_groups)))[0]
+        groups, self._position = await self._process.ask(partial(self._take, step, num_groups))
+        return groups
 
-    async def _take(self, step: int, num_groups: int | None) -> tuple[list[Group], None]:
-        groups = await self._queue.take_batch(step, num_groups)
-        self._position = await self._queue.checkpoint_state(step)
-        return groups, None
+    async def _take(self, step: int, num_groups: int | None) -> tuple[list[Group], dict[str, object]]:
+        return await self._queue.take_batch(step, num_groups), await self._queue.checkpoint_state(step)
 
     async def freshness(self, step: int) -> BatchFreshness:
         return await self._process.ask(partial(self._queue.freshness, step))

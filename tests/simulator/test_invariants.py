@@ -3,8 +3,6 @@
 A failing seed is replayed by number: roll-async simulate --seed N --trace out.json
 """
 
-from dataclasses import replace
-
 import pytest
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -26,8 +24,7 @@ def many(count):
 @many(2000)
 @given(seed=SEEDS)
 def test_invariants_hold_whatever_the_schedule_and_the_faults(seed):
-    # Not yet with a rollout process that dies: `roll-async simulate --seed 37790` loses a learned step there.
-    outcome = simulate(replace(random_scenario(seed), process=None))
+    outcome = simulate(random_scenario(seed))
     assert not outcome.findings, (f"roll-async simulate --seed {seed}", outcome.end, outcome.findings)
 
 

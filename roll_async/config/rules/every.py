@@ -1,4 +1,4 @@
-"""Cross-field rules C101 to C150: what no single key can break.
+"""Cross-field rules C101 to C151: what no single key can break.
 
 Each rule is a generator of (id, key, message); the place of a message is where its key was written, or the nearest
 section.
@@ -19,7 +19,10 @@ def check_rules(config: PipelineConfig, root: Node, found: Iterable[Finding] = (
     """All findings of all rules and those `found` before, in the order of their ids. `root`: the tree with canonical
     names.
     """
-    findings = [*found, *(finding for rule in _RULES for finding in rule(config))]
+    findings = [
+        *found,
+        *(finding for rule in _RULES for finding in rule(config)),
+    ]
     return sorted((placed(*finding, root) for finding in findings), key=lambda d: d.id)
 
 

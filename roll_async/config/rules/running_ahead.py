@@ -1,7 +1,8 @@
-"""Rules about running ahead: the queue, the staleness bound, interruption (C126, C129, C131 to C138)."""
+"""Rules about running ahead: the queue, the staleness bound, interruption (C126, C129, C131 to C138, C151)."""
 
 from roll_async.config.rules.shape import Findings, number
 from roll_async.config.schema import PipelineConfig, RLVRConfig
+from roll_async.config.schema_async import AsyncTrainingConfig, FaultPolicy, InterruptConfig
 
 _STALENESS = "async_training.staleness"
 
@@ -89,4 +90,25 @@ def interruption(config: PipelineConfig) -> Findings:
         yield "C137", "is_num_return_sequences_expand", message
 
 
-RULES = (streaming, staleness, behaviour_logprobs, queue, interruption)
+def time_outs(config: PipelineConfig) -> Findings:
+    """C151: what ends a request, a step of a world or a pause has to come before what ends the run or the push.
+
+    Defaults are exempt: replicas that report no token are found within a minute whatever the time-outs, and the
+    default `generation_timeout` relies on that.
+    """
+    wait, fault, interrupt = config.async_training, config.fault, config.async_training.interrupt
+    stall, sync = ("fault.stall_timeout", fault.stall_timeout), ("async_training.sync_timeout", wait.sync_timeout)
+    pairs = (
+        ("async_training.generation_timeout", wait.generation_timeout, AsyncTrainingConfig().generation_timeout, stall),
+        ("fault.env_timeout", fault.env_timeout, FaultPolicy().env_timeout, stall),
+        ("async_training.interrupt.timeout", interrupt.timeout, InterruptConfig().timeout, sync),
+    )
+    for key, value, default, (end, limit) in pairs:
+        if value >= limit and value != default:
+            message = (
+                f"{number(value)} is never reached: {end} ends the wait after {number(limit)}; use less, or raise it"
+            )
+            yield "C151", key, message
+
+
+RULES = (streaming, staleness, behaviour_logprobs, queue, interruption, time_outs)

@@ -9,15 +9,11 @@ from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.config.schema_async import InterruptConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 
-_GENERATION_TIMEOUT = "async_training.generation_timeout"
-
 
 def find_warnings(config: PipelineConfig, root: Node) -> list[Diagnostic]:
     """All warnings of a valid config, in the order of their ids."""
     found = (finding for rule in _RULES for finding in rule(config))
-    return [
-        placed(*finding, root) for finding in (*found, *patience(config, root), *written_without_effect(config, root))
-    ]
+    return [placed(*finding, root) for finding in (*found, *written_without_effect(config, root))]
 
 
 def ratio_is_one(config: PipelineConfig) -> Findings:
@@ -128,20 +124,6 @@ def without_effect(config: PipelineConfig) -> Findings:
         yield "W08", "async_training.interrupt", message
 
 
-def patience(config: PipelineConfig, root: Node) -> Findings:
-    """W11. Only where a file or an override names it: replicas that report no token are found within a minute whatever
-    the time-outs, and the defaults rely on that.
-    """
-    key, limit_s, stall_s = _GENERATION_TIMEOUT, config.async_training.generation_timeout, config.fault.stall_timeout
-    if find(root, key.split(".")) is not None and limit_s >= stall_s:
-        message = (
-            f"a request that does not end is given to another engine after {limit_s:g} s, and the run ends after"
-            f" fault.stall_timeout, {stall_s:g} s, if nothing else moves: set it below that, or raise"
-            " fault.stall_timeout"
-        )
-        yield "W11", key, message
-
-
 def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
     """W12: keys that a file or an override names and this run does not read; configs of other systems have them."""
     bound, engine = config.queue_bound_groups, config.actor_infer.strategy_args.strategy_name
@@ -172,5 +154,3 @@ def on_cpu(config: PipelineConfig) -> Findings:
 _RULES = (
     ratio_is_one, dtypes, truncation, sequence_parallel, unused, discarding, without_effect, on_cpu, penalty_is_zero,
 )  # fmt: skip
-_RULES_OF_TEXT = (patience, written_without_effect)
-"""They look at what is written, defaults left out."""
