@@ -300,14 +300,14 @@ class SqliteLedger:
         return self._read()
 
     def _take_position(self, step: int, state: Mapping[str, object]) -> None:
-        """Take the accounting of a checkpoint where the ledger has none: its done positions are done, other finished
-        groups of the ledger stay.
+        """Take the accounting of a checkpoint where the ledger has none: its done positions are done; other groups that
+        the ledger holds as finished, filtered or failed stay.
         """
         next_index, still_open = state["next_index"], state["open"]
         assert isinstance(next_index, int) and isinstance(still_open, list)
         done = sorted(set(range(next_index)) - set(still_open))
         logger.warning("ledger %s does not know step %d: the checkpoint's position is taken", self._path, step)
-        self._db.execute("DELETE FROM groups WHERE state != 'buffered'")
+        self._db.execute("DELETE FROM groups WHERE state = 'trained'")
         self._db.executemany("DELETE FROM groups WHERE prompt_index = ?", [(index,) for index in done])
         self._db.executemany(
             "INSERT INTO groups (prompt_index, group_id, state, consumed_step, after_step, reason)"

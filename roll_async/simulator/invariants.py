@@ -57,6 +57,7 @@ class Watch:
         self.steps_done = restored_step
         self.dropped = 0
         self._busy_at_pause: dict[str, float] = {}
+        self._closed = False
         self._carried = (0, 0, 0)
         self._unwanted: dict[str, float] = {}
         """Requests on engines that nobody waits for: since when."""
@@ -158,7 +159,7 @@ class Watch:
         self.outcomes[outcome] += 1
         if outcome is Outcome.REQUEUED and reason in ("aborted", "surplus"):
             self._early_stopped += 1
-        if outcome in (Outcome.FILTERED, Outcome.FAILED):
+        if outcome in (Outcome.FILTERED, Outcome.FAILED) and not self._closed:
             self.decided.append((self.steps_done, self.slots[group_id].prompt_index, outcome.value))
         if outcome is Outcome.UNUSED:
             del self.where[group_id], self.slots[group_id]
@@ -411,6 +412,10 @@ class Watch:
                 self.report(5, f"{engine.name} sampled tokens while it was paused")
 
     # Across lives
+
+    def closed(self) -> None:
+        """The process is killed: what is decided in it from now on, while its coroutines end, never was."""
+        self._closed = True
 
     def fates(self) -> dict[int, list[str]]:
         """What this life decided about prompts, by position."""

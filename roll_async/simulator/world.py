@@ -448,12 +448,13 @@ def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -
 
 
 def _leave_behind(world: World, here: Path, after: Path) -> None:
-    """What a kill leaves: the files of the ledger as they are. Complete checkpoints stay, and our own books."""
+    """What a kill leaves: the files of the ledger as they are. Complete checkpoints stay, and our own books as of now."""
     if after.exists():  # the rollout process died before
         return
     shutil.copytree(here, after)
     if world.queue is not None:
         world.watch.follow_drops(world.queue)
+    world.watch.closed()
 
 
 def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:

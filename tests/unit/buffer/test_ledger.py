@@ -390,6 +390,17 @@ def test_a_step_that_was_saved_without_the_ledger_is_taken_from_the_checkpoint(t
     assert found.done == {0, 1, 2, 3} and found.buffered == ()
 
 
+def test_verdicts_outside_the_position_of_a_checkpoint_stay(tmp_path, build):
+    """A group that was filtered after the position was taken is not generated a second time (simulate --seed 1000681)."""
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    for index in range(2):
+        ledger.finished(build.group(index), index, 0)
+    ledger.closed(5, 5, "filtered", "equal rewards")
+    ledger.trained(1, [0, 1])
+    ledger.closed(6, 6, "failed", "the scorer is down")
+    assert ledger.restore(2, position(2, 5, [4])).done == {0, 1, 2, 3, 5, 6}
+
+
 def test_a_ledger_remembers_what_its_groups_depend_on(tmp_path):
     ledger = SqliteLedger(tmp_path / "ledger.sqlite")
     assert ledger.fingerprint() == {}
