@@ -448,7 +448,7 @@ def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -
 
 
 def _leave_behind(world: World, here: Path, after: Path) -> None:
-    """What a kill leaves: the files of the ledger as they are. Complete checkpoints stay, and our own books as of now."""
+    """What a kill leaves: the files of the ledger as they are. Complete checkpoints stay, and our books of now."""
     if after.exists():  # the rollout process died before
         return
     shutil.copytree(here, after)

@@ -391,7 +391,7 @@ def test_a_step_that_was_saved_without_the_ledger_is_taken_from_the_checkpoint(t
 
 
 def test_verdicts_outside_the_position_of_a_checkpoint_stay(tmp_path, build):
-    """A group that was filtered after the position was taken is not generated a second time (simulate --seed 1000681)."""
+    """A group filtered after the position was taken is not generated a second time (simulate --seed 1000681)."""
     ledger = SqliteLedger(tmp_path / "ledger.sqlite")
     for index in range(2):
         ledger.finished(build.group(index), index, 0)
