@@ -1,14 +1,17 @@
-"""Kills a training run with SIGKILL at random instants, starts it again each time, and checks what was trained.
+"""Kills the processes of a training run with SIGKILL at random instants, and checks what was trained.
 
     python tools/kill_runs.py --kills 20 [--seed 0] [--output FOLDER] [KEY=VALUE ...]
+    python tools/kill_runs.py --kills 6 --damage-ledger
     python tools/kill_runs.py --heal
 
-Every third kill hits the rollout process, which holds queue and ledger, the others the driver; after the former the run
-must end by itself and say so. Relative to the restored step every prompt is trained exactly once: at the end every step
-has exactly G prompts, no prompt belongs to two steps, and none below the newest trained one is missing without being on
-its way. With --heal a trainer rank and the rollout process of one run are killed, which must go on by itself
-(fault.max_run_restarts=2). Checked in three independent places: the ledger, the dumped samples, metrics.jsonl. Exit
-code 0 = all hold.
+The victims take turns: the driver; the rollout process, which holds queue and ledger; the trainer rank; the engine; the
+reward host. After the second and third the run must end by itself and say so; of the last two it must start another one
+and go on by itself. Otherwise it is started again in the same folder. Relative to the restored step every prompt is
+trained exactly once: at the end every step has exactly G prompts, no prompt belongs to two steps, and none below the
+newest trained one is missing without being on its way. With --damage-ledger only the driver is killed, and bytes in the
+middle of the ledger are overwritten before each start: the checkpoint's position has to suffice. With --heal a trainer
+rank and the rollout process of one run are killed, which must go on by itself (fault.max_run_restarts=2). Checked in
+three independent places: the ledger (unless it was damaged), the dumped samples, metrics.jsonl. Exit code 0 = all hold.
 Needs `make demo-assets`.
 """
 
@@ -26,12 +29,20 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS, SAVE_EVERY, RATIO = 8, 2, 1
 EXIT_ROLE_FAILED = 3
+DRIVER, ROLLOUT, RANK, ENGINE, REWARDS = "driver", "rollout process", "trainer rank", "engine", "reward host"
+ACTORS = {ROLLOUT: "RolloutHost", RANK: "MegatronRank", ENGINE: "EngineReplica", REWARDS: "RewardHost"}
+"""Victims that are Ray actors, and their classes."""
+GOES_ON = (ENGINE, REWARDS)
+"""The run replaces them itself."""
+STEPS_AFTERWARDS = 3
+"""A run that goes on shows it by so many: the batch ahead was generated before."""
 OVERRIDES = (
     f"rollout_batch_size={GROUPS}",
     f"async_generation_ratio={RATIO}",
@@ -68,40 +79,58 @@ class KilledRun:
             text=True,
         )
 
-    def run_and_kill(self, max_steps: int, dice: random.Random, *, rollout: bool) -> str:
+    def run_and_kill(self, max_steps: int, dice: random.Random, victim: str) -> str:
         """Kill at a random instant: one driver of five while it starts, else within some steps after the first."""
         process = self.start(max_steps)
         assert process.stdout is not None
-        if not rollout and dice.random() < 0.2:
+        if victim == DRIVER and dice.random() < 0.2:
             delay_s, where = dice.uniform(0, 15), "after the start"
         else:
-            for line in process.stdout:
-                if line.startswith("step "):
-                    break
+            _read_steps(process.stdout, 1)
             delay_s, where = dice.uniform(0, 4), "after its first step"
         try:
             process.wait(delay_s)
         except subprocess.TimeoutExpired:
-            os.kill(_rollout_process(process.pid) if rollout else process.pid, signal.SIGKILL)
+            os.kill(process.pid if victim == DRIVER else _actor(process.pid, victim), signal.SIGKILL)
+        expected = -signal.SIGKILL if victim == DRIVER else EXIT_ROLE_FAILED
+        if victim in GOES_ON:
+            _read_steps(process.stdout, STEPS_AFTERWARDS)
+            expected = -signal.SIGKILL
+            process.kill()
         output, _ = process.communicate()
-        expected = EXIT_ROLE_FAILED if rollout else -signal.SIGKILL
-        if process.returncode != expected or (rollout and "rollout process: process is gone" not in output):
-            raise AssertionError(f"the run ended with {process.returncode}, not with {expected}:\n{output[-2000:]}")
-        victim = "the rollout process" if rollout else "the driver"
+        if process.returncode != expected or (victim == ROLLOUT and "rollout process: process is gone" not in output):
+            raise AssertionError(
+                f"{victim} killed: the run ended with {process.returncode}, not with {expected}:\n{output[-2000:]}"
+            )
         return f"{victim} {delay_s:.2f} s {where}, {self.last_step()} steps in the metrics"
+
+    def damage_ledger(self, dice: random.Random) -> str:
+        """Overwrite 64 bytes of every page of the file; where it is."""
+        file = self.folder / "ledger.sqlite"
+        size = file.stat().st_size
+        with open(file, "r+b") as ledger:
+            for page in range(0, size, 4096):
+                ledger.seek(min(size - 64, page + dice.randrange(4000)))
+                ledger.write(dice.randbytes(64))
+        return f"{file.name}, {size} bytes, damaged"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Without one there is no position to go on from."""
+        return any((self.folder / "checkpoints").glob("step_*"))
 
     def heal(self, max_steps: int) -> str:
         """One start with fault.max_run_restarts=2: a trainer rank is killed, then the rollout process; what it printed.
         The run must end by itself with exit code 0.
         """
         self._overrides.append("fault.max_run_restarts=2")
-        process, lines, victims = self.start(max_steps), [], [_trainer_rank, _rollout_process]
+        process, lines, victims = self.start(max_steps), [], [RANK, ROLLOUT]
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             seen = sum(text.startswith("starting all roles again") for text in lines)
             if victims and line.startswith("step ") and len(victims) == 2 - seen:
-                os.kill(victims.pop(0)(process.pid), signal.SIGKILL)
+                os.kill(_actor(process.pid, victims.pop(0)), signal.SIGKILL)
         output = "".join(lines)
         if process.wait() != 0 or victims:
             raise AssertionError(
@@ -118,9 +147,10 @@ class KilledRun:
     def last_step(self) -> int:
         return max((m["step"] for m in self._metrics()), default=0)
 
-    def check(self, max_steps: int) -> list[str]:
-        """What does not hold."""
-        return [*self._check_ledger(max_steps), *self._check_samples(max_steps), *self._check_metrics(max_steps)]
+    def check(self, max_steps: int, *, ledger: bool = True) -> list[str]:
+        """What does not hold. `ledger`: it has seen the whole run."""
+        problems = self._check_ledger(max_steps) if ledger else []
+        return [*problems, *self._check_samples(max_steps), *self._check_metrics(max_steps)]
 
     def _check_ledger(self, max_steps: int) -> list[str]:
         with sqlite3.connect(self.folder / "ledger.sqlite") as ledger:
@@ -165,20 +195,18 @@ class KilledRun:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _rollout_process(driver: int) -> int:
-    """Its pid."""
-    return _actor(driver, "ray::RolloutHost")
+def _read_steps(lines: IO[str], steps: int) -> None:
+    """Read the console up to the line of the `steps`-th step from here."""
+    for line in lines:
+        steps -= line.startswith("step ")
+        if not steps:
+            return
 
 
-def _trainer_rank(driver: int) -> int:
-    """Its pid."""
-    return _actor(driver, "ray::MegatronRank")
-
-
-def _actor(driver: int, name: str) -> int:
-    """Pid of the one Ray actor of this class that the driver started."""
+def _actor(driver: int, victim: str) -> int:
+    """Pid of the first Ray actor of this kind that the driver started."""
     family = psutil.Process(driver).children(recursive=True)
-    (found,) = [p.pid for p in family if p.cmdline() and p.cmdline()[0].startswith(name)]
+    found, *_ = [p.pid for p in family if p.cmdline() and p.cmdline()[0].startswith(f"ray::{ACTORS[victim]}")]
     return found
 
 
@@ -196,16 +224,21 @@ def heal_and_check(output: Path, overrides: list[str]) -> list[str]:
     return problems
 
 
-def kill_and_check(output: Path, kills: int, seed: int, overrides: list[str]) -> list[str]:
+def kill_and_check(output: Path, kills: int, seed: int, overrides: list[str], *, damage: bool = False) -> list[str]:
     """Kill `kills` times, finish, check; the problems found."""
-    dice, run = random.Random(seed), KilledRun(output, overrides)
-    for number in range(1, kills + 1):
-        started = time.monotonic()
-        told = run.run_and_kill(run.last_step() + 100, dice, rollout=number % 3 == 2)
-        print(f"kill {number}/{kills}: {told} ({time.monotonic() - started:.0f} s)", flush=True)
+    dice, run, damaged = random.Random(seed), KilledRun(output, overrides), 0
+    victims = [DRIVER] if damage else [DRIVER, *ACTORS]
+    for number in range(kills):
+        started, victim = time.monotonic(), victims[number % len(victims)]
+        told = run.run_and_kill(run.last_step() + 100, dice, victim)
+        if damage and run.has_checkpoint:
+            told, damaged = f"{told}; {run.damage_ledger(dice)}", damaged + 1
+        print(f"kill {number + 1}/{kills}: {told} ({time.monotonic() - started:.0f} s)", flush=True)
     max_steps = run.last_step() + 2
     run.finish(max_steps)
-    problems = run.check(max_steps)
+    problems = run.check(max_steps, ledger=not damaged)
+    if damage and not damaged:
+        problems.append("no checkpoint was written before a kill: the ledger was never damaged")
     print(f"{max_steps} steps, {max_steps * GROUPS} groups: {problems or 'every prompt exactly once'}", flush=True)
     return problems
 
@@ -214,6 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--heal", action="store_true", help="one run with fault.max_run_restarts=2 instead")
+    parser.add_argument("--damage-ledger", action="store_true", help="kill the driver only, and damage the ledger")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
@@ -221,7 +255,7 @@ def main() -> int:
     output = args.output or Path(tempfile.mkdtemp(prefix="kill_runs_"))
     if args.heal:
         return 1 if heal_and_check(output, args.overrides) else 0
-    return 1 if kill_and_check(output, args.kills, args.seed, args.overrides) else 0
+    return 1 if kill_and_check(output, args.kills, args.seed, args.overrides, damage=args.damage_ledger) else 0
 
 
 if __name__ == "__main__":

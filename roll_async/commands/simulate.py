@@ -39,6 +39,7 @@ class _Options:
     steps: int
     mean_length: float | None
     sigma: float
+    prompt_share: float
     decode_speed: float
     decode_slowdown: float
     train_speed: float
@@ -97,6 +98,13 @@ _POSITIVE, _NOT_NEGATIVE, _SHARE = _Number(above=0), _Number(at_least=0), _Numbe
 @click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True, help="Training steps.")
 @click.option("--mean-length", type=_POSITIVE, help="Tokens of an answer; default: a quarter of response_length.")
 @click.option("--sigma", type=_NOT_NEGATIVE, default=1.0, show_default=True, help="Spread of the log of the length.")
+@click.option(
+    "--prompt-share",
+    type=_SHARE,
+    default=0.0,
+    show_default=True,
+    help="Of that spread, what the answers to a prompt have in common.",
+)
 @click.option("--decode-speed", type=_POSITIVE, default=50.0, show_default=True, help="Tokens/s of a request alone.")
 @click.option("--decode-slowdown", type=_NOT_NEGATIVE, default=0.0, show_default=True, help="Per further request.")
 @click.option("--train-speed", type=_POSITIVE, default=20000.0, show_default=True, help="Tokens/s of all trainers.")
@@ -178,6 +186,7 @@ def _config(options: _Options, path: str) -> int:
     speeds = Speeds(
         mean_length=options.mean_length or config.response_length / 4,
         sigma=options.sigma,
+        prompt_share=options.prompt_share,
         decode_tokens_per_s=options.decode_speed,
         decode_slowdown=options.decode_slowdown,
         train_tokens_per_s=options.train_speed,

@@ -23,6 +23,8 @@ class Speeds:
     """Tokens of an answer on average, before the cut at response_length."""
     sigma: float = 1.0
     """Standard deviation of the logarithm of the length."""
+    prompt_share: float = 0.0
+    """Of the variance of that logarithm, what belongs to the prompt: all samples of a group are longer, 0..1."""
     decode_tokens_per_s: float = 50.0
     """Of one request that runs alone on a replica."""
     decode_slowdown: float = 0.0
@@ -87,7 +89,10 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
         plan=replace(RunPlan.of(config, first_step=1), max_steps=steps, save_every=0, eval_every=0),
         engines=(EngineFaults(),) * servers,
         lengths=LengthModel(
-            mean_tokens=speeds.mean_length, sigma=speeds.sigma, max_tokens=scheduler.sampling.max_new_tokens
+            mean_tokens=speeds.mean_length,
+            sigma=speeds.sigma,
+            max_tokens=scheduler.sampling.max_new_tokens,
+            prompt_share=speeds.prompt_share,
         ),
         speed=SpeedModel(token_s=token_s, token_s_per_request=token_s * speeds.decode_slowdown),
         rewards=RewardModel(seconds=speeds.reward_s, flat_share=filtered),

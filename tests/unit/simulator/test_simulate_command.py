@@ -52,6 +52,14 @@ def test_a_dapo_config_is_simulated_with_its_filter_and_the_share_it_drops_is_to
     assert results[0]["theory_colocated_bound_s"] < results[1]["theory_colocated_bound_s"]
 
 
+def test_lengths_that_go_by_the_prompt_are_another_world(capsys):
+    steps = []
+    for share in ("0", "0.9"):
+        assert main(["simulate", CONFIG, *SMALL, "--json", "--prompt-share", share]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["step_s"])
+    assert steps[0] != steps[1]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -65,6 +73,7 @@ def test_a_dapo_config_is_simulated_with_its_filter_and_the_share_it_drops_is_to
         ([CONFIG, "--steps", "2"], "2 simulated steps are too few"),
         ([CONFIG, "--filtered-share", "0.3"], "the config has no algorithm.filter_groups.enable"),
         ([CONFIG, "--filtered-share", "1"], "1 is not below 1"),
+        ([CONFIG, "--prompt-share", "1"], "1 is not below 1"),
         ([CONFIG, "rollout_batch_sise=4"], "rollout_batch_sise"),
         (["no_such_file.yaml"], "no_such_file.yaml"),
         ([str(ROOT / "configs" / "agent_val_frozen_lake_async.yaml")], "only rlvr configs are simulated"),
