@@ -189,12 +189,13 @@ def _engine(config: PipelineConfig) -> list[str]:
                 f"{section}.generating_args.logprobs=false has no effect: engines always report log-probs; remove it"
             )
     if isinstance(config.actor_infer.strategy_args.strategy_config, HfInferConfig):
+        vllm = "set actor_infer.strategy_args.strategy_name: vllm"
         if generating.stop_strings:
-            problems.append("actor_infer.generating_args.stop_strings: hf_infer samples without them; use vllm")
+            problems.append(f"actor_infer.generating_args.stop_strings: hf_infer samples without them; {vllm}")
         if generating.repetition_penalty != 1:
             value = f"{generating.repetition_penalty:g}"
             problems.append(
-                f"actor_infer.generating_args.repetition_penalty={value}: hf_infer samples without it; use vllm"
+                f"actor_infer.generating_args.repetition_penalty={value}: hf_infer samples without it; {vllm}"
             )
     return problems
 

@@ -240,8 +240,11 @@ class Checker:
             return
         name = args.value.get("strategy_name")
         if name is not None and isinstance(name.value, str) and role not in STRATEGY_ROLES.get(name.value, (role,)):
-            where = f"{path}.strategy_args.strategy_name"
-            self._error("C020", where, name, f"has no effect on role {role}; remove it")
+            where, fitting = (
+                f"{path}.strategy_args.strategy_name",
+                next(s for s, r in STRATEGY_ROLES.items() if role in r),
+            )
+            self._error("C020", where, name, f"has no effect on role {role}; use {fitting}")
 
     def _columns(self, node: Node, path: str) -> None:
         assert isinstance(node.value, dict)

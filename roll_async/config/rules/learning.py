@@ -36,7 +36,7 @@ def needed_roles(config: PipelineConfig) -> Findings:
         yield (
             "C142",
             "algorithm.kl_loss_coef",
-            f"0 leaves rewards.{distilled[0]} (distilled) without a loss",
+            f"0 leaves rewards.{distilled[0]} (distilled) without a loss; use > 0",
         )
     if a.distill_coef > 0 and config.teacher is None:
         yield "C142", "teacher", f"required by algorithm.distill_coef={number(a.distill_coef)}"

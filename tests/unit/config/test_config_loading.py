@@ -72,7 +72,7 @@ RLVR_CASES = [
     ("C020", {"actor_infer.training_args": {}}, "actor_infer.training_args: has no effect on role actor_infer; remove it"),
     ("C020", {"actor_train.generating_args": {}}, "actor_train.generating_args: has no effect on role actor_train; remove it"),
     ("C020", {"actor_infer.logits_in_fp32": True}, "actor_infer.logits_in_fp32: has no effect on role actor_infer; remove it"),
-    ("C020", {"actor_train.strategy_args": {"strategy_name": "vllm"}}, "actor_train.strategy_args.strategy_name: has no effect on role actor_train; remove it"),
+    ("C020", {"actor_train.strategy_args": {"strategy_name": "vllm"}}, "actor_train.strategy_args.strategy_name: has no effect on role actor_train; use megatron_train"),
     ("C020", {"rewards": {"llm_judge": {"num_workers": 2, "judge": {"api_url": "http://x/v1", "model": "m"}}}}, "rewards.llm_judge.num_workers: has no effect on role llm_judge; remove it, or set max_concurrent"),
     ("C020", {"rewards": {"ifeval": {"answer_format": "boxed"}}}, "rewards.ifeval.answer_format: has no effect on role ifeval; remove it"),
     ("C020", {"rewards": {"math_rule": {"sandbox": {}}}}, "rewards.math_rule.sandbox: has no effect on role math_rule; remove it"),

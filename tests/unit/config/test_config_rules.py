@@ -66,7 +66,7 @@ RLVR_CASES = [
     ("C138", {"async_generation_ratio": 2, "async_training.staleness": {"soft_versions": 3}}, "async_training.staleness.soft_versions: 3 exceeds max_versions 2"),
     ("C141", {"adv_estimator": "gae"}, "critic: required by adv_estimator gae"),
     ("C142", {"kl_loss_coef": 0.1}, "reference: required by algorithm.kl_loss_coef=0.1"),
-    ("C142", {"rewards": {"distilled": {}}}, "algorithm.kl_loss_coef: 0 leaves rewards.distilled (distilled) without a loss"),
+    ("C142", {"rewards": {"distilled": {}}}, "algorithm.kl_loss_coef: 0 leaves rewards.distilled (distilled) without a loss; use > 0"),
     ("C142", {"token_kl_coef": 1}, "reference: required by algorithm.token_kl_coef=1"),
     ("C142", {"distill_coef": 0.5}, "teacher: required by algorithm.distill_coef=0.5"),
     ("C143", {"max_len_mask": True, "overlong_buffer": {"enable": True, "len": 4}}, "algorithm.max_len_mask: true cannot be combined with overlong_buffer.enable; keep one"),
