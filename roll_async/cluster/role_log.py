@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from roll_async.observe.run_folder import log_to
+from roll_async.observe.run_folder import redirect_output
 
 FOLDER_VARIABLE = "ROLL_ASYNC_LOG_FOLDER"
 """Environment of every role: `logs/` of the run folder."""
@@ -24,12 +24,7 @@ def open_role_log() -> None:
     folder, name = os.environ.get(FOLDER_VARIABLE), ray.get_runtime_context().get_actor_name()
     if not folder or not name or not Path(folder).is_dir():
         return
-    path = Path(folder) / f"{name}.log"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
-    log_to([path])
+    redirect_output(Path(folder) / f"{name}.log")
 
 
 class _Lines(logging.Handler):

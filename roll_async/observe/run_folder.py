@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -101,6 +102,17 @@ def log_to(files: Iterable[Path | str]) -> logging.Logger:
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root.addHandler(file)
     return root
+
+
+def redirect_output(path: Path) -> None:
+    """Standard output and standard error of this process and its children, and what roll_async logs, are appended to
+    the file.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    log_to([path])
 
 
 def _leaves(tree: object, prefix: str = "") -> dict[str, object]:
