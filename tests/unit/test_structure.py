@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from roll_async.inference.backends import ENGINES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "roll_async"
 
@@ -56,3 +58,22 @@ def test_a_config_key_is_its_schema_line_and_the_class_that_uses_it():
     assert files_that_name("sync_retry_delay") == {"config/schema_async.py", "weight_sync/synchronizer.py"}
     assert len(files_that_name("max_run_restarts")) <= 3
     assert len(files_that_name("max_engine_restarts")) <= 3
+
+
+def test_a_counter_is_counted_in_one_file_and_listed_in_the_documents():
+    listed = (ROOT / "docs_roll" / "metrics.md").read_text()
+    examples = {
+        "agent/lost_world_processes": "agents/groups.py",
+        "router/agreement": "trainer/megatron/router_replay.py",
+        "weights/canary_moved": "pipelines/metrics.py",
+    }
+    for key, file in examples.items():
+        assert files_that_name(key) == {file} and f"`{key}`" in listed
+
+
+def test_an_engine_is_its_file_its_line_among_the_backends_and_its_section_of_the_config():
+    for strategy, path in ENGINES.items():
+        module, name = path.rsplit(".", 1)
+        file = f"{module.removeprefix('roll_async.').replace('.', '/')}.py"
+        assert files_that_name(rf"{name}[:\"(]") == {file, "inference/backends.py"}
+        assert files_that_name(rf'{strategy}": \(') == {"config/schema_worker.py"}  # the roles that it may have
