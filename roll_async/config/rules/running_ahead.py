@@ -106,7 +106,8 @@ def time_outs(config: PipelineConfig) -> Findings:
     for key, value, default, (end, limit) in pairs:
         if value >= limit and value != default:
             message = (
-                f"{number(value)} is never reached: {end} ends the wait after {number(limit)}; use less, or raise it"
+                f"{number(value)} is never reached: {end} ends the wait after {number(limit)};"
+                f" use < {number(limit)}, or raise {end}"
             )
             yield "C151", key, message
 
