@@ -7,5 +7,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def heard_by_caplog():
-    """caplog listens at the root; `RunFolder.open_log` keeps a process's records to the files of its run, for good."""
+    """caplog listens at the root. `RunFolder.open_log` keeps a process's records to the files of its run, for good, and
+    SGLang sets the level of the root logger.
+    """
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("roll_async").propagate = True

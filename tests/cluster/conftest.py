@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def demo_assets(tmp_path_factory):
     make = [sys.executable, "tools/make_demo_assets.py", "--small", "--output", str(folder)]
     subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=300)
     return folder
+
+
+@pytest.fixture(scope="module")
+def short_folder():
+    """For Ray's sockets, whose paths may have 107 characters: those of tmp_path are longer in a worker of xdist."""
+    with tempfile.TemporaryDirectory(prefix="roll-") as folder:
+        yield Path(folder)
 
 
 class Launcher:

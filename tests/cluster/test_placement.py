@@ -20,9 +20,9 @@ ALLOCATIONS = ("6,7", "4,5,6,7", "0,1,2,3")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(short_folder):
     """Three nodes, with 2, 4 and 4 of their GPUs."""
-    with OwnCluster(tmp_path_factory.mktemp("cluster")) as own:
+    with OwnCluster(short_folder) as own:
         for allocation in ALLOCATIONS:
             start = own.head if allocation == ALLOCATIONS[0] else own.node
             start(cpus=10, gpus=len(allocation.split(",")), env={"CUDA_VISIBLE_DEVICES": allocation})

@@ -58,9 +58,9 @@ def hosts():
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts, tmp_path_factory):
+def cluster(hosts, short_folder):
     """Room for three processes on each host. The second one has another file system at `unshared`."""
-    folder = tmp_path_factory.mktemp("hosts")
+    folder = short_folder
     (folder / "unshared").mkdir()
     mounts = f'mount -t tmpfs shm /dev/shm && mount -t tmpfs other {folder / "unshared"} && exec "$@"'
 
