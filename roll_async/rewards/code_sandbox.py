@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from roll_async.rewards.answers import after_thinking
 from roll_async.rewards.sandbox.cases import Case, parse_cases
+from roll_async.rewards.sandbox.checks import holds
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.local import LocalSandbox
 from roll_async.rewards.sandbox.protocol import Outcome, Run, Runner
@@ -115,7 +116,7 @@ def judge(case: Case, outcome: Outcome) -> tuple[float, str]:
     if case.kind == "assert":
         return 1.0, ""
     if case.kind == "values":
-        return _compare_values(case, outcome.result.get("values"))
+        return _check_values(case, outcome.result.get("values"))
     value = outcome.result.get("value")
     # APPS wraps the expected value of a call in a list of one.
     wrapped = isinstance(case.expected, list) and len(case.expected) == 1 and same_value(value, case.expected[0])
@@ -123,19 +124,21 @@ def judge(case: Case, outcome: Outcome) -> tuple[float, str]:
     return float(same), "" if same else f"returned {_short(value)}, expected {_short(case.expected)}"
 
 
-def _compare_values(case: Case, values: object) -> tuple[float, str]:
-    """As `==` of the assertion would, on values that hold no code of the program."""
-    assert isinstance(case.expected, list)
-    if not isinstance(values, list) or len(values) != len(case.expected):
+def _check_values(case: Case, values: object) -> tuple[float, str]:
+    """What the assertions say, of values that hold no code of the program."""
+    if not isinstance(values, list) or len(values) != len(case.expressions):
         return 0.0, "it ended before the test did"
-    for expression, encoded, expected in zip(case.expressions, values, case.expected, strict=True):
+    left = iter(values)
+    for assertion in case.assertions:
+        encoded = [next(left) for _ in assertion.calls]
+        calls = ", ".join(assertion.calls)[:60]
         try:
-            value = decode(encoded)
-            same = value == expected
-        except (ValueError, TypeError, RecursionError) as error:
-            return 0.0, f"{_short(expression)}: {error}"
-        if not same:
-            return 0.0, f"AssertionError: {expression[:60]} is {_short(value)}, expected {_short(expected)}"
+            decoded = [decode(value) for value in encoded]
+            if not holds(assertion.check, decoded):
+                shown = ", ".join(map(_short, decoded))
+                return 0.0, f"AssertionError: v0 = {calls} is {shown[:60]}, expected {assertion.check[:60]}"
+        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+            return 0.0, f"{type(error).__name__}: {calls}: {str(error)[:100]}"
     return 1.0, ""
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roll_async.rewards.sandbox.assertions import comparison_of, comparisons_of_check
+from roll_async.rewards.sandbox.assertions import Assertion, assertion_of, assertions_of_check
 from roll_async.rewards.sandbox.protocol import Kind
 
 COLUMNS = (
@@ -36,13 +36,19 @@ class Case:
     kind: Kind
     stdin: str = ""
     expected: object = None
-    """stdio: text; call: a JSON value; values: a list, one value per expression; else unused."""
+    """stdio: text; call: a JSON value; else unused."""
     function: str = ""
     arguments: list[object] = field(default_factory=list)
     test: str = ""
     setup: str = ""
     """values and assert: statements between the program and its test."""
-    expressions: list[str] = field(default_factory=list)
+    assertions: list[Assertion] = field(default_factory=list)
+    """values only."""
+
+    @property
+    def expressions(self) -> list[str]:
+        """values only: what is evaluated behind the program."""
+        return [call for assertion in self.assertions for call in assertion.calls]
 
 
 def parse_cases(ground_truth: str, extra: Mapping[str, str]) -> list[Case]:
@@ -132,10 +138,10 @@ def _setup(extra: Mapping[str, str]) -> str:
 
 
 def _assertion(statement: str, setup: str) -> Case:
-    found = comparison_of(statement)
+    found = assertion_of(statement)
     if found is None:
         return Case(kind="assert", test=statement, setup=setup)
-    return Case(kind="values", expressions=[found.expression], expected=[found.expected], setup=setup)
+    return Case(kind="values", assertions=[found], setup=setup)
 
 
 def _check(test: str, entry_point: str) -> Case:
@@ -144,9 +150,9 @@ def _check(test: str, entry_point: str) -> Case:
     if not entry_point and not calls:
         raise ValueError("a test `def check(candidate)` needs entry_point in the row, or a call of check at its end")
     if entry_point:
-        found = comparisons_of_check(test, entry_point)
+        found = assertions_of_check(test, entry_point)
         if found is not None:
-            return Case(kind="values", expressions=[c.expression for c in found], expected=[c.expected for c in found])
+            return Case(kind="values", assertions=found)
     return Case(kind="assert", test=test if calls else f"{test}\n\ncheck({entry_point})\n")
 
 

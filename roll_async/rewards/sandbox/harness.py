@@ -22,6 +22,7 @@ from roll_async.rewards.sandbox.protocol import Run
 from roll_async.rewards.sandbox.values import encode
 
 _FILE = "solution.py"
+_compile, _eval, _exec, _dumps, _write = compile, eval, exec, json.dumps, os.write  # a program may replace them
 
 
 def run_program(run: Run, *, result_fd: int, word: str) -> int:
@@ -51,7 +52,7 @@ def run_program(run: Run, *, result_fd: int, word: str) -> int:
         traceback.print_exc(file=sys.stderr)
     status = _finish(status)
     if result is not None:
-        os.write(result_fd, json.dumps({**result, "word": word}, default=_plain).encode())
+        _write(result_fd, _dumps({**result, "word": word}, default=_plain).encode())
     return status
 
 
@@ -80,15 +81,15 @@ def _execute(run: Run, name: str) -> dict[str, object]:
 
 def _run_code(code: str, file: str, names: dict[str, object]) -> None:
     """As a file of its own: what `from __future__` says in this one is not said there."""
-    exec(compile(code, file, "exec", dont_inherit=True), names)
+    _exec(_compile(code, file, "exec", dont_inherit=True), names)
 
 
 def _values(run: Run) -> list[object]:
     names = _execute(run, "solution")
     if run.setup:
         _run_code(run.setup, "test.py", names)
-    codes = [compile(expression, "test.py", "eval", dont_inherit=True) for expression in run.expressions]
-    return [encode(eval(code, names)) for code in codes]
+    codes = [_compile(expression, "test.py", "eval", dont_inherit=True) for expression in run.expressions]
+    return [encode(_eval(code, names)) for code in codes]
 
 
 def _call(run: Run) -> object:
@@ -156,9 +157,5 @@ def _exit_status(ending: SystemExit) -> int:
 
 
 def _plain(value: object) -> object:
-    """Values JSON does not know: sets and tuples as lists, numbers of other libraries as numbers."""
-    if isinstance(value, set | frozenset):
-        return sorted(value)  # type: ignore[type-var]
-    if isinstance(value, complex):
-        return [value.real, value.imag]
+    """Values JSON does not know: numbers of other libraries as numbers; the rest, sets too, equals nothing expected."""
     return value.tolist() if type(value).__module__ == "numpy" else repr(value)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, missing
@@ -28,6 +28,7 @@ from roll_async.rewards.sandbox.harness import run_program
 from roll_async.rewards.sandbox.prelude import import_modules
 from roll_async.rewards.sandbox.protocol import Ending, Outcome, Run
 
+_OUTCOME_FIELDS = [field.name for field in fields(Outcome)]
 _OUTPUT_BYTES = 4 << 20
 _STDERR_BYTES = 16 << 10
 _FILE_BYTES = 16 << 20
@@ -36,6 +37,8 @@ _DISK_ENTRIES = 1000
 _OPEN_FILES = 64
 _THREADS = 128
 _TICK_S = 0.05
+_MAX_DEPTH = 200
+"""Of what a program returns, brackets within brackets."""
 _PREFIX = "roll_async_sandbox_"
 
 
@@ -53,7 +56,7 @@ def main() -> None:
     try:
         for line in sys.stdin:
             outcome = run_confined(Run(**json.loads(line)), base)
-            print(json.dumps(asdict(outcome)), file=answers)
+            print(json.dumps({name: getattr(outcome, name) for name in _OUTCOME_FIELDS}), file=answers)
     finally:
         _remove(base)
 
@@ -214,12 +217,20 @@ def _kill_group(child: int) -> None:
 
 
 def _parsed(result: bytes, word: str) -> dict[str, object] | None:
-    """What the harness reported; None unless it carries the word of this run."""
+    """What the harness reported; None unless it carries the word of this run, and is no deeper than whoever walks over
+    it can go.
+    """
     try:
         found = json.loads(result)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.pop("word", None) == word else None
+    if not isinstance(found, dict) or found.pop("word", None) != word:
+        return None
+    layer, depth = [found], 0
+    while layer and depth < _MAX_DEPTH:
+        layer = [item for outer in layer for item in (outer.values() if isinstance(outer, dict) else outer)]
+        layer, depth = [item for item in layer if isinstance(item, dict | list)], depth + 1
+    return None if layer else found
 
 
 def _sweep() -> None:

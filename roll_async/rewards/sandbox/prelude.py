@@ -24,6 +24,7 @@ PRELUDE = "\n".join(
         "from copy import deepcopy",
         "from builtins import *",  # operator, math and io hide pow, abs, open
         f"sys.setrecursionlimit({RECURSION_LIMIT})",
+        "getattr(sys, 'set_int_max_str_digits', int)(0)",  # the time limit bounds what long integers cost
         "",
     ]
 )
@@ -52,7 +53,8 @@ globals().update(
 
 def import_modules() -> None:
     """In the host, once: its children find them imported."""
-    exec(compile(PRELUDE.replace("sys.setrecursionlimit", "len and str"), "prelude", "exec", dont_inherit=True), {})
+    imports = "\n".join(line for line in PRELUDE.splitlines() if "sys.set" not in line and "max_str_digits" not in line)
+    exec(compile(imports, "prelude", "exec", dont_inherit=True), {})
 
 
 def with_prelude(code: str) -> str:

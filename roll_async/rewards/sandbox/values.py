@@ -4,8 +4,13 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from fractions import Fraction
+
+_FRACTION = re.compile(r"-?\d{1,4000}(?:/\d{1,4000})?", re.ASCII)
+_DECIMAL = re.compile(r"-?(?:\d{1,4000}(?:\.\d{1,4000})?(?:E[+-]?\d{1,4})?|Infinity|NaN)", re.ASCII)
+"""Texts whose numbers are as small as they look: 1e9999999 as a fraction costs minutes."""
 
 
 def encode(value: object) -> object:
@@ -45,7 +50,16 @@ def encode(value: object) -> object:
 
 
 def decode(data: object) -> object:
-    """The value again; equal to nothing else for what is no built-in value. Raises ValueError for other JSON."""
+    """The value again; equal to nothing else for what is no built-in value. Raises ValueError for anything else: a
+    program may have written it.
+    """
+    try:
+        return _decoded(data)
+    except (TypeError, ArithmeticError, IndexError, RecursionError) as error:
+        raise ValueError(f"no encoded value: {type(error).__name__}") from error
+
+
+def _decoded(data: object) -> object:
     if not isinstance(data, list):
         return data
     if len(data) != 2 or not isinstance(data[0], str):
@@ -59,16 +73,16 @@ def decode(data: object) -> object:
         case "bytes":
             return bytes.fromhex(content)
         case "tuple":
-            return tuple(map(decode, content))
+            return tuple(map(_decoded, content))
         case "list":
-            return list(map(decode, content))
+            return list(map(_decoded, content))
         case "set":
-            return frozenset(map(decode, content))
+            return frozenset(map(_decoded, content))
         case "dict":
-            return {decode(key): decode(item) for key, item in content}
-        case "Fraction":
+            return {_decoded(key): _decoded(item) for key, item in content}
+        case "Fraction" if _FRACTION.fullmatch(content):
             return Fraction(content)
-        case "Decimal":
+        case "Decimal" if _DECIMAL.fullmatch(content):
             return Decimal(content)
         case "object":
             return Opaque(str(content))

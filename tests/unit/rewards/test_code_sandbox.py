@@ -30,7 +30,7 @@ def fenced(code):
 
 @pytest.fixture(scope="module")
 def sandbox():
-    reward = CodeSandbox(case_timeout_s=1.5, isolation="best_effort")
+    reward = CodeSandbox(case_timeout_s=30, timeout_s=120, isolation="best_effort")  # a busy machine is no verdict
     yield reward
     reward._runner.close()
 
@@ -60,6 +60,7 @@ def test_a_right_program_passes_in_every_form_of_case(sandbox, code, truth, extr
 CHECK = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1, 2) == 3, 'x'\n    assert True\n"
 LOOP = CHECK + "    for i in range(3):\n        assert candidate(i, i) == 2 * i\n"
 PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([{"input": "1\n2", "output": "3"}])))).decode()
+MEAN = "def mean(xs): return sum(xs) / len(xs)"
 TYPED = "def add(a: List[int], b: int) -> int:\n    return deque([sum(a) + b])[0]"
 FORMS = {
     "LiveCodeBench, metadata of the row": (ADD, "", {"public_test_cases": '[{"input": "1\\n2", "output": "3", "testtype": "functional"}]', "private_test_cases": '[{"input": "5\\n2", "output": "7", "testtype": "functional"}]', "metadata": '{"func_name": "add"}'}, 2),
@@ -80,6 +81,9 @@ FORMS = {
     "types without import": (TYPED, ["assert add([1], 2) == 3"], {}, 1),
     "a future import": ("from __future__ import annotations\n" + TYPED, ["assert add([1], 2) == 3"], {}, 1),
     "tuples and sets": ("def f(): return (1, {2}, {3: 'x'}, 1.5, None, b'a')", ["assert f() == (1, {2}, {3: 'x'}, 1.5, None, b'a')"], {}, 1),
+    "numbers of any length": ("def f(): return len(str(10 ** 5000)) + int('9' * 5000) % 2", ["assert f() == 5002"], {}, 1),
+    "closeness": (MEAN, ["assert abs(mean([1, 2]) - 1.5) < 1e-6", "assert math.isclose(mean([1, 2]), 1.5, rel_tol=0.01)"], {}, 2),
+    "HumanEval, closeness and truth": (MEAN, "", {"test": "def check(candidate):\n    assert abs(candidate([1, 2]) - 1.5) < 1e-6\n    assert candidate([1, 3]) and not candidate([0])\n    assert [candidate([n]) for n in (1, 2)] == [1, 2]", "entry_point": "mean"}, 1),
     "counters are dictionaries": ("def f(): return Counter('aab')", ["assert f() == {'a': 2, 'b': 1}"], {}, 1),
 }  # fmt: skip
 
@@ -94,6 +98,10 @@ def test_rows_of_public_data_sets_are_read_as_they_are(sandbox, form):
     assert sandbox(fenced(wrong), truth, extra).score == 0
 
 
+ANY = "".join(f"\n def __{name}__(s, *o): return s" for name in ("sub", "abs", "lt", "ge"))
+SPOOF = "class {kind}:\n __module__ = '{module}'\n def __str__(s): return '{text}'\ndef f(x): return {kind}()"
+
+
 @pytest.mark.parametrize(
     ("code", "truth", "extra"),
     [
@@ -105,9 +113,20 @@ def test_rows_of_public_data_sets_are_read_as_they_are(sandbox, form):
         ("x = 1", {"inputs": [[4, 6]], "outputs": [2], "fn_name": "gcd"}, {}),
         ("def add(a, b): return (3,)", ["assert add(1, 2) == [3]"], {}),
         ("x = 1", "from solution import gcd\ndef test_gcd():\n    assert gcd(4, 6) == 2", {}),
+        (f"class E:{ANY}\ndef f(x): return E()", ["assert abs(f(1) - 2.5) < 1e-6"], {}),
+        (f"class E:{ANY}\ndef f(x): return E()", ["assert 2 <= f(1) < 4"], {}),
+        ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0", ["assert math.isclose(f(1), 2.5)"], {}),
+        ("def abs(x): return 0\ndef f(x): return 0", ["assert abs(f(1) - 2.5) < 1e-6"], {}),
+        ("import builtins\nbuiltins.exec = lambda *a, **k: None", ["assert all(f(i) == i for i in range(3))"], {}),
+        ("def f(x): return {2, 1}", {"inputs": [[1]], "outputs": [[1, 2]], "fn_name": "f"}, {}),
+        (SPOOF.format(kind="Decimal", module="decimal", text="abc"), ["assert f(1) == 41"], {}),
+        (SPOOF.format(kind="Fraction", module="fractions", text="1/0"), ["assert f(1) == 41"], {}),
+        (SPOOF.format(kind="Fraction", module="fractions", text="1e99999999"), ["assert f(1) == 41"], {}),
+        ("def f(x):\n l = []\n for _ in range(400): l = [l]\n return l", ["assert f(1) == 41"], {}),
+        ("def f(x):\n l = []\n for _ in range(400): l = [l]\n return l", {"inputs": [[1]], "outputs": [1], "fn_name": "f"}, {}),
     ],
 )  # fmt: skip
-def test_what_equals_everything_or_is_only_imported_earns_nothing(sandbox, code, truth, extra):
+def test_what_equals_everything_or_is_only_imported_or_breaks_the_judge_earns_nothing(sandbox, code, truth, extra):
     verdict = sandbox(fenced(code), truth if isinstance(truth, str) else json.dumps(truth), extra)
     assert verdict.score == 0 and verdict.reason
 
@@ -128,7 +147,6 @@ def test_no_flag_of_the_harness_reaches_the_program_and_the_prelude_can_be_left_
         ("print(4)", {"inputs": ["1 2"], "outputs": ["3"]}, "wrote '4"),
         ("print(int(''))", {"inputs": [""], "outputs": ["3"]}, "ValueError"),
         ("def broken(:", {"inputs": [""], "outputs": ["3"]}, "SyntaxError"),
-        ("while True: pass", {"inputs": [""], "outputs": ["3"]}, "time limit exceeded"),
         ("print(3)\nraise SystemExit(2)", {"inputs": [""], "outputs": ["3"]}, "exit status 2"),
         ("def add(a, b): return [a]", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, "returned [1]"),
         ("x = 1", {"inputs": [[1]], "outputs": [3], "fn_name": "add"}, "NameError"),
@@ -140,6 +158,13 @@ def test_a_wrong_program_fails_its_case_and_says_why(sandbox, code, truth, reaso
     verdict = sandbox(fenced(code), json.dumps(truth), {})
     assert (verdict.score, verdict.acc, verdict.format) == (0, 0, 1)
     assert reason in verdict.reason and verdict.reason.startswith("case 1 of 1")
+
+
+def test_a_program_that_never_ends_fails_its_case_when_its_time_is_over():
+    reward = CodeSandbox(case_timeout_s=0.5, isolation="best_effort")
+    verdict = reward(fenced("while True: pass"), json.dumps({"inputs": [""], "outputs": ["3"]}), {})
+    reward._runner.close()
+    assert (verdict.score, verdict.format) == (0, 1) and "case 1 of 1: time limit exceeded" in verdict.reason
 
 
 @pytest.mark.parametrize(
