@@ -24,7 +24,7 @@ ALLOWED = {
     "config": {"yaml", "dataclasses_json"},
     "algorithms": {"torch"},
     "agents": {"aiohttp", "jinja2", "matplotlib", "mcp", "transformers"},
-    "envs": {"gymnasium", "minigrid", "textarena", "reasoning_gym"},
+    "envs": {"gymnasium", "minigrid", "pyarrow", "textarena", "reasoning_gym"},
     "buffer": set(),
     "rollout": set(),
     "pipelines": set(),

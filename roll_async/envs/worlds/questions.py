@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Literal
 
 from roll_async.envs.worlds.arithmetic import compute
+from roll_async.envs.worlds.question_rows import Question, read_questions
 from roll_async.envs.worlds.text_world import TextWorld
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-_OF_ONE_QUESTION = ("grade", "attempts", "instructions")
-_ABOUT_TOOLS = {"tools": "tool_names", "tools_kwargs": "tool_arguments"}
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_rows = lru_cache(maxsize=8)(read_questions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +25,9 @@ class QuestionsOptions:
     """`env_config` of math and qa."""
 
     file: str | None = None
-    """JSON lines with `question` and `answer`; null = products and sums of random integers. A line may have
-    `interaction_kwargs` (its own grade, attempts, instructions) and `tools`, `tools_kwargs` for the tag's tools.
+    """JSON lines with `question` and `answer`, or any file of RLVR prompts (`question_rows.py`); null = products and
+    sums of random integers. A row may have `interaction_kwargs` (its own grade, attempts, instructions) and `tools`,
+    `tools_kwargs` for the tag's tools.
     """
     digits: int = 2
     """Of the made-up numbers."""
@@ -42,18 +41,6 @@ class QuestionsOptions:
             raise ValueError("digits must be 1 to 9 and attempts >= 1")
         if self.file is not None and not Path(self.file).is_file():
             raise ValueError(f"file {self.file} does not exist")
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One task."""
-
-    question: str
-    answer: str
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Of QuestionsOptions, in place of the world's."""
-    tools: Mapping[str, object] = field(default_factory=dict)
-    """Keys of `info` about tools."""
 
 
 class Questions(TextWorld):
@@ -108,21 +95,3 @@ def _made_up(rng: Random, digits: int) -> tuple[str, str]:
     a, b, c = (rng.randint(low, high) for _ in range(3))
     expression = rng.choice((f"{a}*{b}", f"{a}*{b}+{c}", f"{a}+{b}*{c}", f"{a}*{b}-{c}"))
     return f"{expression}=", str(compute(expression)[0])
-
-
-@lru_cache(maxsize=8)
-def _rows(file: str) -> list[Question]:
-    """Raises ValueError for a file without questions, and for settings that a question cannot have."""
-    found = []
-    for number, line in enumerate(Path(file).read_text().splitlines(), 1):
-        row = json.loads(line) if line.strip() else None
-        if not (isinstance(row, dict) and "question" in row and "answer" in row):
-            continue
-        settings = row.get("interaction_kwargs") or {}
-        if not isinstance(settings, dict) or settings.keys() - _OF_ONE_QUESTION:
-            raise ValueError(f"{file}:{number}: interaction_kwargs may hold {', '.join(_OF_ONE_QUESTION)}")
-        tools = {key: row[name] for name, key in _ABOUT_TOOLS.items() if row.get(name) is not None}
-        found.append(Question(str(row["question"]), str(row["answer"]), settings, tools))
-    if not found:
-        raise ValueError(f"{file} has no line with question and answer")
-    return found

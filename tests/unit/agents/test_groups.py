@@ -20,7 +20,7 @@ from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, open_tools
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
-from roll_async.envs.worlds.questions import _rows
+from roll_async.envs.worlds.question_rows import read_questions
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.requests import Interrupted
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
@@ -248,11 +248,23 @@ def test_tools_of_one_turn_run_together_and_malformed_calls_are_told(tokenizer):
     run_groups(tokenizer, work, env_type="math", say=say, tools=tools)
 
 
-def test_a_questions_own_arguments_reach_its_world_and_its_tools(tokenizer, tmp_path):
+ABOUT = {"tools": ["calculator"], "tools_kwargs": {"calculator": {"expression": "6*7"}},
+         "interaction_kwargs": {"grade": "text", "attempts": 2, "instructions": "Say the place."}}  # fmt: skip
+CHAT = [{"role": "system", "content": "unused"}, {"role": "user", "content": "Where?"}]
+QUESTION_ROWS = [
+    {"question": "Where?", "answer": "The Hague", **ABOUT},
+    {"id": "1", "tag": "places", "messages": json.dumps(CHAT), "ground_truth": "The Hague", **ABOUT},
+    {"data_source": "places", "prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "The Hague"},
+     "extra_info": {"index": 3, **ABOUT, "interaction_kwargs": {"name": "places", **ABOUT["interaction_kwargs"]}}},
+    {"data_source": "places", "prompt": CHAT, "extra_info": json.dumps(
+        {**ABOUT, "interaction_kwargs": {**ABOUT["interaction_kwargs"], "query": "Where?",
+                                         "ground_truth": "The Hague"}})},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("question", QUESTION_ROWS, ids=["question", "ROLL", "verl", "verl interaction"])
+def test_a_questions_own_arguments_reach_its_world_and_its_tools(tokenizer, tmp_path, question):
     """Of two tools one is allowed; its argument is the row's, and the world grades as the row says."""
-    question = {"question": "Where?", "answer": "The Hague", "tools": ["calculator"],
-                "tools_kwargs": {"calculator": {"expression": "6*7"}},
-                "interaction_kwargs": {"grade": "text", "attempts": 2, "instructions": "Say the place."}}  # fmt: skip
     file = tmp_path / "questions.jsonl"
     file.write_text(json.dumps(question) + "\n")
     calls = ('<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
@@ -274,8 +286,7 @@ def test_a_questions_own_arguments_reach_its_world_and_its_tools(tokenizer, tmp_
     run_groups(tokenizer, work, env_type="math", values={"file": str(file)}, say=say, tools=tools)
     file.write_text(json.dumps({**question, "interaction_kwargs": {"file": "x"}}) + "\n")
     with pytest.raises(ValueError, match="questions.jsonl:1: interaction_kwargs may hold grade, attempts"):
-        _rows.cache_clear()
-        _rows(str(file))
+        read_questions(str(file))
 
 
 def test_a_world_with_tools_of_its_own_is_played_by_calls(tokenizer):
