@@ -345,20 +345,25 @@ def _dppo(terms: _Terms, divergence: Tensor, options: DppoTvOptions) -> tuple[Te
 
 
 def dppo_tv(inputs: PolicyLossInputs, *, options: DppoTvOptions) -> tuple[Tensor, Metrics]:
-    """REINFORCE with an importance weight, without tokens whose probability moved by more than the bound."""
+    """DPPO, total variation (arXiv 2602.04879): -sg(min(r, ratio_cap)) A log pi, and 0 where A > 0 and
+    p - q > divergence_high, or A <= 0 and q - p > divergence_low; p and q are the probabilities of the token now and in
+    the base.
+    """
     terms = _terms(inputs, options.ratio_base)
     p, q = _probabilities(terms)
     return _dppo(terms, (p - q).abs(), options)
 
 
 def dppo_kl(inputs: PolicyLossInputs, *, options: DppoKlOptions) -> tuple[Tensor, Metrics]:
-    """The same with the binary KL divergence."""
+    """DPPO, binary KL (arXiv 2602.04879): `dppo_tv` with q log(q/p) + (1-q) log((1-q)/(1-p)) for the difference."""
     terms = _terms(inputs, options.ratio_base)
     return _dppo(terms, binary_kl(terms)[0], options)
 
 
 def kpop(inputs: PolicyLossInputs, *, options: KpopOptions) -> tuple[Tensor, Metrics]:
-    """The same for either sign of the advantage and with the KL of either direction: the mask is about disagreement."""
+    """KPop (Guo et al., ringtech.notion.site/kpop): -sg(min(r, ratio_cap)) A log pi, and 0 where the larger of the
+    binary KL(q, p) and KL(p, q) exceeds `divergence`, whatever the sign of A: the mask is about disagreement.
+    """
     terms = _terms(inputs, options.ratio_base)
     outside = torch.maximum(*binary_kl(terms)) > options.divergence
     upward = terms.delta.detach() > 0
@@ -366,7 +371,9 @@ def kpop(inputs: PolicyLossInputs, *, options: KpopOptions) -> tuple[Tensor, Met
 
 
 def vespo(inputs: PolicyLossInputs, *, options: VespoOptions) -> tuple[Tensor, Metrics]:
-    """-sg(W^k exp(lambda (1 - W))) A log pi with W the product of the row's ratios."""
+    """VESPO (arXiv 2602.10693): -sg(W^k exp(lambda (1 - W))) A log pi with W the product of the row's ratios; k and
+    lambda by the sign of A.
+    """
     terms = _terms(inputs, options.ratio_base)
     ratio = _ratio(terms, "sequence_product", None).detach()
     positive = terms.advantages >= 0

@@ -31,5 +31,5 @@ def test_a_right_answer_at_the_limit_scores_0_and_a_wrong_one_the_least_in_every
     shapings = {name: shaping for name, shaping in shapings.items() if shaping is not None}
     assert {"dapo_cpu.yaml", "dapo_qwen2.5_32b.yaml", "async_dapo_7b.yaml"} <= shapings.keys()
     for name, shaping in shapings.items():
-        assert shaping.shaped(1.0, shaping.max_length) == pytest.approx(1 - shaping.factor), name
+        assert shaping.shaped(1.0, shaping.max_length) == pytest.approx(0), name
         assert shaping.shaped(0.0, shaping.max_length) == shaping.shaped(0.0, 1) - shaping.factor, name
