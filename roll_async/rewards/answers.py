@@ -26,9 +26,11 @@ _BETWEEN_BOXES = re.compile(
     r"(?:\\text\{)?[\s,;$&]*(?:\\[()\[\],;! ]|\\q?quad|[\s,;$&])*(?:and|or)?(?:\\[()\[\],;! ]|\\q?quad|[\s,;$&}])*"
 )
 _BETWEEN_LIMIT = 40
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]{1,3}(-?\w{1,40}(?:[./]\w{1,40})?)(?!\w)")
+"""TeX takes one token without braces; models write a whole number so."""
 _WORD = re.compile("answer", re.IGNORECASE)
 _LEAD = re.compile(
-    r"(?:\n[^\w\n]{0,20}(?:\d{1,3}[.):][^\w\n]{0,10})?|[.!?;,:)\]}$*>_][ \t]{1,3}[^\w\n]{0,4})"
+    r"(?:\n(?:_|[^\w\n]){0,20}(?:\d{1,3}[.):][^\w\n]{0,10})?|[.!?;,:)\]}$*>_][ \t]{1,3}[^\w\n]{0,4})"
     r"(?:(?:so|thus|hence|therefore)[, ]{1,2})?(?:my\s{1,3}(?=final))?(?:the\s{1,3})?(?:(?:final|correct)\s{1,3})?$",
     re.IGNORECASE,
 )
@@ -36,13 +38,15 @@ _LEAD = re.compile(
 _LEAD_CHARS = 60
 _COLON = re.compile(r"(?:\s{1,3}is)?[ \t*_]{0,6}[:=\uff1a]|[ \t*_]{0,6}\r?\n", re.IGNORECASE)
 _IS = re.compile(
-    r"(?:\s{1,3}(?:to|of|for)\s[^.\n]{1,60}?)?\s{1,3}(?:is|are|equals|must\sbe|would\sbe|will\sbe)\b\s{0,3}:?",
+    r"(?:\s{1,3}(?:to|of|for)\s[^.\n]{1,60}?)?\s{1,3}(?:is|are|equals|(?:must|would|will|should)\sbe)\b\s{0,3}:?",
     re.IGNORECASE,
 )
 _MARKUP = " \t\r*_`"
+_BULLET = re.compile(r"[-\u2022>]\s{1,4}(?=\S)")
+"""Of a list or a quotation on the next line; -5 is a number."""
 _DISPLAY = (("\\[", "\\]"), ("$$", "$$"), ("```", "```"))
 _SENTENCE_END = re.compile(r"[.!?](?=[\s*\"')]|$)")
-_REASON = re.compile(r",?\s(?:because|since|as|which|so|hence|thus)\s", re.IGNORECASE)
+_REASON = re.compile(r",?\s(?:because|since|as|which|so|hence|thus|instead\sof|rather\sthan)\s|,\snot\s", re.IGNORECASE)
 _MATHEMATICAL = re.compile(r"[-+(\[{<$\\\s*\u2212]*(?:\d|\\[a-zA-Z]|[a-zA-Z]\s?=)")
 _HASH_VALUE = re.compile(r"[^A-Za-z\\]*(?:\\.*)?")
 """After `####`, in a line that is not the last one: a value, not the heading of a section."""
@@ -121,7 +125,7 @@ def joined_boxes(text: str, num_parts: int) -> str | None:
     if num_parts > 1 and len(split_parts(text[spans[-1][1] : spans[-1][2]])) < num_parts:
         first = min(first, max(0, len(spans) - num_parts))
     contents = (text[start:end].strip() for _, start, end in spans[first:])
-    return ", ".join(dict.fromkeys(contents))
+    return ", ".join(filter(None, dict.fromkeys(contents)))
 
 
 def split_parts(answer: str) -> list[str]:
@@ -155,9 +159,18 @@ def _any_form(text: str, num_parts: int) -> Stated | None:
     if best is not None and best[0] == "hashes" and not _is_hash_value(text, best[1]):
         best = max((item for item in found if item[0] != "hashes"), key=lambda item: item[1][0], default=None)
     phrase = _the_answer_is(text)
-    if phrase is not None and (best is None or (phrase[0] > best[1][0] and _MATHEMATICAL.match(phrase[1]))):
+    if phrase is not None and (best is None or (phrase[0] > _end(text, best) and _MATHEMATICAL.match(phrase[1]))):
         return Stated("the_answer_is", phrase[1])
-    return None if best is None else Stated(best[0], best[1][1])
+    if best is None:
+        return None
+    inner = _the_answer_is(best[1][1]) if best[0] == "tag" else None  # <answer>So the answer is 5.</answer>
+    return Stated(best[0], best[1][1]) if inner is None else Stated("the_answer_is", inner[1])
+
+
+def _end(text: str, best: tuple[str, tuple[int, str]]) -> int:
+    """Where a phrase must stand to come after this answer: what stands in a tag belongs to it."""
+    form, (start, _) = best
+    return text.lower().find("</answer>", start) if form == "tag" else start
 
 
 _Found = tuple[int, str] | None
@@ -198,7 +211,8 @@ def _answer_line(text: str) -> _Found:
         colon = _COLON.match(text, word.end())
         if colon is None or not _leads(text, word.start()):
             continue
-        answer = _line_or_block(text[colon.end() : colon.end() + MAX_ANSWER_CHARS])
+        begin = colon.end() - (text[colon.end() - 1] == "\n")
+        answer = _line_or_block(text[begin : begin + MAX_ANSWER_CHARS])
         if answer and not _WORD.match(answer):
             return word.start(), answer
     return None
@@ -245,7 +259,9 @@ def _leads(text: str, at: int) -> bool:
 
 def _line_or_block(rest: str) -> str:
     r"""The rest of the line, or the next line that is not empty, or the block between \[ and \] or fences there."""
-    rest = rest.lstrip(_MARKUP + "\n")
+    whole, rest = rest, rest.lstrip(_MARKUP + "\n")
+    bullet = _BULLET.match(rest) if "\n" in whole[: len(whole) - len(rest)] else None
+    rest = rest[bullet.end() :] if bullet else rest
     for opening, closing in _DISPLAY:
         if rest.startswith(opening):
             inner, closed, _ = rest[len(opening) :].partition(closing)
@@ -272,5 +288,6 @@ def _box_spans(text: str) -> list[tuple[int, int, int]]:
             start, content = open_braces.pop()
             if start >= 0:
                 spans.append((start, content, match.start()))
+    spans += [(bare.start(), *bare.span(1)) for bare in _BARE_BOX.finditer(text)]
     spans.sort()
-    return [span for span, following in pairwise([*spans, (len(text), 0, 0)]) if following[0] > span[2]]
+    return [span for span, following in pairwise([*spans, (len(text) + 1, 0, 0)]) if following[0] > span[2]]

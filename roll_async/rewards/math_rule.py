@@ -5,6 +5,7 @@ people write it made plain (docs_roll/rewards.md has the rules by which the two 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
@@ -36,6 +37,24 @@ _EXPLICIT_GROUPED = re.compile(
 """1{,}234 and the 1,234 of \\sqrt{1,234} are one number wherever they stand: nobody writes a list so."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?|[-+]?\.\d+", re.ASCII)
 _INTEGER = re.compile(r"[-+]?\d{1,100}", re.ASCII)
+_HEDGE = re.compile(
+    r"(?:(?:therefore|thus|hence|then|approximately|about|roughly|around|exactly|simply|just|only)\s{1,3}"
+    r"|(?:\\approx|\\simeq|\u2248)\s{0,3}){1,3}",
+    re.IGNORECASE,
+)
+"""In front of a value that is the same without it."""
+_MIXED = re.compile(r"([-+]?)(\d{1,6})\s(\d{1,4})/(\d{1,4})", re.ASCII)
+_SCIENTIFIC = re.compile(r"[-+]?\d{1,20}(?:\.\d{1,20})?[eE][-+]?\d{1,2}", re.ASCII)
+_CURRENCY = "\u20ac\u00a3\u00a5\u20b9"
+_KEYBOARD = (
+    (re.compile(r"\u221a\s?(?:\(([^()]{1,100})\)|(\d{1,20}|[a-z]))"), lambda m: rf"\sqrt{{{m[1] or m[2]}}}"),
+    (re.compile(r"[\u00bc-\u00be\u2153-\u215e]"), lambda m: _vulgar(m[0])),
+    (re.compile(r"(?<=[\w)}])\s?\*\*\s?(?:(\d{1,6})|(?=[a-z({-]))"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), lambda m: r"\pi "),
+)
+"""Roots, fractions, powers and pi as people type them."""
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]*)\}")
+_INNER_SPACE = re.compile(r"\s+(?!\d)|(?<!\d)\s+")
 _MAX_EXACT_DIGITS = 14
 _SURELY_DIFFERENT = Decimal("2e-6")
 _NUMBER_AND_UNIT = re.compile(
@@ -132,7 +151,7 @@ def same_value(stated: str, reference: str) -> bool:
     stated, reference = plain(stated), plain(reference)
     if _NUMBER.fullmatch(reference):
         stated = _without_unit(stated)
-    if stated == reference:
+    if stated == reference or _letters(stated) == _letters(reference):
         return True
     decided = same_number(stated, reference)
     return same_expression(stated, reference) if decided is None else decided
@@ -176,12 +195,33 @@ def plain(answer: str) -> str:
     LaTeX would read as something else.
     """
     text = answer.strip().strip("$").replace("\\$", "").replace("$", "").strip(" \t\n*`").rstrip(".").strip()
-    inner = re.fullmatch(r"\\text\s?\{\s*([-+]?[\d.,]+)\s*\}", text)
-    text = inner[1] if inner else text
+    inner = re.fullmatch(r"\\(?:text|mathrm|textbf|mathbf)\s?\{\s*([-+]?[\d.,]+[^{}\\]*)\}", text)
+    text = inner[1].strip() if inner else text
+    hedge = _HEDGE.match(text)
+    text = text[hedge.end() :] if hedge else text
+    text = text.strip(_CURRENCY + " ")
+    if _NUMBER.fullmatch(text):
+        return text
+    if _SCIENTIFIC.fullmatch(text):
+        return f"{Decimal(text):f}"
+    for pattern, latex in _KEYBOARD:
+        text = pattern.sub(latex, text)
+    text = _MIXED.sub(r"\1\2\\frac{\3}{\4}", text) if _MIXED.fullmatch(text) else text
     whole = _WHOLE_GROUPED.fullmatch(text)
     if whole:
         return whole[1] + re.sub(r"\D", "", whole[2]) + whole[3]
     return _EXPLICIT_GROUPED.sub(lambda m: re.sub(r"\D", "", m[0]), text)
+
+
+def _letters(answer: str) -> str:
+    """Without boxes of text, and spaces other than between digits: `5:00 \\text{ PM}` is `5:00 PM`."""
+    return _INNER_SPACE.sub("", _TEXT.sub(r"\1", answer))
+
+
+def _vulgar(character: str) -> str:
+    """LaTeX of the one character for a half."""
+    top, _, bottom = unicodedata.normalize("NFKC", character).partition("\u2044")
+    return rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def _without_unit(answer: str) -> str:
