@@ -82,6 +82,27 @@ def test_a_file_without_one_of_its_tensors_is_refused_and_nothing_is_written(mak
         assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "whole"], name
 
 
+@pytest.mark.parametrize("architecture", synthetic.CONFIGS)
+def test_a_megatron_folder_without_one_of_its_tensors_is_refused_and_nothing_is_written(make, tmp_path, architecture):
+    source, _ = make(architecture)
+    hf_to_megatron(source, tmp_path / "whole", PLAIN)
+    whole, family = MegatronFolder(tmp_path / "whole"), family_of(architecture)
+    config = HfFolder(source).config
+    shape = shape_of(3, family.fields(config))
+    matches = [key_to_write(match, shape) for match in family.parameters(shape)]
+    stored = {(to.key, to.index): to for to in matches if to.key in whole.keys()}
+    values = {place: whole.tensor(*place) for place in stored}
+    for number, key in enumerate(random.Random(architecture).sample(sorted({key for key, _ in stored}), 3)):
+        pieces = [Piece(key=to.key, index=to.index, stack=to.stack, shape=tuple(values[place].shape),
+                        dtype=values[place].dtype) for place, to in stored.items() if to.key != key]  # fmt: skip
+        target = tmp_path / str(number)
+        target.mkdir()
+        write_megatron_folder(target, pieces, lambda piece: values[piece.key, piece.index])
+        with pytest.raises(ValueError, match="has no .*, which a .* model needs"):
+            megatron_to_hf(target, tmp_path / "back", PLAIN, like=source)
+        assert not list(tmp_path.glob("back*")), key
+
+
 def test_an_untied_model_without_output_layer_and_biases_the_config_denies_are_refused(make, tmp_path):
     source, tensors = make("Glm4ForCausalLM", attention_bias=False)
     with pytest.raises(ValueError, match=r"self_attn.q_proj.bias is unknown"):
