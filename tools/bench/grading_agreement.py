@@ -1,5 +1,6 @@
 """How often our verdicts are right: answers of GSM8K test and AIME 2024 in each form models write them, near misses as
-negatives, against the label and against math-verify on the whole response; programs right and wrong in each row form.
+negatives, against the label and against math-verify on the whole response; 200 programs, right and subtly wrong
+(graded_programs.py), in each row form.
 Every difference from math-verify is listed with its reason.
 
     python tools/bench/grading_agreement.py --data FOLDER     FOLDER/gsm8k/test.jsonl and FOLDER/aime24/test.jsonl
@@ -11,13 +12,16 @@ import random
 import sys
 from collections import Counter, defaultdict
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.rewards.code_sandbox import CodeSandbox
 from roll_async.rewards.math_rule import MathRule, reference_answer
+from tools.bench.graded_programs import TASKS, program_of, runs_right
 
 MIN_RIGHT = 0.999
+NUM_SLOW = 10
 UNITS = (
     r"\text{ dollars}",
     r"\text{ cm}",
@@ -43,8 +47,15 @@ def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", default="data")
     arguments.add_argument("--rows", type=int, default=None, help="of each set; all by default")
+    arguments.add_argument("--part", default="0/1", help="of the tasks of the programs: 2/8 = 2, 10, 18, ...")
+    arguments.add_argument("--only", choices=("answers", "programs"), default=None)
     options = arguments.parse_args()
+    part, num_parts = map(int, options.part.split("/"))
+    tasks = list(enumerate(TASKS))[: options.rows][part::num_parts]
     folder = Path(options.data)
+    if options.only == "programs":
+        say("programs", programs(tasks))
+        return 0
     if not (folder / "gsm8k" / "test.jsonl").is_file():
         print(f"{folder} holds no gsm8k/test.jsonl; give --data", file=sys.stderr)
         return 2
@@ -63,7 +74,8 @@ def main():
         example = next(d for d in differences if (d[0], d[1], d[4]) == (name, form, reason))
         print(json.dumps({"name": f"differs from math-verify/{name}/{form}", "count": count, "reason": reason,
                           "text": example[2][-80:], "reference": example[3][-30:]}), flush=True)  # fmt: skip
-    say("programs", programs())
+    if options.only is None:
+        say("programs", programs(tasks))
     return 0
 
 
@@ -156,68 +168,83 @@ def reason_of(text, verdict, theirs, label):
 def math_verify_alone(text, gold):
     from math_verify import parse, verify
 
-    return int(verify(parse(f"${gold}$", parsing_timeout=5), parse(text, parsing_timeout=5), timeout_seconds=5))
+    # Without its time-outs, which count the seconds of a busy machine.
+    theirs = parse(text, parsing_timeout=None)
+    return int(verify(_parsed_gold(gold), theirs, timeout_seconds=None))
 
 
-TASKS = (
-    ("add", "a, b", "a + b", "a - b", [(1, 2), (5, 5), (-3, 2)]),
-    ("largest", "xs", "max(xs)", "min(xs)", [([1, 5, 2],), ([-1, -9],)]),
-    ("evens", "xs", "[x for x in xs if x % 2 == 0]", "[x for x in xs if x % 2]", [([1, 2, 4],), ([3],)]),
-    ("reverse", "s", "s[::-1]", "s", [("abc",), ("ab",)]),
-    ("counts", "s", "dict(Counter(s))", "list(Counter(s))", [("aab",), ("z",)]),
-    ("pairs", "xs", "[list(p) for p in zip(xs, xs[1:])]", "[]", [([1, 2, 3],), ([4, 5],)]),
-    ("mean", "xs", "sum(xs) / len(xs)", "sum(xs) / (len(xs) + 1)", [([1, 2],), ([2, 4, 9],)]),
-    ("is_prime", "n", "n > 1 and all(n % d for d in range(2, n))", "n % 2 == 1", [(7,), (9,), (2,)]),
-    ("gcd", "a, b", "math.gcd(a, b)", "a * b", [(12, 18), (7, 3)]),
-    ("flatten", "xs", "[y for x in xs for y in x]", "xs", [([[1], [2, 3]],), ([[5], []],)]),
-)
-"""(name, parameters, right body, wrong body, arguments of the tests). Checked by hand."""
+@lru_cache(maxsize=64)
+def _parsed_gold(gold):
+    from math_verify import parse
+
+    return parse(f"${gold}$", parsing_timeout=None)
 
 
-def row_forms(name, tests, values):
+def row_forms(name, tests):
     """(ground truth, other columns) of one task in each form it has in public data sets."""
+    arguments, values = [list(t) for t, _ in tests], [v for _, v in tests]
     call = [{"input": "\n".join(map(json.dumps, t)), "output": json.dumps(v), "testtype": "functional"}
-            for t, v in zip(tests, values, strict=True)]  # fmt: skip
+            for t, v in zip(arguments, values, strict=True)]  # fmt: skip
     prime = {"inputs": [c["input"] for c in call], "outputs": [c["output"] for c in call], "fn_name": name}
-    asserts = [f"assert {name}({', '.join(map(repr, t))}) == {v!r}" for t, v in zip(tests, values, strict=True)]
+    asserts = [f"assert {name}({', '.join(map(repr, t))}) == {v!r}" for t, v in tests]
     body = "\n".join("    " + a.replace(f"assert {name}(", "assert candidate(", 1) for a in asserts)
     check = f"def check(candidate):\n{body}\n"
-    apps = {"inputs": [list(t) for t in tests], "outputs": [[v] for v in values], "fn_name": name}
+    synthetic = [{"type": "function_call", "fn_name": name, "input": t, "output": v}
+                 for t, v in zip(arguments, values, strict=True)]  # fmt: skip
     return {
         "LiveCodeBench": ("", {"public_test_cases": json.dumps(call), "metadata": json.dumps({"func_name": name})}),
         "DeepCoder": (json.dumps([{**c, "metadata": {"func_name": name}} for c in call]), {}),
         "PRIME": (json.dumps(prime), {}),
         "verl": (json.dumps(json.dumps(prime)), {}),
-        "APPS": (json.dumps(apps), {}),
+        "APPS": (json.dumps({"inputs": arguments, "outputs": [[v] for v in values], "fn_name": name}), {}),
+        "SYNTHETIC-1": (json.dumps({"language": "python", "test_cases": synthetic}), {}),
         "LeetCode": (json.dumps({"functional": f"{check}\n\ncheck({name})"}), {}),
+        "LeetCode, method": ("", {"test": check, "entry_point": f"Solution().{name}"}),
         "HumanEval": ("", {"test": check, "entry_point": name}),
         "MBPP": ("", {"test_list": json.dumps(asserts)}),
         "pytest": (json.dumps({"pytest": f"from solution import {name}\ndef test_all():\n" + "\n".join(
             "    " + a for a in asserts)}), {}),
-        "stdio": (json.dumps({"inputs": [json.dumps(list(t)) + "\n" for t in tests],
+        "stdio": (json.dumps({"inputs": [json.dumps(t) + "\n" for t in arguments],
                               "outputs": [json.dumps(v) for v in values]}), {}),
     }  # fmt: skip
 
 
-def programs():
-    """Right, wrong and absent programs of every task in every form."""
+def in_form(form, name, program):
+    """The program as a row of this form asks for it."""
+    if form == "stdio":
+        return program + f"print(json.dumps({name}(*json.loads(input()))))\n"
+    if form == "LeetCode, method":
+        method = program.replace("(", "(self, ", 1).replace(f" {name}(", f" Solution().{name}(")
+        method = method.replace(f"def Solution().{name}(", f"def {name}(").replace(f"map({name},", f"map(self.{name},")
+        return "class Solution:\n" + "".join(f"    {line}\n" for line in method.splitlines())
+    return program
+
+
+def programs(tasks):
+    """Right and wrong programs of every task in every form, and for the first ones absent programs and test files. A
+    label is what a plain interpreter says.
+    """
     tally = defaultdict(Counter)
-    reward = CodeSandbox(isolation="best_effort")
-    for name, parameters, right, wrong, tests in TASKS:
-        scope = {}
-        exec(f"import math\nfrom collections import Counter\ndef {name}({parameters}):\n    return {right}", scope)
-        values = [scope[name](*t) for t in tests]
-        for form, (truth, extra) in row_forms(name, tests, values).items():
-            absent = () if form == "stdio" else ((None, 0),)  # there the evaluators' imports are the program's own
-            for body, label in ((right, 1), (wrong, 0), *absent):
-                code = f"def {name}({parameters}):\n    return {body}\n" if body else "x = 1\n"
-                if form == "stdio":
-                    code += f"print(json.dumps({name}(*json.loads(input()))))\n"
+    reward = CodeSandbox(
+        isolation="best_effort", case_timeout_s=60, timeout_s=300
+    )  # a busy machine is no wrong verdict
+    for number, (name, parameters, right, wrong, tests) in tasks:
+        for written, label in ((right, 1), (wrong, 0)):
+            reference = runs_right(name, program_of(name, parameters, written), tests)
+            assert reference == label, f"{name}: the reference says {reference}, by hand it is {label}"
+        for form, (truth, extra) in row_forms(name, tests).items():
+            if form == "pytest" and number >= NUM_SLOW:
+                continue
+            # With stdio the evaluators' imports are the program's own.
+            absent = () if form == "stdio" or number >= NUM_SLOW else ((None, 0),)
+            for written, label in ((right, 1), (wrong, 0), *absent):
+                code = in_form(form, name, program_of(name, parameters, written)) if written else "x = 1\n"
                 verdict = reward(f"```python\n{code}```", truth, extra)
                 tally["programs", form]["rows"] += 1
                 tally["programs", form]["right"] += verdict.score == label
                 if verdict.score != label:
-                    print(json.dumps({"name": f"WRONG/programs/{form}", "task": name, "reason": verdict.reason}))
+                    print(json.dumps({"name": f"WRONG/programs/{form}", "task": name, "label": label,
+                                      "reason": verdict.reason}), flush=True)  # fmt: skip
     reward._runner.close()
     return tally
 
