@@ -45,7 +45,7 @@ demo-agentic: setup
 	$(PY) examples/start_agentic_pipeline.py --config agentic_calculator_cpu.yaml
 
 test: setup
-	@$(PY) -m pytest tests
+	@$(PY) -m pytest tests -n 2 --dist loadfile
 
 test-unit: setup
 	@$(PY) -m pytest tests/unit -m "not slow" -n auto
