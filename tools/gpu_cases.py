@@ -179,7 +179,8 @@ def play_rank(answers, device: str, folder: str, fields: dict, rank: int, ranks:
     worker = MegatronWorker(spec, settings)
     worker.start()
     tokens, lengths, mask = (torch.tensor(part) for part in lists)
-    found = worker.compute_logprobs(TokenRows(tokens=tokens, lengths=lengths, mask=mask))
+    (share,) = worker.splitter.scoring(TokenRows(tokens=tokens, lengths=lengths, mask=mask))
+    found = worker.compute_logprobs(share)
     worker.stop()
     if found is not None:
         answers.put(found.tolist())

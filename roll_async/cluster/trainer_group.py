@@ -2,8 +2,9 @@
 
     driver -- TrainerGroup --> MegatronRank 0..n-1 (one process each, torch.distributed among them)
 
-A batch is put into the object store once and read by every rank; each rank takes its own part. A rank does one call at
-a time: a call's deadline (fault.rpc_timeout) covers the one before it, too, and must be longer than a step.
+A batch is put into the object store in shares, one for each data-parallel rank: a rank receives its own rows and no
+others, and scores come back the same way. A rank does one call at a time: a call's deadline (fault.rpc_timeout) covers
+the one before it, too, and must be longer than a step.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from roll_async.cluster.runtime import LOOPBACK
 from roll_async.config.schema import RLVRConfig, VllmConfig, WorkerConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.trainer.megatron.settings import MegatronSettings
+from roll_async.trainer.megatron.shares import BatchSplitter, Share
 from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
@@ -81,6 +83,17 @@ class TrainingRole:
     """Seconds of one call, the start included."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """What a rank says once it has loaded its model."""
+
+    data_parallel_rank: int
+    splitter: BatchSplitter
+    """The same on all ranks."""
+    log: Sequence[str]
+    """What it chose."""
+
+
 @ray.remote(max_restarts=0)
 class MegatronRank:
     """One rank: a synchronous `MegatronWorker` in its own process."""
@@ -105,8 +118,8 @@ class MegatronRank:
     def node_address(self) -> str:
         return use_node_address()
 
-    def start(self, world_size: int, master_addr: str, master_port: int) -> list[str]:
-        """Join the group and load the model; blocks until every rank is there. What it chose, for the log."""
+    def start(self, world_size: int, master_addr: str, master_port: int) -> Started:
+        """Join the group and load the model; blocks until every rank is there."""
         with start_without_collections(), log_lines() as lines:
             from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
@@ -119,34 +132,34 @@ class MegatronRank:
             )
             self._worker = MegatronWorker(spec, self._role.settings)
             self._worker.start()
-        return lines
+        return Started(data_parallel_rank=self._worker.data_parallel_rank, splitter=self._worker.splitter, log=lines)
 
-    def restart(self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int) -> None:
+    def restart(self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int) -> Started:
         """Begin anew from a model folder, with settings of the same layout; blocks until every rank is there."""
         self._worker.stop()
         self._role = replace(self._role, settings=settings)
-        self.start(world_size, master_addr, master_port)
+        return self.start(world_size, master_addr, master_port)
 
-    def compute_logprobs(self, rows: TokenRows) -> Tensor | None:
-        return self._worker.compute_logprobs(rows)
+    def compute_logprobs(self, share: Share) -> Tensor | None:
+        return self._worker.compute_logprobs(share)
 
-    def compute_squares(self, rows: TokenRows) -> Tensor | None:
-        return self._worker.compute_squares(rows)
+    def compute_squares(self, share: Share) -> Tensor | None:
+        return self._worker.compute_squares(share)
 
-    def compute_plain_logprobs(self, rows: TokenRows) -> Tensor | None:
-        return self._worker.compute_plain_logprobs(rows)
+    def compute_plain_logprobs(self, share: Share) -> Tensor | None:
+        return self._worker.compute_plain_logprobs(share)
 
-    def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
-        return self._worker.update_policy(rows, step)
+    def update_policy(self, share: Share, step: int) -> Mapping[str, float]:
+        return self._worker.update_policy(share, step)
 
-    def compute_base_logprobs(self, rows: TokenRows) -> Tensor | None:
-        return self._worker.compute_base_logprobs(rows)
+    def compute_base_logprobs(self, share: Share) -> Tensor | None:
+        return self._worker.compute_base_logprobs(share)
 
-    def compute_values(self, rows: TokenRows) -> Tensor | None:
-        return self._worker.compute_values(rows)
+    def compute_values(self, share: Share) -> Tensor | None:
+        return self._worker.compute_values(share)
 
-    def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
-        return self._worker.update_values(rows, step)
+    def update_values(self, share: Share, step: int) -> Mapping[str, float]:
+        return self._worker.update_values(share, step)
 
     def export_begin(self, transport: str, verify: str, version: int, block_bytes: int) -> UpdatePlan:
         """Open an export: this rank's part of a weight version. No rank needs another one for it."""
@@ -216,6 +229,7 @@ class RayTrainerGroup:
         self._host = LOOPBACK
         self.hosts: frozenset[str] = frozenset()
         """Addresses of the nodes the ranks run on."""
+        self._started: Sequence[Started] = ()
         self._lost: StallError | RoleGone | None = None
 
     @classmethod
@@ -248,57 +262,79 @@ class RayTrainerGroup:
             if not embedded:
                 group._host = addresses[0]
             port = await group._first("free_port", ranks[0].free_port.remote(group._host))
-            started = await group._all("start", lambda r: r.start.remote(len(ranks), group._host, port))
+            group._started = await group._all("start", lambda r: r.start.remote(len(ranks), group._host, port))
         except BaseException:
             group._kill()
             raise
-        for line in started[0]:
+        for line in group._started[0].log:
             logger.info("%s: %s", role.name, line)
         return group
 
     async def restart(self, settings: MegatronSettings) -> None:
         """The role as if just started, without new processes: many short runs on the same ranks (`sweep.py`)."""
         port = await self._first("free_port", self._ranks[0].free_port.remote(self._host))
-        await self._all("restart", lambda r: r.restart.remote(settings, len(self._ranks), self._host, port))
+        self._started = await self._all(
+            "restart", lambda r: r.restart.remote(settings, len(self._ranks), self._host, port)
+        )
 
     async def compute_logprobs(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see ScoringGroup."""
-        ref = ray.put(rows)
-        return _answer(await self._all("compute_logprobs", lambda r: r.compute_logprobs.remote(ref)))
+        return await self._score("compute_logprobs", rows, lambda r, share: r.compute_logprobs.remote(share))
 
     async def compute_squares(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see TrainerGroup."""
-        ref = ray.put(rows)
-        return _answer(await self._all("compute_squares", lambda r: r.compute_squares.remote(ref)))
+        return await self._score("compute_squares", rows, lambda r, share: r.compute_squares.remote(share))
 
     async def compute_base_logprobs(self, rows: TokenRows) -> Tensor:
         """`compute_logprobs` of the model without its LoRA adapters."""
-        ref = ray.put(rows)
-        return _answer(await self._all("compute_base_logprobs", lambda r: r.compute_base_logprobs.remote(ref)))
+        return await self._score("compute_base_logprobs", rows, lambda r, share: r.compute_base_logprobs.remote(share))
 
     async def compute_values(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see CriticGroup."""
-        ref = ray.put(rows)
-        return _answer(await self._all("compute_values", lambda r: r.compute_values.remote(ref)))
+        return await self._score("compute_values", rows, lambda r, share: r.compute_values.remote(share))
 
     async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of one training step."""
-        ref = ray.put(rows)
-        return (await self._all("update_policy", lambda r: r.update_policy.remote(ref, step)))[0]
+        _, refs = await self._put(self._splitter.policy, rows)
+        return (await self._all("update_policy", lambda r, share: r.update_policy.remote(share, step), refs))[0]
 
     async def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of the critic."""
-        ref = ray.put(rows)
-        return (await self._all("update_values", lambda r: r.update_values.remote(ref, step)))[0]
+        _, refs = await self._put(self._splitter.values, rows)
+        return (await self._all("update_values", lambda r, share: r.update_values.remote(share, step), refs))[0]
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
         """Log-probs of given rows at temperature 1, see WeightSource."""
         lengths = torch.tensor([len(row) for row in rows])
         tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]) & (torch.arange(tokens.shape[1]) > 0)
-        ref = ray.put(TokenRows(tokens=tokens, lengths=lengths, mask=mask))
-        scored = _answer(await self._all("compute_plain_logprobs", lambda r: r.compute_plain_logprobs.remote(ref)))
+        asked = TokenRows(tokens=tokens, lengths=lengths, mask=mask)
+        scored = await self._score(
+            "compute_plain_logprobs", asked, lambda r, share: r.compute_plain_logprobs.remote(share)
+        )
         return [array("f", scored[i, 1:length].tolist()) for i, length in enumerate(lengths.tolist())]
+
+    async def _score(
+        self, what: str, rows: TokenRows, remote_call: Callable[[ActorHandle, ray.ObjectRef], ray.ObjectRef]
+    ) -> Tensor:
+        """[B,T] from the ranks' answers about their own rows."""
+        shares, refs = await self._put(self._splitter.scoring, rows)
+        result = torch.zeros(rows.tokens.shape)
+        answers = await self._all(what, remote_call, refs)
+        for started, answer in zip(self._started, answers, strict=True):
+            if answer is not None:
+                result[shares[started.data_parallel_rank].numbers] = answer
+        return result
+
+    @property
+    def _splitter(self) -> BatchSplitter:
+        return self._started[0].splitter
+
+    async def _put(self, split: Callable[[T], list[Share]], rows: T) -> tuple[list[Share], list[ray.ObjectRef]]:
+        """(the shares, of each rank the reference to its own)."""
+        shares = await asyncio.to_thread(split, rows)
+        refs = [ray.put(share) for share in shares]
+        return shares, [refs[started.data_parallel_rank] for started in self._started]
 
     async def export_weights(
         self, version: int, transport: str, verify: str
@@ -370,8 +406,8 @@ class RayTrainerGroup:
         """One call on rank 0."""
         return await call(f"{self.name} rank 0", what, ref, timeout_s=self._rpc_timeout_s)
 
-    async def _all(self, what: str, remote_call: Callable[[ActorHandle], ray.ObjectRef]) -> list:
-        """One call on every rank; the first failure is raised, naming the rank.
+    async def _all(self, what: str, remote_call: Callable[..., ray.ObjectRef], *of_ranks: Sequence) -> list:
+        """One call on every rank, with its elements of `of_ranks`; the first failure is raised, naming the rank.
 
         A rank that is dead or hangs leaves the others in a collective for ever, so the group answers nothing any more:
         later calls raise the same again, at once.
@@ -379,7 +415,7 @@ class RayTrainerGroup:
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
         try:
-            return await self._answers(what, [remote_call(r) for r in self._ranks])
+            return await self._answers(what, [remote_call(*x) for x in zip(self._ranks, *of_ranks, strict=True)])
         except (StallError, RoleGone) as error:
             self._lost = error
             raise
@@ -416,7 +452,3 @@ class BasePolicy:
 
 async def _awaitable(ref: ray.ObjectRef) -> object:
     return await ref
-
-
-def _answer(results: Sequence[Tensor | None]) -> Tensor:
-    return next(r for r in results if r is not None)

@@ -106,8 +106,42 @@ def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
     )
 
 
+class WholeBatchWorker(MegatronWorker):
+    """A rank that is handed whole batches, as its group is: takes its share; rank 0 has the answers of all."""
+
+    def compute_logprobs(self, rows):
+        return self._whole(rows, super().compute_logprobs)
+
+    def compute_squares(self, rows):
+        return self._whole(rows, super().compute_squares)
+
+    def compute_base_logprobs(self, rows):
+        return self._whole(rows, super().compute_base_logprobs)
+
+    def compute_values(self, rows):
+        return self._whole(rows, super().compute_values)
+
+    def update_policy(self, rows, step):
+        return super().update_policy(self.splitter.policy(rows)[self.data_parallel_rank], step)
+
+    def update_values(self, rows, step):
+        return super().update_values(self.splitter.values(rows)[self.data_parallel_rank], step)
+
+    def _whole(self, rows, compute):
+        share = self.splitter.scoring(rows)[self.data_parallel_rank]
+        answer = compute(share)
+        gathered = [None if answer is None else (share.numbers, answer)]
+        if (size := torch.distributed.get_world_size()) > 1:
+            gathered *= size
+            torch.distributed.all_gather_object(gathered, gathered[0])
+        whole = torch.full(rows.tokens.shape, torch.nan)  # a row that nobody answers for shows
+        for numbers, found in filter(None, gathered):
+            whole[numbers] = found
+        return whole if torch.distributed.get_rank() == 0 else None
+
+
 def start_worker(rank, world_size, port, settings):
-    worker = MegatronWorker(
+    worker = WholeBatchWorker(
         RankSpec(
             rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=300
         ),

@@ -51,7 +51,7 @@ async def raised(work):
 async def main():
     healthy, hung, other = Rank.remote(), Rank.remote(), Rank.remote()
     group = RayTrainerGroup("actor_train", [healthy, hung], bucket_bytes=1, rpc_timeout_s=30.0)
-    await group.update_policy(None, 1)
+    await group._all("update_policy", lambda r: r.update_policy.remote(None, 1))
     group._rpc_timeout_s = 1.5
     # The first rank is asked for something that it can do, the second for something that stops it.
     error = await raised(group._all("update_policy", lambda r: r.update_policy.remote(None, 1 + (r is hung))))
@@ -68,7 +68,7 @@ async def main():
 
     critic = RayTrainerGroup("critic", [other], bucket_bytes=1, rpc_timeout_s=30.0)
     ray.kill(other)
-    gone = await raised(critic.compute_values(None))
+    gone = await raised(critic._all("compute_values", lambda r: r.compute_values.remote(None)))
     assert type(gone) is RoleGone and "critic rank 0: process is gone" in str(gone), repr(gone)
     assert type(await raised(critic.save("folder", 1, b""))) is RoleGone
     await group.close()

@@ -10,10 +10,12 @@ import torch
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
+from megatron_cases import WholeBatchWorker
+
 from roll_async.algorithms.objective import LossSettings
 from roll_async.config.policy_loss_options import PpoOptions
+from roll_async.trainer.megatron.ranks import RankSpec
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
-from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows
 
 ROWS, WIDTH = 12, 30
@@ -39,7 +41,7 @@ def start():
     """Start workers one after another; the process group of each is taken down before the next."""
     from megatron.core import parallel_state
 
-    def make(folder: str, **settings) -> MegatronWorker:
+    def make(folder: str, **settings) -> WholeBatchWorker:
         stop()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -51,7 +53,7 @@ def start():
             "micro_batch_rows": 4,
             "mini_batch_rows": ROWS,
         }
-        worker = MegatronWorker(
+        worker = WholeBatchWorker(
             RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
             MegatronSettings(model_folder=folder, **{**defaults, **settings}),
         )

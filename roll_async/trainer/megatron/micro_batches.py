@@ -2,7 +2,7 @@
 
 The model may see rows padded side by side, or packed one after another, and under context parallelism only its share of
 the positions. The loss never knows: answers are brought back to [b,t] rows, aligned with the tokens they speak of.
-Shape letters: B rows of the step, b rows of a micro-batch, t its width, s positions this rank feeds.
+Shape letters: B rows of a StepRows, b rows of a micro-batch, t its width, s positions this rank feeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roll_async.trainer.megatron.shapes import pack_multiple, padded_length
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRows:
-    """All rows of an optimizer step (or of a scoring call), before any split."""
+    """Rows of a training step, or of a scoring call: of the whole batch, or a rank's share of it."""
 
     tokens: Tensor  # [B,T] int64, right-padded
     lengths: Tensor  # [B] int64
@@ -28,6 +28,16 @@ class StepRows:
     fields: Mapping[str, Tensor]  # [B,T] or [B], whatever the loss reads
     experts: ExpertRows | None = None
     """Choice of experts to replay."""
+
+    def taken(self, index: Tensor) -> StepRows:
+        """A copy of the rows `index` [b], in that order, with all that belongs to them."""
+        return StepRows(
+            tokens=self.tokens[index],
+            lengths=self.lengths[index],
+            mask=self.mask[index],
+            fields={name: x[index] for name, x in self.fields.items()},
+            experts=None if self.experts is None else _records_of(self.experts, index),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +66,7 @@ class ModelFeed:
 class MicroBatch:
     """Some rows, cut to the longest of them. No rows: filler, so that all ranks take part equally often."""
 
-    rows: Tensor  # [b] int64 row numbers in the step
+    rows: Tensor  # [b] int64 row numbers in the StepRows they were cut from
     tokens: Tensor  # [b,t] int64
     mask: Tensor  # [b,t] bool
     fields: Mapping[str, Tensor]  # [b,t] or [b]
@@ -114,6 +124,16 @@ def cut(
         fields={name: _take(x, index, width).to(device) for name, x in step.fields.items()},
         feed=feed,
         source=_in_gathered(source, grid.shape, bounds, context).to(device),
+    )
+
+
+def _records_of(experts: ExpertRows, index: Tensor) -> ExpertRows:
+    """The records of the rows `index` [b], in that order."""
+    count = experts.num_positions
+    first = count.cumsum(0) - count
+    places = [torch.arange(int(first[row]), int(first[row] + count[row])) for row in index.tolist()]
+    return ExpertRows(
+        ids=experts.ids[torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)], num_positions=count[index]
     )
 
 

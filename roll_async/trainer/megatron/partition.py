@@ -1,6 +1,6 @@
 """Rows to data-parallel ranks and micro-batches, evenly by cost: Karmarkar-Karp largest differencing.
 
-Pure arithmetic on lengths: every rank computes the whole plan and gets the same one.
+Pure arithmetic on lengths.
 """
 
 from __future__ import annotations

@@ -118,6 +118,11 @@ def context_share() -> ContextShare:
     )
 
 
+def data_parallel_place() -> tuple[int, int]:
+    """(data-parallel rank, their number). Tensor, pipeline and context ranks of the same one compute the same rows."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
 def reports() -> bool:
     """Whether this rank returns the results of its rows: of all ranks that hold the same rows, one does."""
     return (

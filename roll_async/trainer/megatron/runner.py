@@ -22,11 +22,10 @@ from roll_async.algorithms.logprobs import TokenLogprobs
 from roll_async.trainer.megatron.layer_spec import choose_layers
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
 from roll_async.trainer.megatron.output_head import OutputHead, logprobs_of_hidden
-from roll_async.trainer.megatron.partition import RowPlan, plan_rows
 from roll_async.trainer.megatron.ranks import context_group, context_share, tensor_group
 from roll_async.trainer.megatron.router_replay import RouterReplay
 from roll_async.trainer.megatron.settings import MegatronSettings
-from roll_async.trainer.megatron.shapes import padded_length
+from roll_async.trainer.megatron.shares import MiniBatch
 
 LossOfMicroBatch = Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 """(micro-batch, model output [b,s,H] or [b,s,1]) -> (share of the step's loss, metric sums)."""
@@ -53,38 +52,19 @@ class Runner:
         layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
         self._device_of_bounds = self._device if layers.engine_attention else torch.device("cpu")
 
-    def micro_batches(self, step: StepRows, rows: Sequence[int], rows_per_batch: int) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches of these rows of the step."""
-        plan = plan_rows(
-            [int(step.lengths[row]) for row in rows],
-            self._settings,
-            rows_per_batch=rows_per_batch,
-            num_ranks=parallel_state.get_data_parallel_world_size(),
-            hidden_size=self._config.hidden_size,
-        )
-        shape = self._common_shape(plan, step, rows)
+    def micro_batches(self, rows: StepRows, mini_batch: MiniBatch) -> list[MicroBatch]:
+        """The micro-batches of a mini-batch, on the device; `rows` are those of this rank's share."""
         return [
             cut(
-                [rows[i] for i in part],
-                step,
+                part,
+                rows,
                 self._settings,
                 device=self._device,
                 context=context_share(),
-                feed_shape=shape,
+                feed_shape=mini_batch.feed_shape,
             )
-            for part in plan.ranks[parallel_state.get_data_parallel_rank()]
+            for part in mini_batch.micro_batches
         ]
-
-    def _common_shape(self, plan: RowPlan, step: StepRows, rows: Sequence[int]) -> tuple[int, int] | None:
-        """One shape for all micro-batches of all ranks, where the exchange of tokens or stages asks for it."""
-        if self._settings.moe_dispatcher == "alltoall" or self._config.num_moe_experts is None:
-            if self._config.pipeline_model_parallel_size == 1 or self._config.variable_seq_lengths:
-                return None
-        batches = [part for rank in plan.ranks for part in rank if part]
-        spans = [[padded_length(int(step.lengths[rows[i]]), self._settings) for i in part] for part in batches]
-        if self._settings.micro_batching == "packed":
-            return 1, max((sum(x) for x in spans), default=1)
-        return max((len(x) for x in spans), default=1), max((max(x) for x in spans), default=1)
 
     def run(
         self, batches: Sequence[MicroBatch], loss_of: LossOfMicroBatch, *, forward_only: bool

@@ -1,7 +1,8 @@
 """One Megatron rank: scores given tokens, takes optimizer steps, saves and exports. Synchronous, plain torch.
 
-Every rank is handed the whole batch and takes its data-parallel part: counts over the batch need no communication,
-and the loss of a token does not depend on which rank holds it. Shape letters: B rows, T positions.
+A rank is handed its share of a batch (`shares.py`): its own rows, and counts over the whole batch. So counting needs no
+communication, and the loss of a token does not depend on which rank holds it. Shape letters: b rows of the share, T
+positions.
 """
 
 from __future__ import annotations
@@ -17,20 +18,16 @@ from roll_async.trainer.megatron import cpu_shim
 
 cpu_shim.install()
 
-from megatron.core import parallel_state  # noqa: E402
-
 from roll_async.algorithms.aggregation import Denominators, aggregate, reduce_metrics  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
-from roll_async.algorithms.objective import count_parts, policy_loss  # noqa: E402
-from roll_async.algorithms.policy_losses import ZERO_GRADIENT_WITHOUT_ADVANTAGE  # noqa: E402
+from roll_async.algorithms.objective import policy_loss  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
-from roll_async.schema import ExpertRows  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
 from roll_async.trainer.megatron.device_state import DeviceState  # noqa: E402
 from roll_async.trainer.megatron.host_state import host_state  # noqa: E402
 from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
-from roll_async.trainer.megatron.micro_batches import MicroBatch, StepRows  # noqa: E402
+from roll_async.trainer.megatron.micro_batches import MicroBatch  # noqa: E402
 from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
 from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
 from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
@@ -38,23 +35,9 @@ from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
 from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa: E402
 from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
-from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows  # noqa: E402
+from roll_async.trainer.megatron.shares import BatchSplitter, MiniBatch, ModelTraits, Share  # noqa: E402
+from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
 from roll_async.weight_sync.packing import TensorPart  # noqa: E402
-
-_POLICY_FIELDS = (
-    "advantages",
-    "behaviour_logprobs",
-    "proximal_logprobs",
-    "correction_weights",
-    "scores",
-    "version_lag",
-    "ref_logprobs",
-    "segment_ids",
-    "selection",
-    "policy_mask",
-    "cross_entropy_mask",
-    "reference_kl_mask",
-)
 
 
 class MegatronWorker:
@@ -89,6 +72,24 @@ class MegatronWorker:
         self._state = DeviceState(self._model.chunks, self._network, self._optimizer, self._device)
         self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings)
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of a batch is this rank's."""
+        return ranks.data_parallel_place()[0]
+
+    @property
+    def splitter(self) -> BatchSplitter:
+        """Makes the shares of whole batches; the same on all ranks."""
+        config = self._model.config
+        exchanged = config.num_moe_experts is not None and self._settings.moe_dispatcher != "alltoall"
+        staged = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
+        traits = ModelTraits(
+            hidden_size=config.hidden_size,
+            has_experts=config.num_moe_experts is not None,
+            common_shape=exchanged or staged,
+        )
+        return BatchSplitter(self._settings, traits, ranks.data_parallel_place()[1])
+
     def stop(self) -> None:
         """Leave the process groups and let go of the model; the process may start another worker."""
         for name in ("_model", "_network", "_optimizer", "_runner", "_checkpoint", "_state"):
@@ -110,41 +111,43 @@ class MegatronWorker:
     # Scoring
 
     @torch.no_grad()
-    def compute_logprobs(self, rows: TokenRows) -> Tensor | None:
-        """[B,T] float32 on rank 0, None elsewhere; 0 where not in the mask."""
-        return self._score(rows, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False).logprobs)
+    def compute_logprobs(self, share: Share) -> Tensor | None:
+        """[b,T] float32; 0 where not in the mask. Of all ranks with the same share one answers, the others None."""
+        return self._score(share, self._logprobs)
 
     @torch.no_grad()
-    def compute_plain_logprobs(self, rows: TokenRows) -> Tensor | None:
+    def compute_plain_logprobs(self, share: Share) -> Tensor | None:
         """`compute_logprobs` of the whole distribution at temperature 1, whatever the samples are drawn from."""
         return self._score(
-            rows, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False, plain=True).logprobs
+            share, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False, plain=True).logprobs
         )
 
     @torch.no_grad()
-    def compute_squares(self, rows: TokenRows) -> Tensor | None:
-        """[B,T] float32 on rank 0, None elsewhere: the sum of all squared probabilities at the token."""
+    def compute_squares(self, share: Share) -> Tensor | None:
+        """[b,T] float32, or None as of `compute_logprobs`: the sum of all squared probabilities at the token."""
 
         def squares(batch: MicroBatch, output: Tensor) -> Tensor:
             found = self._runner.logprobs(batch, output, with_entropy=False, with_squares=True).squares
             assert found is not None
             return found
 
-        return self._score(rows, squares)
+        return self._score(share, squares)
 
     @torch.no_grad()
-    def compute_base_logprobs(self, rows: TokenRows) -> Tensor | None:
+    def compute_base_logprobs(self, share: Share) -> Tensor | None:
         """`compute_logprobs` of the model without its adapters."""
         with adapters_off(self._model.chunks):
-            return self.compute_logprobs(rows)
+            return self._score(share, self._logprobs)
 
-    def _score(self, rows: TokenRows, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
+    def _logprobs(self, batch: MicroBatch, output: Tensor) -> Tensor:
+        return self._runner.logprobs(batch, output, with_entropy=False).logprobs
+
+    def _score(self, share: Share, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
         self._state.demand("weights")
         self._model.train(False)
-        experts = self._experts_of(rows)
-        step = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields={}, experts=experts)
-        batches = self._runner.micro_batches(step, range(len(rows.lengths)), self._settings.scoring_rows)
-        result = torch.zeros(rows.tokens.shape)
+        self._check_experts(share)
+        (whole,) = share.mini_batches
+        result = torch.zeros(share.rows.tokens.shape)
 
         def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
             values = score(batch, output).float().cpu()
@@ -153,29 +156,21 @@ class MegatronWorker:
                 result[batch.rows, :width] = values[:, :width]
             return output.new_zeros(()), {}
 
-        self._runner.run(batches, keep, forward_only=True)
-        if self._spec.world_size > 1:
-            shared = result.to(self._device)
-            dist.all_reduce(shared)
-            result = shared.cpu()
-        return result if self._spec.rank == 0 else None
+        self._runner.run(self._runner.micro_batches(share.rows, whole), keep, forward_only=True)
+        return result if ranks.reports() else None
 
-    def _experts_of(self, rows: TokenRows | PolicyRows) -> ExpertRows | None:
-        """What the routers shall replay."""
-        if self._replay is None or rows.experts is None:
-            return None
-        self._replay.check(rows.experts)
-        return rows.experts
+    def _check_experts(self, share: Share) -> None:
+        """Raises ValueError for records of another model."""
+        if self._replay is not None and share.rows.experts is not None:
+            self._replay.check(share.rows.experts)
 
     # Training
 
-    def update_policy(self, rows: PolicyRows, step: int) -> dict[str, float]:
+    def update_policy(self, share: Share, step: int) -> dict[str, float]:
         """One optimizer step per mini-batch, in row order, `ppo_epochs` times over the batch."""
         settings = self._settings.loss
         assert settings is not None, "a role without a loss cannot train"
-        fields = {name: x for name in _POLICY_FIELDS if (x := getattr(rows, name)) is not None}
-        experts = self._experts_of(rows)
-        whole = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields, experts=experts)
+        self._check_experts(share)
 
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -186,43 +181,20 @@ class MegatronWorker:
 
         results = []
         for _ in range(settings.ppo_epochs):
-            for part in self._mini_batches(whole):
-                rows_to_train = self._rows_to_train(rows, part)
-                result = self._step(whole, part, rows_to_train, loss_for, settings.normalizer_length)
-                share = 1 - len(rows_to_train) / len(part)
-                results.append({**result, "trainer/zero_gradient_rows_share": share})
+            for part in share.mini_batches:
+                result = self._step(share, part, loss_for)
+                results.append({**result, "trainer/zero_gradient_rows_share": part.zero_gradient_rows_share})
         return _mean_of(results, "trainer")
 
-    def _rows_to_train(self, rows: PolicyRows, part: range) -> list[int]:
-        """The rows of a mini-batch with a gradient. Where every answer of a group has the same score, all
-        advantages are zero, and so is the gradient: half of a late GRPO batch. The step is exactly the same without
-        them, because the denominators count all rows. One row per data-parallel rank stays, for the schedule.
-        """
-        loss = self._settings.loss
-        assert loss is not None
-        all_have_gradients = loss.kl_coef > 0 or loss.entropy_coef > 0 or self._model.config.num_moe_experts is not None
-        if all_have_gradients or loss.pg_variant not in ZERO_GRADIENT_WITHOUT_ADVANTAGE:
-            return list(part)
-        signal = rows.mask & (rows.advantages != 0)
-        if rows.correction_weights is not None:
-            signal &= rows.correction_weights != 0
-        if rows.cross_entropy_mask is not None:
-            signal |= rows.cross_entropy_mask
-        has_gradient = signal.any(-1).tolist()
-        to_train = [row for row in part if has_gradient[row]]
-        least = min(len(part), parallel_state.get_data_parallel_world_size())
-        zero_gradient = [row for row in part if not has_gradient[row]]
-        return sorted(to_train + zero_gradient[: max(0, least - len(to_train))])
-
     @torch.no_grad()
-    def compute_values(self, rows: TokenRows) -> Tensor | None:
-        """[B,T] float32 on rank 0, None elsewhere: the value of the state before token t; 0 where not in the mask."""
-        return self._score(rows, lambda batch, out: self._runner.to_rows(batch, out[..., 0]))
+    def compute_values(self, share: Share) -> Tensor | None:
+        """[b,T] float32, or None as of `compute_logprobs`: the value of the state before token t; 0 where not in the
+        mask.
+        """
+        return self._score(share, lambda batch, out: self._runner.to_rows(batch, out[..., 0]))
 
-    def update_values(self, rows: ValueRows, step: int) -> dict[str, float]:
+    def update_values(self, share: Share, step: int) -> dict[str, float]:
         """One optimizer step of the critic per mini-batch, in row order."""
-        fields = {"old_values": rows.old_values, "returns": rows.returns}
-        whole = StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields)
 
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -237,13 +209,13 @@ class MegatronWorker:
 
             return loss_of
 
-        results = [self._step(whole, part, part, loss_for, 1) for part in self._mini_batches(whole)]
+        results = [self._step(share, part, loss_for) for part in share.mini_batches]
         renamed = [{key.replace("trainer/", "critic/"): value for key, value in r.items()} for r in results]
         return _mean_of(renamed, "critic")
 
     def supervised_update(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> float:
-        """One cross-entropy step on the masked tokens; the mean loss per token."""
-        whole = StepRows(tokens=tokens, lengths=lengths, mask=mask, fields={})
+        """One cross-entropy step on the masked tokens of a whole batch; the mean loss per token."""
+        share = self.splitter.supervised(TokenRows(tokens=tokens, lengths=lengths, mask=mask))[self.data_parallel_rank]
 
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -252,46 +224,36 @@ class MegatronWorker:
 
             return loss_of
 
-        rows = range(len(lengths))
-        return self._step(whole, rows, rows, loss_for, 1)["trainer/loss"]
-
-    def _mini_batches(self, whole: StepRows) -> list[range]:
-        """Of equal size: trajectories of several rows make a batch that is no multiple of a mini-batch."""
-        count = len(whole.lengths)
-        parts = max(1, round(count / self._settings.mini_batch_rows))
-        return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+        return self._step(share, share.mini_batches[0], loss_for)["trainer/loss"]
 
     def _step(
         self,
-        whole: StepRows,
-        mini_batch: range,
-        rows: Sequence[int],
+        share: Share,
+        mini_batch: MiniBatch,
         loss_for: Callable[[Mapping[str, Denominators]], LossOfMicroBatch],
-        normalizer_length: int,
     ) -> dict[str, float]:
-        """Forward and backward over the micro-batches of `rows`, clip, Adam; the step's metrics. The loss is divided by
-        the counts of the whole mini-batch, metrics by the tokens they were summed over.
+        """Forward and backward over the micro-batches, clip, Adam; the step's metrics. The loss is divided by the
+        counts of the whole mini-batch, metrics by the tokens they were summed over.
         """
         settings = self._settings.optimizer
         assert settings is not None
         self._state.demand(*STATE_KINDS)
         self._model.train(True)
-        denominators = count_parts(whole.fields, whole.mask, mini_batch, normalizer_length)
-        seen = count_parts(whole.fields, whole.mask, rows, 1)
         rate = learning_rate_at(self._optimizer_steps, settings)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         for part in self._network:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._grad_scale.step_tokens = max(1, int(whole.lengths[list(rows)].sum()))
-        batches = self._runner.micro_batches(whole, rows, self._settings.micro_batch_rows)
-        losses, parts = self._runner.run(batches, loss_for(denominators), forward_only=False)
+        self._grad_scale.step_tokens = max(1, mini_batch.num_tokens)
+        batches = self._runner.micro_batches(share.rows, mini_batch)
+        losses, parts = self._runner.run(batches, loss_for(mini_batch.denominators), forward_only=False)
         on_device = nullcontext() if self._host_state is None else self._host_state.on_device()
         with cpu_shim.cuda_type_names(), on_device:
             stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
         self._optimizer_steps += 1
         loss, parts = self._collect(losses, parts)
+        seen = mini_batch.computed
         return {
             "trainer/loss": loss,
             "trainer/grad_norm": float(grad_norm) if grad_norm is not None else 0.0,

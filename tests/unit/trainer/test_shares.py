@@ -1,0 +1,152 @@
+"""Shares of a batch: every row is sent to one data-parallel rank with all that belongs to it, the counts to all."""
+
+import pickle
+
+import pytest
+import torch
+
+from roll_async.algorithms.objective import LossSettings
+from roll_async.config.policy_loss_options import PpoOptions
+from roll_async.schema import ExpertRows
+from roll_async.trainer.megatron.settings import MegatronSettings
+from roll_async.trainer.megatron.shares import BatchSplitter, ModelTraits
+from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
+
+NUM_ROWS, WIDTH = 64, 200
+MODES = {
+    "fixed": {},
+    "dynamic": {"micro_batching": "dynamic", "max_tokens_per_microbatch": 500},
+    "packed": {"micro_batching": "packed", "max_tokens_per_microbatch": 500},
+}
+
+
+def rows():
+    """(to score, to train on); both carry experts, the second row none, and masks with gaps as of several turns."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(20, WIDTH + 1, (NUM_ROWS,), generator=generator)
+    inside = torch.arange(WIDTH)[None] < lengths[:, None]
+    tokens = torch.where(inside, torch.randint(1, 99, (NUM_ROWS, WIDTH), generator=generator), 0)
+    mask = inside & (torch.rand(NUM_ROWS, WIDTH, generator=generator) < 0.7)
+    mask[:, 0] = False
+    counts = torch.where(torch.arange(NUM_ROWS) == 1, 0, lengths - 1)
+    ids = torch.cat([100 * b + torch.arange(n) for b, n in enumerate(counts.tolist())])
+    experts = ExpertRows(ids=ids[:, None, None].expand(-1, 2, 3).short().contiguous(), num_positions=counts)
+    policy = PolicyRows(
+        tokens=tokens,
+        lengths=lengths,
+        mask=mask,
+        advantages=torch.randn(NUM_ROWS, 1, generator=generator).expand(-1, WIDTH).contiguous(),
+        behaviour_logprobs=torch.randn(NUM_ROWS, WIDTH, generator=generator),
+        proximal_logprobs=None,
+        correction_weights=None,
+        scores=torch.arange(NUM_ROWS).float(),
+        version_lag=torch.ones(NUM_ROWS, WIDTH, dtype=torch.int64),
+        experts=experts,
+    )
+    return TokenRows(tokens=tokens, lengths=lengths, mask=mask, experts=experts), policy
+
+
+def splitter(num_ranks, mode="fixed", *, common_shape=False, **fields):
+    settings = MegatronSettings(
+        model_folder="",
+        loss=LossSettings(pg_variant="ppo", pg_options=PpoOptions(), normalizer_length=77),
+        micro_batch_rows=4,
+        mini_batch_rows=NUM_ROWS // 2,
+        **{"router_replay": True, **MODES[mode], **fields},
+    )
+    model = ModelTraits(hidden_size=64, has_experts=False, common_shape=common_shape)
+    return BatchSplitter(settings, model, num_ranks)
+
+
+def of_each_call(num_ranks, mode="fixed"):
+    """The shares of every kind of call."""
+    split, (scored, policy) = splitter(num_ranks, mode), rows()
+    values = ValueRows(
+        tokens=policy.tokens,
+        lengths=policy.lengths,
+        mask=policy.mask,
+        old_values=policy.behaviour_logprobs,
+        returns=policy.advantages,
+    )
+    return {
+        "scoring": split.scoring(scored),
+        "policy": split.policy(policy),
+        "values": split.values(values),
+        "supervised": split.supervised(scored),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_every_row_is_computed_once_by_the_one_rank_it_is_sent_to(mode, num_ranks):
+    for shares in of_each_call(num_ranks, mode).values():
+        assert len(shares) == num_ranks
+        assert sorted(row for share in shares for row in share.numbers.tolist()) == list(range(NUM_ROWS))
+        for share in shares:
+            computed = [i for part in share.mini_batches for batch in part.micro_batches for i in batch]
+            assert sorted(computed) == list(range(len(share.numbers)))
+            assert (share.numbers.diff() > 0).all()
+        for parts in zip(*(share.mini_batches for share in shares), strict=True):
+            assert len({len(part.micro_batches) for part in parts}) == 1
+            assert len({(part.feed_shape, part.num_tokens) for part in parts}) == 1
+            assert all(part.denominators == parts[0].denominators for part in parts)
+
+
+def test_a_row_brings_along_all_that_belongs_to_it():
+    scored, policy = rows()
+    first = (scored.experts.num_positions.cumsum(0) - scored.experts.num_positions).tolist()
+    for share in splitter(8).policy(policy):
+        begin = 0
+        for i, row in enumerate(share.numbers.tolist()):
+            for name in ("tokens", "lengths", "mask"):
+                assert torch.equal(getattr(share.rows, name)[i], getattr(policy, name)[row])
+            assert share.rows.fields.keys() == {"advantages", "behaviour_logprobs", "scores", "version_lag"}
+            for name, values in share.rows.fields.items():
+                assert torch.equal(values[i], getattr(policy, name)[row])
+            count = int(share.rows.experts.num_positions[i])
+            assert count == (0 if row == 1 else policy.lengths[row] - 1)
+            own = policy.experts.ids[first[row] : first[row] + count]
+            assert torch.equal(share.rows.experts.ids[begin : begin + count], own)
+            begin += count
+        assert begin == len(share.rows.experts.ids)
+    assert splitter(8, router_replay=False).policy(policy)[0].rows.experts is None
+
+
+@pytest.mark.parametrize("call", ["scoring", "policy", "values", "supervised"])
+def test_the_bytes_a_rank_is_sent_fall_with_the_number_of_ranks(call):
+    sizes = {n: [len(pickle.dumps(share)) for share in of_each_call(n)[call]] for n in (1, 2, 8)}
+    (whole,) = sizes[1]
+    for num_ranks in (2, 8):
+        assert max(sizes[num_ranks]) < 1.15 * whole / num_ranks + 3000, (sizes, "counts and plan are below 3 kB")
+
+
+def test_a_loss_is_divided_by_the_counts_of_all_ranks_and_of_rows_that_none_computes():
+    _, policy = rows()
+    policy.advantages[::2] = 0
+    for share in splitter(4).policy(policy):
+        assert set(share.numbers.tolist()) <= set(range(1, NUM_ROWS, 2)), "a row without a gradient is sent to no rank"
+        for i, part in enumerate(share.mini_batches):
+            half = slice(32 * i, 32 * (i + 1))
+            assert part.zero_gradient_rows_share == 0.5
+            assert part.denominators["policy"].global_tokens == policy.mask[half].sum()
+            assert part.denominators["policy"].normalizer_length == 77
+            assert part.computed["policy"].global_tokens == policy.mask[half][1::2].sum()
+            assert part.num_tokens == policy.lengths[half][1::2].sum()
+
+
+def test_a_common_shape_holds_the_largest_micro_batch_of_all_ranks():
+    scored, _ = rows()
+    shapes = {part.feed_shape for s in splitter(4, common_shape=True).scoring(scored) for part in s.mini_batches}
+    assert shapes == {(16, 200)}
+    (shape,) = {
+        part.feed_shape for s in splitter(4, "packed", common_shape=True).scoring(scored) for part in s.mini_batches
+    }
+    assert shape[0] == 1 and int(scored.lengths.max()) <= shape[1] <= 500
+
+
+def test_more_ranks_than_rows_leave_some_without_any():
+    scored, _ = rows()
+    few = TokenRows(tokens=scored.tokens[:2], lengths=scored.lengths[:2], mask=scored.mask[:2])
+    shares = splitter(4).scoring(few)
+    assert [len(share.numbers) for share in shares] == [1, 1, 0, 0]
+    assert shares[3].rows.tokens.shape == (0, WIDTH) and shares[3].mini_batches[0].micro_batches == [[]]
