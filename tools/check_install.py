@@ -41,17 +41,25 @@ def ours(extra: str) -> list[Requirement]:
     return [Requirement(x) for x in (*project["dependencies"], *project["optional-dependencies"][extra])]
 
 
-def theirs(package: str, specifier: str) -> tuple[str, list[Requirement]] | None:
-    """(version, requirements) of the newest that fits; None when the registry gives no answer."""
+def theirs(package: str, specifier: str, limit_s: float = LIMIT_S) -> tuple[str, list[Requirement]] | None:
+    """(version, requirements) of the newest that fits; None when the registry gives no answer. Raises ValueError when
+    it knows the package, and no version that fits.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "-q"]
         try:
             done = subprocess.run(
-                [*command, "--report", str(report), f"{package}{specifier}"], capture_output=True, timeout=LIMIT_S
+                [*command, "--report", str(report), f"{package}{specifier}"],
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
             return None
+        known = re.search(r"\(from versions: (.+)\)", done.stderr)
+        if done.returncode and known is not None and known[1] != "none":
+            raise ValueError(f"no version of {package} fits {specifier}; the newest is {known[1].split(', ')[-1]}")
         if done.returncode or not report.is_file():
             return None
         metadata = json.loads(report.read_text())["install"][0]["metadata"]
