@@ -1,10 +1,12 @@
 """Tokens/s of the Megatron trainer against plain Transformers + AdamW: same model, same rows, one core, in turn.
 
-    python tools/bench/trainer_vs_hf.py [--sizes 1M 10M 100M] [--modes fixed dynamic packed packed_even] [--rounds 9]
+    python tools/bench/trainer_vs_hf.py [--sizes 1M 10M 100M] [--modes fixed dynamic packed packed_even lora]
+        [--rounds 9]
 
 One optimizer step each: forward, backward, clip, Adam. `fixed`: rows of one length, the budget's case. `dynamic` and
 `packed`: rows of different lengths; plain Transformers pads all of them to the longest, in micro-batches of the same
-number of rows. `packed_even`: packed rows of one length, to be compared with `fixed`. Only real tokens count. The
+number of rows. `packed_even`: packed rows of one length, to be compared with `fixed`. `lora`: as `fixed`, ours with
+adapters of rank 8 on all linear layers, plain Transformers still with all parameters. Only real tokens count. The
 median round of each side counts.
 """
 
@@ -52,7 +54,7 @@ SIZES = {
     "100M": Size(layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048, vocabulary=32768, rows=4, positions=256,
                  micro_batch_rows=2, budget=0.95),
 }  # fmt: skip
-MODES = ("fixed", "dynamic", "packed", "packed_even")
+MODES = ("fixed", "dynamic", "packed", "packed_even", "lora")
 
 
 def compare(name: str, mode: str, rounds: int) -> dict:
@@ -131,7 +133,9 @@ def _ours(model, size: Size, mode: str, tokens, lengths, inside) -> Callable[[],
                 dtype="fp32",
                 optimizer=OptimizerSettings(learning_rate=1e-4),
                 micro_batch_rows=size.micro_batch_rows,
-                micro_batching=mode.removesuffix("_even"),
+                micro_batching="fixed" if mode == "lora" else mode.removesuffix("_even"),
+                lora_rank=8 if mode == "lora" else 0,
+                lora_alpha=16.0,
                 max_tokens_per_microbatch=size.micro_batch_rows * size.positions,
             ),
         )
