@@ -236,6 +236,22 @@ def load_and_train(rank, world_size, port, settings, folder):
     return after
 
 
+def logprobs_after_resume(rank, world_size, port, settings, folder, *, forget_count=False):
+    """Log-probs after the step that follows a checkpoint. `forget_count`: the optimizer does not know how many steps
+    it has taken; its moments are those of the checkpoint all the same.
+    """
+    worker = start_worker(rank, world_size, port, settings)
+    rows, policy = batch()
+    worker.load(folder)
+    if forget_count:
+        for group in worker._optimizer.param_groups:
+            del group["step"]
+    worker.update_policy(policy, 3)
+    found = worker.compute_logprobs(rows)
+    worker.stop()
+    return found[rows.mask] if rank == 0 else None
+
+
 def save_and_export(rank, world_size, port, settings, folder, export):
     """One step, then the same weights as a checkpoint and as a Hugging Face folder."""
     worker = start_worker(rank, world_size, port, settings)

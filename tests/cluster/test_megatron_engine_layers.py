@@ -109,6 +109,19 @@ def test_a_resume_goes_on_with_the_bias_correction_of_an_adam_that_counts_by_gro
     assert engine_pool.run(cases.load_and_train, world_size, **arguments)[0] == expected
 
 
+def test_a_count_of_steps_that_begins_anew_is_seen_in_the_next_step(engine_pool, folders, tmp_path):
+    """What a resume would do without `restore_steps`; the test above rests on it being large."""
+    settings = cases.settings_of(folders["dense"], **ENGINE)
+    arguments = {"settings": settings, "folder": str(tmp_path / "step")}
+    engine_pool.run(cases.train_and_save, 1, **arguments)
+    known, forgotten = (
+        engine_pool.run(cases.logprobs_after_resume, 1, **arguments, forget_count=forget)[0] for forget in (False, True)
+    )
+    gap = (known - forgotten).abs().mean().item()
+    print(f"log-probs after the step, count kept against begun anew: {gap:.3f} nat")
+    assert gap > 0.01
+
+
 @pytest.mark.parametrize(("kind", "wide"), [("dense", T2), ("MoE", T2E2X2)])
 def test_checkpoints_pass_from_its_layers_to_local_ones_and_back(rank_pool, engine_pool, folders, tmp_path, kind, wide):
     world_size = 4 if kind == "MoE" else 2
