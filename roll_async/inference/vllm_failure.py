@@ -58,10 +58,12 @@ def first_exception(log: str) -> str | None:
 
 
 def _logging(log: Path) -> dict[str, object]:
-    """Errors to the console, as without it, and to the file."""
+    """Errors to the console, as without it, and to the file. Processes open it at once: it is gone when they have
+    started, and opening it at a later error would be an error itself, which ends a worker.
+    """
     handlers = {
         "console": {"class": "logging.StreamHandler", "level": "ERROR", "stream": "ext://sys.stdout"},
-        "file": {"class": "logging.FileHandler", "level": "ERROR", "filename": str(log), "delay": True},
+        "file": {"class": "logging.FileHandler", "level": "ERROR", "filename": str(log)},
     }
     loggers = {"vllm": {"handlers": list(handlers), "level": "ERROR", "propagate": False}}
     return {"version": 1, "disable_existing_loggers": False, "handlers": handlers, "loggers": loggers}

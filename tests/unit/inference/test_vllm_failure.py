@@ -1,4 +1,10 @@
-from roll_async.inference.vllm_failure import first_exception
+import json
+import logging
+import logging.config
+import os
+from pathlib import Path
+
+from roll_async.inference.vllm_failure import StartErrors, first_exception
 
 WORKER = """\
 WorkerProc failed to start.
@@ -41,3 +47,18 @@ def test_of_a_chain_of_exceptions_the_first_is_the_cause():
 
 def test_a_process_that_was_killed_logs_nothing():
     assert first_exception("") is None and first_exception("ERROR: something\n") is None
+
+
+def test_a_process_that_started_may_log_errors_when_the_log_of_the_start_is_gone():
+    logger = logging.getLogger("vllm")
+    before = list(logger.handlers), logger.level, logger.propagate
+    try:
+        with StartErrors() as errors:
+            config = json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text())
+            logging.config.dictConfig(config)  # as every process of vLLM does when it imports it
+            assert errors.cause() is None
+        logger.error("a step failed")
+    finally:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers, logger.level, logger.propagate = before
