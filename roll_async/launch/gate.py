@@ -179,6 +179,7 @@ def _engine(config: PipelineConfig) -> list[str]:
     if config.actor_train.router_replay:
         problems += _cannot_record(config)
     problems += _quantized_on_cpu(config)
+    problems += _stages_on_cpu(config)
     transport = config.weight_sync.transport
     if transport not in ("auto", *SENDERS):
         problems.append(f"weight_sync.transport={transport} is not there yet; use auto")
@@ -208,6 +209,19 @@ def _quantized_on_cpu(config: PipelineConfig) -> list[str]:
         return []
     key = "actor_infer.strategy_args.strategy_config.quantization"
     return [f"{key}={strategy.quantization}: the engines have no such kernels on CPU; remove it, or set device_mapping"]
+
+
+def _stages_on_cpu(config: PipelineConfig) -> list[str]:
+    strategy = config.actor_infer.strategy_args.strategy_config
+    if not isinstance(strategy, VllmConfig) or strategy.pipeline_parallel_size == 1:
+        return []
+    if config.actor_infer.device_mapping is not None:
+        return []
+    key = "actor_infer.strategy_args.strategy_config.pipeline_parallel_size"
+    return [
+        f"{key}={strategy.pipeline_parallel_size}: vLLM's CPU build makes no buffers for what its stages hand on, and "
+        "fails at its first step; use tensor_parallel_size, or set device_mapping"
+    ]
 
 
 def _cannot_record(config: PipelineConfig) -> list[str]:

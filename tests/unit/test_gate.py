@@ -96,6 +96,7 @@ REFUSED = [
     (SEVEN, [f"{TRAIN}.overlap_param_gather=true"]),
     (MOE, [f"{TRAIN}.sequence_parallel=false"]),
     (MOE, [f"{ENGINE}.enable_prefix_caching=false"]),
+    (CPU, [f"{ENGINE}.pipeline_parallel_size=2", "actor_infer.world_size=2"]),
     (CPU, [HF, "actor_infer.generating_args.stop_strings=[a]"]),
     (CPU, [HF, "actor_infer.generating_args.repetition_penalty=1.1"]),
 ]  # fmt: skip
