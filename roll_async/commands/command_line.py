@@ -16,7 +16,7 @@ EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0,
 EXIT_CODES = "Exit codes: 0 finished, 2 bad usage or config, 3 a role failed, 4 stalled, 130 interrupted (state saved)."
 HELP = {"help_option_names": ["-h", "--help"]}
 AS_TYPED = {**HELP, "ignore_unknown_options": True}
-"""For commands whose arguments are KEY=VALUE and files, read by `config/`, which names what it does not know."""
+"""For commands whose arguments are KEY=VALUE and files, read by `config/`, whose errors name unknown keys."""
 
 
 class Commands(click.Group):
@@ -28,24 +28,24 @@ class Commands(click.Group):
         self._modules = modules
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of use."""
+        """Names of all commands, in the order in which a user needs them."""
         return list(self._modules)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """None for an unknown name."""
+        """The command of that name; None for an unknown name."""
         if cmd_name not in self._modules:
             return None
         return import_module(self._modules[cmd_name][0]).command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of `--help`, without importing any."""
+        """Print the list of commands for `--help` without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in self._modules.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Names the nearest command when there is none of that name."""
+        """Resolve a command; for an unknown name the error suggests the nearest one."""
         if args and args[0] not in self._modules:
             near = difflib.get_close_matches(args[0], self._modules, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(self._modules)}"

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PATH = click.Path(path_type=Path)
 _MAX_LOGIT_DIFFERENCE = 1e-4
-"""Of the largest logit; both sides compute in float32."""
+"""Tolerance as a fraction of the largest logit; both sides compute in float32."""
 
 
 class VerificationError(RuntimeError):
-    """The written checkpoint is not its source."""
+    """The written checkpoint differs from its source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def _convert(arguments: _Arguments) -> None:
     )
     from roll_async.trainer.megatron.cpu_shim import hide_cuda
 
-    hide_cuda()  # a conversion, and its probe of logits, run on the CPU wherever they are
+    hide_cuda()  # the conversion and its logits probe run on the CPU of every machine
     source, target = arguments.source, arguments.target
     if arguments.max_file_gb <= 0:
         raise ValueError(f"--max-file-gb {arguments.max_file_gb} must be positive")
@@ -142,7 +142,7 @@ def _convert(arguments: _Arguments) -> None:
 
 
 def _is_hf(source: Path) -> bool:
-    """Raises ValueError for what is neither."""
+    """Raises ValueError if `source` is neither a Hugging Face nor a Megatron checkpoint."""
     from roll_async.checkpoint.conversion import find_megatron
 
     if not source.is_dir():
@@ -159,7 +159,7 @@ def _is_hf(source: Path) -> bool:
 
 
 class _Bar:
-    """A progress bar on a terminal, made when the first tensor is done: input is checked before that."""
+    """A progress bar on a terminal. It appears after the first tensor, because the input is checked before that."""
 
     def __init__(self) -> None:
         self._advance: Callable[[int], object] | None = None

@@ -63,7 +63,7 @@ class FullyAsyncMain:
 
     def run(self, args: Sequence[str]) -> int:
         """`[--config NAME_OR_PATH | --config-path DIR --config-name NAME] [KEY=VALUE ...]` to an exit code; without a
-        config the CPU demo. `--help` says more.
+        config the CPU demo. `--help` lists all options.
         """
         name = Path(sys.argv[0]).name
         example = f"python {name} --config-path configs --config-name {DEFAULT_CONFIG} max_steps=5"

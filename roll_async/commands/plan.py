@@ -25,7 +25,7 @@ def command(args: tuple[str, ...]) -> int:
 
     \b
     Options:
-      --pipeline rlvr|agentic     the kind, where a config does not say it
+      --pipeline rlvr|agentic     the kind of a config that does not set `pipeline`
 
     \b
     Example:
@@ -49,7 +49,7 @@ def command(args: tuple[str, ...]) -> int:
 
 
 def placement(config: PipelineConfig) -> list[tuple[str, str]]:
-    """One row per role."""
+    """Placement: one row per role."""
     rows = [("nodes", f"{config.num_nodes} of {config.num_gpus_per_node} devices")]
     for name, worker in config.roles():
         where = _devices(worker, config.num_gpus_per_node)
@@ -67,7 +67,7 @@ def placement(config: PipelineConfig) -> list[tuple[str, str]]:
 
 
 def weight_push(config: PipelineConfig) -> list[tuple[str, str]]:
-    """How a weight version travels, and when."""
+    """Transport and interval of weight pushes."""
     a = config.async_training
     name, reason = transport_of(config)
     generating = "generate during the transfer" if name in STAGED else "are paused during the transfer"
@@ -83,7 +83,7 @@ def weight_push(config: PipelineConfig) -> list[tuple[str, str]]:
 
 
 def batches(config: PipelineConfig) -> list[tuple[str, str]]:
-    """What a training step consumes, what is admitted, and how old it may be."""
+    """Groups and samples of a training step, the groups admitted, and the staleness bound."""
     queue, a = QueueOptions.of(config), config.async_training
     limits = ", ".join(f"{queue.admission_limit(v * a.trigger_parameter_sync_step)}" for v in range(_VERSIONS_SHOWN))
     rows = [
@@ -124,7 +124,7 @@ def _share(worker: WorkerConfig, config: PipelineConfig) -> str:
 
 
 def _parallel(worker: WorkerConfig) -> str:
-    """The parallel sizes above 1."""
+    """The parallel sizes of a role that are above 1, as text."""
     strategy = worker.strategy_args.strategy_config
     if not isinstance(strategy, MegatronTrainConfig | MegatronInferConfig):
         return ""

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_lake_async_cpu.yaml"}
 _PACKAGE = Path(__file__).resolve().parents[1]
-_RUN_HELP = """Train what a config says.
+_RUN_HELP = """Train as a config describes.
 
 The config is looked up in the working directory, then in configs/ of the repository, also without .yaml. KEY=VALUE
 overrides one of its keys; the value is YAML.
@@ -163,7 +163,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
 
 
 def origin(error: BaseException) -> str:
-    """Where in this package an error was raised, to be put behind its message; empty when it was raised outside."""
+    """The place in this package that raised an error, appended to its message; empty if raised elsewhere."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
     if not own:
         return ""
@@ -172,7 +172,7 @@ def origin(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Which end of a run an error is; None = a mistake of our own, worth a traceback."""
+    """The exit code of an error; None for a defect of roll_async itself, which is shown with its traceback."""
     match first_cause(error):
         case KeyboardInterrupt() | asyncio.CancelledError():
             return EXIT_INTERRUPTED
@@ -201,7 +201,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
     trackers = [tracker]
     if config.tracking.prometheus_port is not None:
-        # Loopback like everything else on one machine; in a cluster the scraper is another host.
+        # On one machine everything binds to loopback; in a cluster the scraper runs on another host.
         host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         trackers.append(PrometheusTracker(config.exp_name, config.tracking.prometheus_port, host))
     recorder = Recorder(folder, trackers, progress, logging_steps=config.logging_steps, trace=trace)

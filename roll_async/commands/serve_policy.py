@@ -51,7 +51,7 @@ class _Arguments:
 @click.option("--token-env", default=None, help="Environment variable with the token; without it one is made up.")
 @click.option("--max-model-len", default=4096, show_default=True, help="Tokens of a conversation.")
 @click.option("--max-new-tokens", default=512, show_default=True, help="Tokens of a turn.")
-@click.option("--temperature", default=1.0, show_default=True, help="Where the request says nothing; 0 = greedy.")
+@click.option("--temperature", default=1.0, show_default=True, help="Used when the request sets none; 0 = greedy.")
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"]))
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--record", default=None, type=click.Path(path_type=Path), help="JSON lines with every row.")

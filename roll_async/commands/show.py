@@ -21,7 +21,7 @@ def command(args: tuple[str, ...]) -> int:
     \b
     Options:
       --memory [--device-gb 80]   a table instead: GB per device and role; exit code 2 where it does not fit
-      --pipeline rlvr|agentic     the kind, where a config does not say it
+      --pipeline rlvr|agentic     the kind of a config that does not set `pipeline`
 
     \b
     Example:

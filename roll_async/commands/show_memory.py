@@ -1,4 +1,4 @@
-"""`roll-async show CONFIG --memory`: what a config will hold on each device, before any device is there."""
+"""`roll-async show CONFIG --memory`: memory per device of a config, estimated without devices."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class _Split(click.ParamType):
 
 
 class _Number(click.ParamType):
-    """A finite number within bounds, with the bound in the message."""
+    """A finite number within bounds; the error message states the bound."""
 
     name = "NUMBER"
 
@@ -145,7 +145,7 @@ def run_simulate(args: Sequence[str]) -> int:
 def _simulate(options: _Options) -> int:
     logger = logging.getLogger("roll_async")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # faults of a simulated world are no news
+    logger.setLevel(logging.CRITICAL)  # simulated faults are expected and not worth a warning
     try:
         if options.config is None:
             return _random_world(options)
@@ -179,7 +179,7 @@ def _random_world(options: _Options) -> int:
 
 
 def _config(options: _Options, path: str) -> int:
-    """The schedule of a config, beside the synchronous one and theory."""
+    """Simulate the schedule of a config and compare it with the synchronous schedule and with theory."""
     config = admit(path, options.overrides).config
     if not isinstance(config, RLVRConfig):
         raise ValueError(f"{path}: only rlvr configs are simulated, this one is agentic")
@@ -224,7 +224,7 @@ def _config(options: _Options, path: str) -> int:
 
 
 def _theory(scenario: Scenario, split: Split) -> dict[str, float]:
-    """Against all devices generating and training in turn."""
+    """Speed-up over the synchronous schedule, in which all devices generate and train in turns."""
     workload = workload_of(scenario, split=split)
     return {
         "theory_speedup_bound": round(workload.speedup_bound, 3),
@@ -267,7 +267,7 @@ def _filter_line(scenario: Scenario) -> str:
 
 
 def _write_trace(outcome: SimOutcome, path: Path) -> None:
-    """Spans, and the metrics of every step as events of their own."""
+    """Write the spans, and the metrics of every step as separate events."""
     trace = Trace(path)
     for track, name, start, end, args in outcome.spans:
         trace.span(track, name, start, end, **args)

@@ -22,7 +22,7 @@ def command(args: tuple[str, ...]) -> int:
 
     \b
     Options:
-      --pipeline rlvr|agentic     the kind, where a config does not say it
+      --pipeline rlvr|agentic     the kind of every config that does not set `pipeline`
 
     \b
     Example:
@@ -83,6 +83,6 @@ def report(diagnostics: tuple[Diagnostic, ...], stream: TextIO) -> None:
 
 
 def print_escaped(text: str, stream: TextIO) -> None:
-    """Print whatever the terminal's encoding is: characters it does not have are escaped."""
+    """Print in any terminal encoding: characters that the encoding does not have are escaped."""
     encoding = stream.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
