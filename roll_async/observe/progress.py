@@ -20,12 +20,12 @@ class ProgressLine:
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
         self._first_step: int | None = None
-        """Of this process: a resumed run begins later."""
+        """The first step of this process; above 0 in a resumed run."""
         self._live = sys.stdout.isatty()
         self._dirty = False
 
     def show(self, metrics: Mapping[str, float]) -> None:
-        """One step is done."""
+        """Update the line after a training step."""
         step = int(metrics["step"])
         if self._first_step is None:
             self._first_step = step
@@ -47,12 +47,12 @@ class ProgressLine:
             print(line, flush=True)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a separate line."""
         self.end()
         print(text, flush=True)
 
     def end(self) -> None:
-        """Leave the live line as it is."""
+        """End the live line, so that later output starts on a new line."""
         if self._dirty:
             print(flush=True)
             self._dirty = False

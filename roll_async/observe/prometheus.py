@@ -1,4 +1,4 @@
-"""The newest metrics for Prometheus to fetch: `http://HOST:PORT/metrics`, one gauge per key."""
+"""A Prometheus endpoint with the newest metrics: `http://HOST:PORT/metrics`, one gauge per key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def exposition(metrics: Mapping[str, float], *, run: str) -> str:
 
 
 class PrometheusTracker:
-    """`observe/trackers.py: Tracker` that answers GET /metrics from a thread of its own. Port 0 = any free one.
+    """`observe/trackers.py: Tracker` that answers GET /metrics from a separate thread. Port 0 = any free one.
 
     Raises ValueError when the port is taken.
     """

@@ -1,4 +1,4 @@
-"""Everything a run tells the outside, in one object."""
+"""All outputs of a run (metrics, trackers, progress line, log, trace) behind one object."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Recorder:
         self._started = time.monotonic()
         self._begun = False
         self.restarts = 0
-        """How often all roles were started again (fault.max_run_restarts)."""
+        """Number of restarts of all roles (fault.max_run_restarts)."""
 
     def begin(self) -> None:
-        """Start the clock of `time_s`: roles are up, training begins. It goes on over restarts."""
+        """Start the clock of `time_s` when all roles have started. Restarts do not reset it."""
         if not self._begun:
             self._begun, self._started = True, time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One training step. Asserts that every key promised in docs_roll/metrics.md is there."""
+        """One training step. Asserts that every key that docs_roll/metrics.md promises is present."""
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
         full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
@@ -64,7 +64,7 @@ class Recorder:
         logger.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
-        """Something that took time, for the trace."""
+        """Add a span to the trace."""
         if self._trace is not None:
             self._trace.span(track, name, start_s, end_s, **args)
 

@@ -1,4 +1,4 @@
-"""The end of a run: a picture and a table."""
+"""The report at the end of a run: a plot and a table."""
 
 from __future__ import annotations
 

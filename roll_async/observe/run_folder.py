@@ -1,4 +1,4 @@
-"""What a run leaves behind: `output_dir/exp_name/` with config, metrics, log."""
+"""The output folder of a run, `output_dir/exp_name/`: config, metrics, logs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunFolder:
         return next(p for n in numbers if not (p := self.path / pattern.format(n)).exists())
 
     def role_logs(self) -> Path:
-        """`logs/`: what ranks, engines and reward hosts write, a file each."""
+        """`logs/`: the output of ranks, engines and reward hosts, one file each."""
         folder = (self.path / "logs").absolute()
         folder.mkdir(exist_ok=True)
         return folder
@@ -70,7 +70,7 @@ class RunFolder:
         root.addHandler(console)
 
     def truncate_metrics(self, last_step: int) -> None:
-        """Forget lines of steps that a restored run will do again."""
+        """Remove the lines of steps that a restored run will repeat."""
         path = self.path / "metrics.jsonl"
         if path.is_file():
             kept = [json.dumps(line) for line in self.read_metrics() if line["step"] <= last_step]
@@ -84,7 +84,7 @@ class RunFolder:
             file.write(json.dumps({key: _rounded(value) for key, value in metrics.items()}) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """All steps so far. A last line that a killed run left half written does not count."""
+        """The metrics of all steps. An incomplete last line, left by a killed run, is ignored."""
         path = self.path / "metrics.jsonl"
         text = path.read_text() if path.is_file() else ""
         whole, _, _ = text.rpartition("\n")

@@ -1,4 +1,4 @@
-"""Trained samples as JSONL, one file per step, written beside the run by a thread of its own."""
+"""Trained samples as JSONL, one file per step, written by a separate thread."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ _MAX_EVENTS = 200_000
 
 
 class Trace:
-    """Collects spans by track; written when the run ends, whichever way. Past the limit the newest spans are left out
+    """Collects spans by track; written at the end of every run. Past the limit the newest spans are left out
     and counted.
     """
 
@@ -30,7 +30,7 @@ class Trace:
         self._events.append({**common, "ph": "e", "ts": end_s * 1e6})
 
     def write(self) -> None:
-        """Put everything into the file."""
+        """Write all spans to the file."""
         names = [
             {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
             for track, number in self._tracks.items()

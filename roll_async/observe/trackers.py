@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl, by name."""
+"""Metric trackers by name. metrics.jsonl is written in any case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Tracker(Protocol):
-    """One sink."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -48,7 +48,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow, at the tracking server its own environment names."""
+    """MLflow; the tracking server is read from MLflow's own environment variables."""
 
     def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
         import mlflow
