@@ -12,7 +12,7 @@ from roll_async.config.fields import Options, bounded, section
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageOptions(Options):
-    """What every estimator has: nothing."""
+    """Base class of the estimators' options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class GdpoAdvantageOptions(AdvantageOptions):
     rewards: tuple[str, ...] = section(lambda: ("score",))
     """Rewards, each normalised on its own: score (after shift, scale and shaping), or any number the reward reports."""
     weights: tuple[float, ...] = section(tuple)
-    """Of the rewards, in their order; empty = 1 each."""
+    """Weights of the rewards, in the same order; empty = 1 each."""
     epsilon: float = bounded(1e-6, "> 0")
     """Added to the standard deviations of group and batch."""
 

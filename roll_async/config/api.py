@@ -30,7 +30,7 @@ __all__ = ["ConfigError", "Diagnostic", "Loaded", "dump", "load", "load_with_war
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A config and what is odd about it."""
+    """A config and its warnings."""
 
     config: RLVRConfig | AgenticConfig
     warnings: tuple[Diagnostic, ...]

@@ -7,7 +7,7 @@ from typing import Literal
 from roll_async.config.fields import Options, bounded, option, required, section
 
 RATIO_IS_METRIC_ONLY = ("vanilla", "gpg", "kimi15")
-"""Losses whose ratio does not weigh the gradient: correcting them for the behaviour policy is never done twice."""
+"""Losses whose ratio does not weigh the gradient: a correction for the behaviour policy never doubles theirs."""
 
 
 def carries_behaviour_policy(pg_variant: str, ratio_base: str) -> bool:

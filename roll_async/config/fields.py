@@ -38,7 +38,7 @@ class Traits:
     range: str | None = None
     """Key of `RANGES`; for a list, of each item."""
     choices: tuple[str, ...] = ()
-    """Values of a text, where a table and not the type knows them."""
+    """Allowed values of a str field, where a table and not the type defines them."""
     derived: bool = False
     """Null or absent in the file means: filled from other keys."""
     required: bool = False
@@ -65,7 +65,7 @@ def bounded(default: T, range: str | None = None, *, at_most: str = "", less_tha
     return _declare(default, Traits(range=range, at_most=at_most, less_than=less_than))
 
 
-# `Any` below: a field without a default of its own takes the type of its annotation.
+# `Any` below: a field without a default takes the type of its annotation.
 
 
 def derived(range: str | None = None) -> Any:
@@ -87,7 +87,7 @@ def option(
     range: str | None = None,
     choices: tuple[str, ...] = (),
 ) -> T:
-    """A value with a default and restrictions on what it may be and where it may stand."""
+    """A field with a default, and restrictions on its values and on the roles that may have it."""
     return _declare(default, Traits(range=range, roles=roles, megatron=megatron, form=form, choices=choices))
 
 

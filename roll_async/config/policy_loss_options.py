@@ -236,7 +236,7 @@ class DppoKlOptions(DppoTvOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KpopOptions(PolicyLossOptions):
-    """KPop (Guo et al., Ant Group 2026, ringtech.notion.site/kpop): a binary-KL mask whatever the sign of the
+    """KPop (Guo et al., Ant Group 2026, ringtech.notion.site/kpop): a binary-KL mask for both signs of the
     advantage; tokens on which the two policies disagree leave the loss.
     """
 

@@ -36,7 +36,7 @@ class InterruptConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AsyncTrainingConfig:
-    """How far generation may run ahead and how it is driven."""
+    """How far generation may run ahead of training, and how it is scheduled."""
 
     staleness: StalenessConfig = section(StalenessConfig)
     """Freshness bound."""
@@ -128,7 +128,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPolicy:
-    """How much failure a run bears."""
+    """Limits on the failures that a run tolerates."""
 
     stall_timeout: float = bounded(1800.0, "> 0")
     """Seconds without progress at any wait: report who waits for whom, end the run."""
@@ -143,6 +143,6 @@ class FaultPolicy:
     max_engine_restarts: int = bounded(3, ">= 0")
     """Per replica."""
     max_run_restarts: int = bounded(0, ">= 0")
-    """When a trainer rank or the rollout process dies: all roles are started again from the newest checkpoint."""
+    """Restarts of all roles from the newest checkpoint after a trainer rank or the rollout process has died."""
     max_failed_groups: int = bounded(100, ">= 0")
     """Quarantined groups before the run ends."""

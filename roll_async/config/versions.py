@@ -1,4 +1,4 @@
-"""Releases of the libraries behind the backends that this version was run with.
+"""Releases of the libraries behind the backends that this version of roll_async was tested with.
 
 The only such table: pyproject.toml holds the same ranges, and a test compares them.
 """
@@ -33,7 +33,7 @@ KNOWN = {
 
 
 def installed_release(package: str) -> str | None:
-    """Of this environment; None when the package is not there."""
+    """The installed release; None if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -42,7 +42,7 @@ def installed_release(package: str) -> str | None:
 
 def refuse_unknown_release(library: str, release_of: Callable[[str], str | None] = installed_release) -> None:
     """Raise ValueError, with the list of known ranges, when another release of a library of `KNOWN` is installed. A
-    library that is not installed is not refused here: who imports it says so.
+    library that is not installed is not refused here: the import error reports it.
     """
     known = KNOWN[library]
     found = {package: release for package in known.packages if (release := release_of(package)) is not None}

@@ -85,7 +85,7 @@ def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> N
 
 
 def _fill_rlvr(config: RLVRConfig) -> None:
-    """Lengths may stay None: C102 reports it."""
+    """Lengths may remain None; C102 reports that."""
     if config.sequence_length is not None:
         _default(config, "response_length", config.sequence_length - config.prompt_length)
     elif config.response_length is not None:

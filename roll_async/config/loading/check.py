@@ -106,7 +106,7 @@ class Checker:
         return False
 
     def _chosen(self, node: Node, spec: FieldSpec, path: str, parent: Node) -> Plain:
-        """A section whose class a sibling picks. With an unreadable sibling nothing can be said about it."""
+        """A section whose class a sibling picks. It is not checked when the sibling is unreadable."""
         classes = CHOSEN_CLASSES[spec.traits.chosen_by]
         assert isinstance(parent.value, dict)
         chooser = parent.value.get(spec.traits.chosen_by)
@@ -180,7 +180,7 @@ class Checker:
         self._error("C004", path, node, message + foreign_character(value))
 
     def _any(self, node: Node, path: str) -> Plain:
-        """A map that is handed on: only numbers are checked."""
+        """A map that is passed on unchanged: only its numbers are checked."""
         for here, leaf in leaves(node, path):
             for value in leaf.value if isinstance(leaf.value, list) else [leaf]:
                 if not isinstance(value.value, list | dict) and (problem := check_scalar(value.value)):
@@ -335,7 +335,7 @@ class Checker:
 
 
 class _Absent:
-    """Marks a key that is left to its default."""
+    """Marks a key whose default applies."""
 
 
 _ABSENT: Plain = _Absent()  # type: ignore[assignment]

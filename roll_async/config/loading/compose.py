@@ -14,7 +14,7 @@ from roll_async.config.loading.yaml_text import decode, parse
 OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*=")
 _MAX_INCLUDE_DEPTH = 8
 _MAX_INCLUDES = 1000
-"""Files read for one config; includes that include each other twice would grow without end."""
+"""Files read for one config; files that include one another several times would otherwise grow exponentially."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class _Reader:
 
 
 def _existing(target: Path) -> Path | None:
-    """The file as named or with `.yaml`; what is there but no regular file only if nothing else is."""
+    """The file as named or with `.yaml`; anything but a regular file only if no regular file exists."""
     other = None
     for candidate in (target, target.with_name(target.name + ".yaml")) if target.name else ():
         try:
@@ -159,7 +159,7 @@ def merge(base: Node, over: Node) -> Node:
 
 
 def _parsed(overrides: Sequence[str]) -> tuple[tuple[tuple[str, ...], Node], ...]:
-    """`a.b.c=VALUE` to path and value. Raises ConfigError with every override that can not be read."""
+    """`a.b.c=VALUE` to path and value. Raises ConfigError with every override that cannot be read."""
     errors: list[Diagnostic] = []
     parsed = []
     for text in overrides:

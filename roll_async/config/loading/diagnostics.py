@@ -6,7 +6,7 @@ from dataclasses import dataclass
 MAX_VALUE_CHARS = 80
 MAX_LINE_CHARS = 1500
 MAX_DIAGNOSTICS = 1000
-"""A file with more problems than this is reported by its first ones; a report of megabytes helps nobody."""
+"""Diagnostics reported per file; the rest is left out to keep the report readable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Diagnostic:
 
 
 class ConfigError(ValueError):
-    """A config that can not be used; `diagnostics`: errors of the phase that found them, warnings so far."""
+    """A config that cannot be used. `diagnostics`: the errors of the phase that failed, and all earlier warnings."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...]) -> None:
         super().__init__("\n".join(str(d) for d in diagnostics))
@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Unprintable characters escaped, so that a report is one line of text whatever the file holds."""
+    """The text with unprintable characters escaped, so that every diagnostic is one line."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -61,7 +61,7 @@ def shown(value: object) -> str:
 
 
 def _abridged(value: object, room: int) -> object:
-    """At most `room` entries on each level: what is cut off need not be formatted first."""
+    """At most `room` entries on each level: this avoids formatting what is cut off later."""
     if isinstance(value, list):
         return [_abridged(v, room // 4) for v in value[:room]]
     if isinstance(value, dict):

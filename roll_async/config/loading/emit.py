@@ -32,7 +32,7 @@ def dump(config: PipelineConfig) -> str:
 
 
 def derived_comments(config: PipelineConfig) -> str:
-    """What follows from the keys, as comment lines."""
+    """The derived properties of the config, as comment lines."""
     lines = ["# derived"]
     for name in _DERIVED:
         value = getattr(config, name)

@@ -116,7 +116,7 @@ FOREIGN_SECTIONS = ("actor_rollout_ref", "data", "trainer", "rollout", "reward_m
 
 
 def refusal(path: str) -> str | None:
-    """Why a key of ROLL or verl is not one of ours; None if it is neither's."""
+    """Why a key of ROLL or verl is refused; None if it is a key of neither."""
     parts = path.split(".")
     if parts[-1].startswith("profiler_"):
         return _NO_CHOICE

@@ -60,7 +60,7 @@ def find(root: Node, path: Sequence[str]) -> Node | None:
 
 
 def nearest(root: Node, path: Sequence[str]) -> Node:
-    """The node at a path, or the deepest written section on the way there. List items count as keys."""
+    """The node at a path, or the deepest written section above it. List items count as keys."""
     node = root
     for key in path:
         value = node.value
@@ -74,7 +74,7 @@ def nearest(root: Node, path: Sequence[str]) -> Node:
 
 
 def put(root: Node, path: Sequence[str], new: Node) -> Node:
-    """The tree with `new` at a path of map keys; what is in the way and is no map is replaced by one."""
+    """The tree with `new` at a path of map keys; a value on the path that is no map is replaced by a map."""
     if not path:
         return new
     children = root.value if isinstance(root.value, dict) else {}
@@ -85,7 +85,7 @@ def put(root: Node, path: Sequence[str], new: Node) -> Node:
 
 
 def drop(root: Node, path: Sequence[str]) -> Node:
-    """The tree without the key at a path that exists; maps that become empty go, too."""
+    """The tree without the key at a path that exists; maps that become empty are removed, too."""
     assert isinstance(root.value, dict)
     children = dict(root.value)
     if len(path) == 1:
@@ -100,7 +100,7 @@ def drop(root: Node, path: Sequence[str]) -> Node:
 
 
 def leaves(node: Node, path: str) -> Iterator[tuple[str, Node]]:
-    """Everything below that is no map, with its dotted path."""
+    """All leaves below the node (values that are no maps), with their dotted paths."""
     if isinstance(node.value, dict) and node.value:
         for key, child in node.value.items():
             yield from leaves(child, f"{path}.{key}")

@@ -1,4 +1,4 @@
-"""All keys of a kind of config, to find the one that was meant."""
+"""All keys of a kind of config, to suggest the nearest one to an unknown key."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class PathIndex:
         return self._by_name[near] if near else None
 
     def nearest(self, name: str) -> str:
-        """Path of the nearest key, however far."""
+        """Path of the nearest key, also if it is not similar."""
         return self._by_name[closest(name, self._names(), cutoff=0.0) or "pretrain"]
 
     def _names(self) -> list[str]:

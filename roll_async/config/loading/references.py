@@ -26,7 +26,7 @@ _MAX_TEXT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Two values of one key in one source: they must be equal, and references among them tell only when resolved."""
+    """Two values of one key in one source: they must be equal, which is known once references are resolved."""
 
     canonical: str
     present: Node
@@ -46,7 +46,7 @@ class Doubt:
 
 
 class _Stop(Exception):
-    """The value at hand can not be resolved; the reason is among the errors."""
+    """The current value cannot be resolved; the reason has been added to the errors."""
 
 
 class _Resolver:
@@ -140,7 +140,7 @@ class _Resolver:
         return self._known[name]
 
     def _canonical(self, name: str) -> str:
-        """The name under which the key stands; a reference may use the name under which it was written."""
+        """The canonical name of a key; a reference may use the alias under which the key was written."""
         parts = name.split(".")
         for end in range(len(parts), 0, -1) if self._moved else ():
             written = ".".join(parts[:end])
@@ -157,7 +157,7 @@ class _Resolver:
         self._chain.append(name)
 
     def _walk(self, name: str, node: Node, path: str, depth: int) -> Node:
-        """The unresolved node at `name`; a reference on the way is followed."""
+        """The unresolved node at `name`; references along the path are followed."""
         here, walked = self._root, []
         for key in name.split("."):
             if isinstance(here.value, str) and (alone := _NAME.fullmatch(here.value)):
@@ -189,15 +189,15 @@ def resolve_references(
 ) -> tuple[Node, list[Diagnostic]]:
     """The tree without references and without `vars`, and the doubts that turned out to be conflicts (C016).
 
-    `moved`: keys that stand under another name than the one they were written under. Raises ConfigError with all of
-    C003, C010 to C013 it finds.
+    `moved`: keys whose canonical name differs from the name under which they were written. Raises ConfigError with
+    every C003 and C010 to C013.
     """
     resolver = _Resolver(root, moved)
     try:
         resolved = resolver.resolve(root, "", 1)[0]
     except _Stop:
         resolved = root
-    assert resolved is not root or resolver.errors, "a value that can not be resolved has its error"
+    assert resolved is not root or resolver.errors, "a value that cannot be resolved has its error"
     conflicts = []
     for doubt in doubts if not resolver.errors else ():
         sides = (resolver.resolve(node, doubt.canonical, 1)[0] for node in (doubt.present, doubt.other))
@@ -211,7 +211,7 @@ def resolve_references(
 
 
 def find_resolved(root: Node, path: Sequence[str]) -> Node | None:
-    """The value at a path of a tree with references; None if there is none, or its reference can not be resolved."""
+    """The value at a path of a tree with references; None if there is none, or its reference cannot be resolved."""
     resolver, here = _Resolver(root), root
     for key in path:
         if not isinstance(here.value, dict) or key not in here.value:

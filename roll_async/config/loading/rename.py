@@ -1,6 +1,6 @@
-"""Other names become canonical in each source by itself; then the sources are laid one over the other.
+"""Other names become canonical in each source by itself; then the sources are merged in order.
 
-So the later source wins, whatever the spelling of either. Only one source that gives a key twice, under two names and
+So the later source wins under every spelling. Only one source that gives a key twice, under two names and
 with two values, is an error (C016).
 """
 

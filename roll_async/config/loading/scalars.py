@@ -30,7 +30,7 @@ def check_scalar(value: object) -> str:
 
 
 def remedy(wanted: str, value: object) -> str:
-    """How to write a value of the wanted type; empty if nothing simple helps."""
+    """How to write a value of the wanted type; empty if there is no simple correction."""
     if value is None:
         return "; give a value or remove the key"
     if isinstance(value, str):

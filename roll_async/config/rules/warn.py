@@ -1,4 +1,4 @@
-"""Warnings W02 to W12: allowed, but probably not meant."""
+"""Warnings W02 to W12: allowed, but probably not intended."""
 
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.node import Node, find
