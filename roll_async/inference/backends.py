@@ -19,7 +19,7 @@ ENGINES = {
 
 
 def create_engine(strategy: str, settings: EngineSettings) -> Engine:
-    """Build (not start) the engine of a strategy. Raises ValueError for a release of its library that was never run."""
+    """Build (not start) the engine of a strategy. Raises ValueError for an untested release of its library."""
     refuse_unknown_release(strategy)
     module, name = ENGINES[strategy].rsplit(".", 1)
     return getattr(import_module(module), name)(settings)

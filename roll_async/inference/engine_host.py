@@ -18,23 +18,23 @@ a step or two of a small model. A message costs a millisecond of a core, which a
 """
 
 PROGRESS_INTERVAL_S = 5.0
-"""How often running requests are told of: the death of a replica costs what it sampled in that time."""
+"""Interval of progress reports of running requests. When a replica dies, the tokens since its last report are lost."""
 
 _ABORT_AGAIN_S = 0.5
 _ABORT_WITHIN_S = 10.0
 """A request that its engine has not ended by then is cancelled."""
 _REMEMBERED = 4096
-"""Ids of aborts that came before their requests."""
+"""Number of ids kept of aborts that arrived before their requests."""
 
 
 class EngineHost:
-    """Runs submitted requests as tasks and hands finished ones over in batches."""
+    """Runs submitted requests as tasks and returns finished ones in batches."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tasks: dict[str, asyncio.Task[Completion]] = {}
         self._stops: dict[str, tuple[str, ...]] = {}
-        """Stop strings of running requests that have some."""
+        """Stop strings of the running requests that use them."""
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         """Ids to end before they begin: their abort overtook their submit, or their task had not run yet."""
         self._completions: list[Completion] = []
@@ -42,7 +42,7 @@ class EngineHost:
         self._dead: ConnectionError | None = None
         self._news = asyncio.Event()
         self._told: dict[str, int] = {}
-        """Request to how many of its tokens were reported while it runs."""
+        """Number of reported tokens of each running request."""
         self._timer: asyncio.TimerHandle | None = None
         self._progress_due = False
 
@@ -61,14 +61,14 @@ class EngineHost:
         self._set_timer()
 
     async def _generate(self, request: GenerateRequest) -> Completion:
-        """One request, unless it was aborted before this began."""
+        """Run one request, unless it was aborted before this task started."""
         if request.request_id in self._unwanted:
             return _nothing(request.request_id)
         completion = await self._engine.generate(request)
         return self._whole_text(completion) if completion.finish_reason is FinishReason.ABORT else completion
 
     def _whole_text(self, part: Completion) -> Completion:
-        """Of an unfinished answer, what ends inside of no stop string."""
+        """The tokens of an unfinished response without a trailing part of a stop string."""
         stops = self._stops.get(part.request_id, ())
         end = safe_end(self._engine.decode, part.token_ids, stops) if stops else len(part.token_ids)
         if end == len(part.token_ids):
@@ -82,7 +82,7 @@ class EngineHost:
         )
 
     def _ended(self, task: asyncio.Task[Completion]) -> None:
-        """Every task ends as a completion, a failure, or the end of the engine: whoever waits is told."""
+        """Every task ends as a completion, a failure, or the failure of the engine, so that no caller waits forever."""
         request_id = task.get_name()
         del self._tasks[request_id]
         self._told.pop(request_id, None)
@@ -107,7 +107,7 @@ class EngineHost:
         self._news.set()
 
     async def collect(self) -> EngineReport:
-        """Wait for at least one result, then a moment for others; or for the next time to tell what running requests
+        """Wait for at least one result, then for the batching window; or for the next report of what running requests
         have generated. Raises ConnectionError when the engine is dead.
         """
         while True:
@@ -130,7 +130,7 @@ class EngineHost:
                 )
 
     def _progress(self) -> list[Progress]:
-        """What running requests generated since they were told of."""
+        """The tokens that running requests generated since the last progress report."""
         self._progress_due = False
         self._set_timer()
         news = []
@@ -157,7 +157,7 @@ class EngineHost:
         try:
             async with asyncio.timeout(_ABORT_WITHIN_S):
                 await self._engine.abort(request_ids)
-                while left:  # one may have reached the engine behind the abort
+                while left:  # a request may have reached the engine after the abort
                     _, left = await asyncio.wait(left, timeout=_ABORT_AGAIN_S)
                     if left:
                         await self._engine.abort([task.get_name() for task in left])
@@ -178,13 +178,13 @@ class EngineHost:
         return self._load()
 
     def _load(self) -> EngineLoad:
-        """The engine's, and what this host holds of requests."""
+        """The engine's load, and the number of requests on this host."""
         ended = (*(c.request_id for c in self._completions), *(i for i, _ in self._failures))
         return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)))
 
 
 def _nothing(request_id: str) -> Completion:
-    """Aborted before it began."""
+    """The completion of a request that was aborted before it started."""
     return Completion(
         request_id=request_id,
         token_ids=array("i"),

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _PAGE_TOKENS = 32
 _GREEDY_TEMPERATURE = 1e-6
-"""The manager samples always; so cold, the most likely token has all the probability that float32 can tell."""
+"""The manager always samples; at this temperature the most likely token has probability 1 in float32."""
 
 
 class _SamplingOptions(TypedDict, total=False):
-    """Of one request, in the words of Transformers."""
+    """Sampling parameters of one request, as Transformers names them."""
 
     temperature: float
     top_k: int
@@ -45,7 +45,7 @@ class _SamplingOptions(TypedDict, total=False):
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """One request and what has come of it."""
+    """One request and its tokens so far."""
 
     request: GenerateRequest
     budget: int
@@ -105,7 +105,7 @@ class HfEngine:
         else:
             model = AutoModelForCausalLM.from_pretrained(settings.model_folder, **form)
         self._model = model.eval().to(settings.device)  # pyright: ignore[reportArgumentType]  # wraps Module.to, loses self
-        if settings.sleep_level:  # a mapped checkpoint has no memory to give back
+        if settings.sleep_level:  # memory of a memory-mapped checkpoint cannot be released
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
         self._weights = Storages(self._model.parameters())
@@ -121,8 +121,8 @@ class HfEngine:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         settings = self._settings
-        self._num_managers += 1  # each seeds torch, and two seeds alike would repeat the draws
-        # Any value but the neutral one makes the processor exist; each request brings its own.
+        self._num_managers += 1  # each manager seeds torch; with equal seeds they would sample equal tokens
+        # A value other than the neutral one creates the processor; each request sets its own value.
         vocab_size = self._model.config.vocab_size
         truncation = {"top_k": vocab_size, "top_p": 0.5} if self._truncating else {"top_k": 0, "top_p": 1.0}
         generation = GenerationConfig(
@@ -153,7 +153,7 @@ class HfEngine:
 
     @property
     def _num_pages(self) -> int:
-        """Of the KV cache: no request ever waits for one."""
+        """Number of pages of the KV cache; enough for all requests at the same time."""
         return self._settings.max_running * -(-self._settings.max_model_len // _PAGE_TOKENS)
 
     # Requests
@@ -195,13 +195,13 @@ class HfEngine:
         return await asyncio.to_thread(self._score, list(token_ids))
 
     def _score(self, token_ids: list[int]) -> array:
-        """A forward pass of its own, beside the manager's: both only read the weights."""
+        """A separate forward pass, concurrent with the manager's: both only read the weights."""
         import torch
 
         with torch.inference_mode():
             ids = torch.tensor([token_ids], device=self._settings.device)
             position = torch.arange(len(token_ids), device=ids.device)[None]
-            # The manager's kind of attention makes no causal mask of its own.
+            # The manager's attention implementation creates no causal mask.
             later = torch.full((1, 1, len(token_ids), len(token_ids)), torch.finfo(self._model.dtype).min).triu(1)
             mask = later.to(device=ids.device, dtype=self._model.dtype)
             output = self._model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
@@ -234,7 +234,7 @@ class HfEngine:
             self._settled.set()
 
     def _submit(self, run: _Running) -> None:
-        """Hand the request to the manager. Its handler comes first: a token may be there before we look again."""
+        """Submit the request to the manager. Its handler is registered first, because a token may arrive at once."""
         sampling, request_id = run.request.sampling, run.request.request_id
         options: _SamplingOptions = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
         if self._truncating:
@@ -311,7 +311,7 @@ class HfEngine:
         )
 
     def _stops(self, run: _Running) -> set[int]:
-        """Token ids that end it."""
+        """Token ids that end a response."""
         return {*self._eos_ids, *run.request.sampling.stop_token_ids}
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -359,7 +359,7 @@ class HfEngine:
         self._incoming = Incoming(plan, self._targets.names)
 
     def _give_up(self) -> None:
-        """An update that was not committed."""
+        """Discard an update that was not committed."""
         if self._incoming is not None:
             self._incoming.close()
             self._incoming = None
@@ -383,7 +383,7 @@ class HfEngine:
                 raise RuntimeError(f"{name} has shape {tuple(target.shape)}, not {tuple(tensor.shape)}")
             target.copy_(tensor)
         if self._settings.device != "cpu":
-            torch.cuda.synchronize()  # the manager computes on a stream of its own
+            torch.cuda.synchronize()  # the manager computes on a separate stream
 
     async def finish_update(self) -> str:
         if self._incoming is None:
@@ -412,7 +412,7 @@ class HfEngine:
         running = sum(run.submitted for run in self._running.values())
         if not self._sleep.may_sleep(level, paused=not self._serving.is_set(), num_running=running):
             return
-        self._give_up()  # an update under way would end in memory that is gone
+        self._give_up()  # an update in progress would write into released memory
         if level == 2:
             self._mixed = True
         await asyncio.to_thread(self._manager.stop, True)
@@ -436,7 +436,7 @@ class HfEngine:
         )
 
     def _kv_bytes(self) -> int:
-        """Of the manager's cache: keys and values of all pages."""
+        """Bytes of the manager's cache: keys and values of all pages."""
         config = self._model.config.get_text_config()
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         entries = config.num_hidden_layers * 2 * config.num_key_value_heads * head

@@ -22,10 +22,10 @@ _UINT8_EXPERTS = 256
 
 @dataclass(slots=True)
 class _Recording:
-    """One request under way."""
+    """One running request."""
 
     first: int
-    """Position that its record begins with."""
+    """First position of the record."""
     end: int
     """Position after the last one recorded."""
     parts: list[bytes] = field(default_factory=list)
@@ -55,7 +55,7 @@ class ExpertRecorder:
         self._open[request_id] = _Recording(first=first, end=first)
 
     def forget(self, request_id: str) -> None:
-        """A request that nobody waits for."""
+        """Forget a request whose result is not needed."""
         self._open.pop(request_id, None)
 
     def take(self, request_id: str, end: int) -> ExpertRecord | None:

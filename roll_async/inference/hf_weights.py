@@ -24,7 +24,7 @@ class WeightTargets:
         own = {name for name, _ in [*model.named_parameters(), *buffers]}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
         self.names = frozenset(self._targets) - tied
-        """What an update must bring: a tied output layer comes with the embedding."""
+        """Names that an update must contain: a tied output layer is updated with the embedding."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises RuntimeError for a name the model does not have."""

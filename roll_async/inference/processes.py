@@ -1,4 +1,7 @@
-"""The processes of an engine: they end with the one that started them, and the next start waits for their memory."""
+"""The processes of an engine: they end with the process that started them.
+
+The next start waits until their device memory is free.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _LOOK_AGAIN_S = 0.2
 _KILL_AFTER_S = 10.0
 
 ProcessId = tuple[int, float]
-"""Process id and the second it was created: ids come again."""
+"""Process id and creation time in seconds, because ids are reused."""
 
 
 def own_children() -> None:
@@ -27,7 +30,7 @@ def own_children() -> None:
 
 def end_with_owner() -> None:
     """In a worker process: end when the replica's process has ended, however that was, and end the process between the
-    two as well. Libraries notice it only when they next talk to each other, which may be never.
+    two as well. Libraries notice it only at their next message, which may never be sent.
     """
     owner, parent = int(os.environ.get(_OWNER, os.getpid())), os.getppid()
     if owner == os.getpid():
@@ -48,7 +51,7 @@ def end_with_owner() -> None:
 
 
 def process_ids() -> tuple[ProcessId, ...]:
-    """This process and everything it started."""
+    """This process and all of its descendants."""
     me = psutil.Process()
     return tuple((p.pid, p.create_time()) for p in [me, *me.children(recursive=True)])
 

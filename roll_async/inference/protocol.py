@@ -1,4 +1,4 @@
-"""What one engine replica can do, whichever library is behind it.
+"""The interface of one engine replica, the same for every library.
 
 An `Engine` lives in one process and is plain asyncio. `cluster/` puts it into a Ray actor, `rollout/` talks to many of
 them through `rollout/protocol.py: Replica`.
@@ -53,7 +53,7 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
-    """How busy a replica is."""
+    """Load of a replica."""
 
     running: int
     waiting: int
@@ -92,11 +92,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReport:
-    """What happened on a replica since the last report."""
+    """Events on a replica since the last report."""
 
     completions: tuple[Completion, ...]
     failures: tuple[tuple[str, str], ...]
-    """(request_id, reason): the replica lives, this request did not work."""
+    """(request_id, reason): the request failed, the replica still works."""
     load: EngineLoad
     progress: tuple[Progress, ...] = ()
     """Of running requests; every few seconds, not in every report."""
@@ -124,8 +124,8 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int]) -> array:
-        """Log-prob of every token but the first, given those before it, under the weights now served: float32 [n - 1],
-        of the whole distribution at temperature 1, whatever requests ask for. Waits while paused.
+        """Log-prob of every token except the first, given those before it, under the weights now served: float32
+        [n - 1], of the whole distribution at temperature 1, independent of sampling parameters. Waits while paused.
 
         Raises ValueError for fewer than two tokens, or more than the context has.
         """
@@ -133,10 +133,10 @@ class Engine(Protocol):
 
     def progress(self, request_id: str, start: int) -> Completion | None:
         """The tokens of a running request from its token `start` on, as the piece of a `Progress`; None when there is
-        nothing to tell.
+        none.
 
-        What is told stays true whatever comes: it does not end the request, which can go on from there on another
-        replica. A stop string that it ends in the middle of is the host's concern (`stop_strings.py`).
+        The call does not end the request, and reported tokens stay valid: the request can continue from them on
+        another replica. The host handles a stop string whose first part they contain (`stop_strings.py`).
         """
         ...
 
@@ -172,21 +172,21 @@ class Engine(Protocol):
 
     @property
     def sleep_state(self) -> SleepState:
-        """Which of its memory the replica holds."""
+        """The device memory that the replica holds now."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Give device memory back. Level 1: the KV cache goes, the weights wait in host memory. Level 2: both go, and
-        only a `commit` brings weights again (`resume` is refused before).
+        """Release device memory. Level 1: the KV cache is released, the weights move to host memory. Level 2: both are
+        released, and `resume` is refused until a `commit` has loaded weights.
 
         The replica must be paused with no request running. While it sleeps `generate`, `resume`, `begin_update` and
-        `commit` raise RuntimeError; the prefix cache is empty afterwards. Asleep at this level, it stays so.
+        `commit` raise RuntimeError; the prefix cache is empty afterwards. Nothing happens if it sleeps at this level.
         Raises ValueError for a level that `capabilities.sleep_levels` does not have.
         """
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take memory again: `["weights"]`, then `["kv_cache"]`, or both at once; what is awake is left alone. The
-        replica stays paused. With weights alone it takes updates in and generates nothing.
+        """Allocate memory again: `["weights"]`, then `["kv_cache"]`, or both at once; what is awake is unchanged. The
+        replica stays paused. With weights alone it accepts updates and cannot generate.
 
         Raises ValueError for an unknown tag, RuntimeError for a KV cache without weights.
         """

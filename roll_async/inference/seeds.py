@@ -1,6 +1,6 @@
 """Random generators of engine replicas.
 
-Two replicas with one seed answer a prompt alike, token for token: the samples of a group, dealt to replicas in turn,
+Two replicas with equal seeds sample equal responses to a prompt: the samples of a group, dealt to replicas in turn,
 are then copies, and a group without spread teaches nothing.
 """
 
