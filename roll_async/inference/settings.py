@@ -28,9 +28,9 @@ class EngineSettings:
     max_model_len: int
     """Tokens of prompt and response together."""
     seed: int = 42
-    """Of this replica alone, see `inference/seeds.py`; below 2**32."""
+    """Seed of this replica, different from that of every other one (`inference/seeds.py`); below 2**32."""
     attention: str = "sdpa"
-    """How the hf engine attends, in the words of transformers; the other engines choose for themselves."""
+    """Attention implementation of the hf engine, as transformers names it; the other engines choose their own."""
     attention_backend: str | None = None
     """SGLang's name of its attention kernel; None = its choice."""
     max_running: int = 128
@@ -46,7 +46,7 @@ class EngineSettings:
     """KV cache of a CPU replica."""
     block_size: int | None = None
     random_weights: bool = False
-    """load_format dummy: weights come with the first update."""
+    """load_format dummy: the first update loads the weights."""
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     quantization: str | None = None
@@ -57,9 +57,9 @@ class EngineSettings:
     record_experts: bool = False
     """Completions carry the experts their tokens went to (mixture-of-experts models only)."""
     sleep_level: int = 0
-    """Deepest `Engine.sleep` the replica is prepared for; 0 = it keeps its memory, and nothing is paid for sleeping."""
+    """Deepest `Engine.sleep` the replica is prepared for; 0 = it keeps its memory, without the overhead of sleeping."""
     extra: Mapping[str, object] = field(default_factory=dict)
-    """Handed to the library unchanged."""
+    """Passed to the library unchanged."""
 
     @classmethod
     def of(cls, config: PipelineConfig, *, replica: int, restart: int) -> EngineSettings:

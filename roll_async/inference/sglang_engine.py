@@ -41,25 +41,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ABORT_AGAIN_S = 0.1
-"""SGLang loses the abort of a request that has not reached its scheduler yet."""
+"""Interval of repeated aborts: SGLang loses the abort of a request that has not reached its scheduler yet."""
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """One request and what has come of it."""
+    """One request and its tokens so far."""
 
     request: GenerateRequest
     budget: int
     started_s: float
     wire_id: str
     held_back: int
-    """Last tokens that may be the beginning of a stop string: not told of before the end."""
+    """Last tokens that may be the beginning of a stop string: not reported before the request ends."""
     admitted: bool = False
     version: WeightVersion = 0
-    """Served when it was admitted."""
+    """Weight version that was served when the request was admitted."""
     output: dict[str, Any] = field(default_factory=dict)
-    """SGLang's newest answer: all tokens so far."""
+    """SGLang's latest output: all tokens so far."""
     task: asyncio.Task | None = None
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,7 +123,7 @@ class SglangEngine:
         return handler
 
     def _fail(self) -> None:
-        """A scheduler has ended: nothing will be answered again."""
+        """Fail all requests after a scheduler has ended."""
         self._failed = True
         for run in self._running.values():
             if run.task is not None:
@@ -167,7 +167,7 @@ class SglangEngine:
             budget=min(sampling.max_new_tokens, room),
             started_s=asyncio.get_running_loop().time(),
             task=asyncio.current_task(),
-            wire_id=f"{request.request_id};",  # SGLang aborts every request whose id begins with the one it is told
+            wire_id=f"{request.request_id};",  # SGLang aborts every request whose id has the given id as a prefix
             held_back=max((len(stop.encode()) for stop in sampling.stop_strings), default=1) - 1,
         )
         try:
@@ -346,7 +346,7 @@ class SglangEngine:
             await self._open()
 
     async def _give_up(self) -> None:
-        """An update that was not committed."""
+        """Discard an update that was not committed."""
         if self._incoming is None:
             return
         if self._incoming.in_place:
@@ -437,7 +437,7 @@ class SglangEngine:
         self._sleep.woke(wanted)
 
     def memory(self) -> EngineMemory:
-        state, gives_back = self._sleep.state, self._settings.device != "cpu"  # its saver of memory is CUDA's
+        state, gives_back = self._sleep.state, self._settings.device != "cpu"  # its memory saver needs CUDA
         asleep = gives_back and state is SleepState.ASLEEP
         return EngineMemory(
             weights_bytes=0 if asleep else self._weight_bytes,
@@ -492,9 +492,9 @@ def _sampling(params: SamplingParams, budget: int, vocab_size: int) -> dict[str,
         "repetition_penalty": params.repetition_penalty,
         "stop_token_ids": list(params.stop_token_ids) or None,
         "stop": list(params.stop_strings) or None,
-        "no_stop_trim": True,  # the tokens are the answer, the one that ends it included
+        "no_stop_trim": True,  # the response includes the token that ends it
         "skip_special_tokens": False,
     }
     if _truncates(params) and params.top_k <= 0:
-        options["top_k"] = vocab_size  # what keeps the mask wants a bound
+        options["top_k"] = vocab_size  # the sampling mask is kept only with a bound
     return options

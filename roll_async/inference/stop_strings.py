@@ -33,6 +33,6 @@ def safe_end(decode: Decode, token_ids: Sequence[int], stops: Sequence[str]) -> 
 
 
 def _begins_a_stop(text: str, stops: Sequence[str]) -> bool:
-    if text.endswith(_UNFINISHED_CHARACTER):  # of a character of which bytes are missing
+    if text.endswith(_UNFINISHED_CHARACTER):  # the last character is incomplete
         return True
     return any(text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))

@@ -48,17 +48,17 @@ class _Ticket:
     """One request inside the engine."""
 
     num_tokens: int
-    """Most tokens it can come to hold in the KV cache."""
+    """Largest number of tokens that the request can hold in the KV cache."""
     admitted: bool = False
     version: WeightVersion = 0
-    """Served when it was admitted."""
+    """Weight version that was served when the request was admitted."""
     submitted_s: float = 0.0
     held_back: int = 0
-    """Last tokens that may be the beginning of a stop string: not told of before the end."""
+    """Last tokens that may be the beginning of a stop string: not reported before the request ends."""
     internal_id: str | None = None
     """vLLM's own id of the request, once it has one."""
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
-    """vLLM knows it, or never will: from here on an abort reaches it."""
+    """Set when vLLM has the request or has rejected it; an abort is effective from then on."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -77,7 +77,7 @@ class VllmEngine:
         self._sleep = SleepRules(levels_up_to(settings.sleep_level))
         self._held = EngineMemory(weights_bytes=0, kv_cache_bytes=0)
         self._labels_tokens = True
-        """vLLM tells the weight version of every token; older releases can not."""
+        """Whether this vLLM reports the weight version of every token; older releases do not."""
         self._serving = asyncio.Event()
         if not settings.random_weights:
             self._serving.set()
@@ -119,7 +119,7 @@ class VllmEngine:
         await self._measure_memory()
 
     def _new_llm(self) -> AsyncLLM:
-        """vLLM with its core in a process of its own, or in this one."""
+        """vLLM with its core in a separate process, or in this one."""
         arguments = engine_arguments(self._settings)
         if self._in_process:
             from roll_async.inference.vllm_in_process import InProcessLLM
@@ -331,10 +331,10 @@ class VllmEngine:
         running = sum(ticket.admitted for ticket in self._running.values())
         if not self._sleep.may_sleep(level, paused=not self._serving.is_set(), num_running=running):
             return
-        self._transport = None  # an update under way would end in memory that is gone
+        self._transport = None  # an update in progress would write into released memory
         if level == 2:
             self._mixed = True
-        if self._settings.device == "cpu":  # vLLM has no sleep there
+        if self._settings.device == "cpu":  # vLLM cannot sleep on CPU
             await self._llm.reset_prefix_cache()
             await self._workers("roll_sleep", level)
         else:
@@ -354,7 +354,9 @@ class VllmEngine:
         await self._measure_memory()
 
     async def _measure_memory(self) -> None:
-        """What the workers hold. On GPUs the sleeping allocator keeps addresses without memory, so the state tells."""
+        """Memory that the workers hold. On GPUs the sleeping allocator keeps addresses without memory, so the sleep
+        state decides.
+        """
         weights, kv_cache = map(sum, zip(*await self._workers("roll_memory"), strict=True))
         if self._settings.device == "cpu":
             self._held = EngineMemory(weights_bytes=weights, kv_cache_bytes=kv_cache)
@@ -381,7 +383,7 @@ class VllmEngine:
     async def close(self) -> None:
         await self.abort(list(self._running))
         self._llm.shutdown()
-        del self._llm, self._progress  # its finalizer fails when it first runs at the end of the interpreter
+        del self._llm, self._progress  # its finalizer fails if it runs only at interpreter shutdown
 
     def _completion(self, request_id: str, output, version: WeightVersion, seconds: float) -> Completion:  # noqa: ANN001
         """From vLLM's CompletionOutput. Without labels nothing outlives a weight update, so one version is all."""
@@ -413,7 +415,7 @@ def expert_record(routed: np.ndarray | None) -> ExpertRecord | None:
 
 
 def _nothing(request_id: str, seconds: float) -> Completion:
-    """A request that was aborted before it began."""
+    """The completion of a request that was aborted before it started."""
     return Completion(
         request_id=request_id,
         token_ids=array("i"),
@@ -425,7 +427,7 @@ def _nothing(request_id: str, seconds: float) -> Completion:
 
 
 class _Recorded(TypedDict, total=False):
-    """A sampling parameter that the first vLLM we support does not have."""
+    """A sampling parameter that the oldest supported vLLM does not have."""
 
     routed_experts_prompt_start: int
 
@@ -456,7 +458,7 @@ def _sampling(params: SamplingParams, max_tokens: int, recorded_from: int | None
 
 @lru_cache(maxsize=1)
 def _scoring():  # noqa: ANN202 (vLLM's, imported late)
-    """Log-probs of the prompt alone; one token is the least that vLLM samples."""
+    """Log-probs of the prompt only; vLLM samples at least one token."""
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 

@@ -32,7 +32,7 @@ class _Answer(RequestOutputCollector):
         self._loop = loop
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             self._loop.call_soon_threadsafe(super().put, output)
 
 
@@ -53,7 +53,7 @@ class InProcessLLM:
         self._thread.start()
 
     def _run(self) -> None:
-        """Steps while there are requests; sleeps until a call comes."""
+        """Run steps while there are requests; otherwise wait for a call."""
         try:
             while not self._closed:
                 idle = self._paused or not self._engine.has_unfinished_requests()
@@ -109,7 +109,7 @@ class InProcessLLM:
         return answer
 
     async def abort(self, request_ids: Iterable[str], internal: bool = False) -> None:
-        """End them; their answers hold every token they have."""
+        """Abort these requests; their outputs hold all tokens sampled so far."""
         ids = list(request_ids)
         if self._dead is None:
             await self._call(lambda: self._engine.abort_request(ids, internal))
@@ -138,7 +138,7 @@ class InProcessLLM:
         return await self._call(lambda: self._core.collective_rpc(method, None, args))
 
     async def rpc_beside(self, method: str, args: tuple[object, ...]) -> list:
-        """A call of the worker that a step does not mind: it waits for none."""
+        """A call of the worker that may run during a step."""
         return await asyncio.to_thread(self._core.collective_rpc, method, None, args)
 
     async def reset_prefix_cache(self) -> bool:
