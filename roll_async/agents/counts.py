@@ -1,4 +1,4 @@
-"""What became of trajectories, by tag."""
+"""Counters of trajectory outcomes, by tag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roll_async.schema import Outcome
 
 
 class AgentCounts:
-    """Since the start, validation aside."""
+    """Counters since the start, without validation."""
 
     def __init__(self) -> None:
         self._outcomes: dict[str, Counter[Outcome]] = {}
@@ -18,13 +18,13 @@ class AgentCounts:
         self._turns = self._retries = 0
 
     def ended(self, tag: str, ending: Ending, tree: TraceTree) -> None:
-        """One attempt of a trajectory is over."""
+        """Count the end of an attempt of a trajectory."""
         self._outcomes.setdefault(tag, Counter())[ending.outcome] += 1
         self._branches.update(tree.branches)
         self._turns += len(tree.turns)
 
     def retried(self) -> None:
-        """One more attempt, on a fresh world."""
+        """Count a further attempt, in a new world."""
         self._retries += 1
 
     def metrics(self) -> dict[str, float]:

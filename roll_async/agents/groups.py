@@ -41,16 +41,16 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TagPlan:
-    """How the trajectories of one tag go."""
+    """Settings of the trajectories of one tag."""
 
     spec: WorldSpec
     session: SessionOptions
     play: PlayOptions
     toolbox: Toolbox
     agent: object | None = None
-    """An agent of the user's own instead of a world."""
+    """A user-defined agent, used instead of a world."""
     max_concurrent: int = 0
-    """Worlds at the same time; 0 = no cap."""
+    """Largest number of concurrent worlds; 0 = no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,35 +64,35 @@ class GroupFilter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupOptions:
-    """Size of groups, and what is tried again."""
+    """Size of groups, and the limits of retries."""
 
     group_size: int
     redundancy: int = 0
     max_worlds: int = 0
-    """Trajectories at the same time over all groups (num_env_groups * trajectories of a group); 0 = no cap."""
+    """Trajectories at the same time over all groups (num_env_groups * trajectories of a group); 0 = no limit."""
     retries: int = 2
-    """Further attempts of a trajectory whose end says nothing about the policy."""
+    """Further attempts of a trajectory that failed for a reason outside the policy."""
     filter: GroupFilter | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentParts:
-    """What trajectories are made of, shared by all."""
+    """Components that all trajectories share."""
 
     tags: Mapping[str, TagPlan]
     renderer: Renderer
     worlds: WorldPool
     gateway: PolicyGateway | None = None
-    """Needed by tags with an agent."""
+    """The model endpoint; needed by tags with an agent."""
     executor: Executor | None = None
-    """Where chats are rendered and encoded."""
+    """Thread that renders and encodes chats."""
     tell: Callable[[str, Task, Ending, Sequence[Sample]], None] | None = None
-    """Gets every trajectory that ended with trust: name, task, how it ended, its rows."""
+    """Called with every trajectory whose outcome is trusted: name, task, end, rows."""
 
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A group under way."""
+    """A running group."""
 
     sessions: set[Session] = field(default_factory=set)
     tasks: list[asyncio.Task[list[Sample] | str]] = field(default_factory=list)
@@ -178,7 +178,7 @@ class AgentGroups:
     async def _trajectory(
         self, task: Task, name: str, running: _Running, sampling: SamplingParams | None = None
     ) -> list[Sample] | str:
-        """The rows of one trajectory that ended with trust, or why there are none."""
+        """The rows of one trajectory with a trusted outcome, or the reason why there are none."""
         pause_s, reason = _FIRST_RETRY_S, ""
         for attempt in range(self._options.retries + 1):
             if attempt:
@@ -204,7 +204,7 @@ class AgentGroups:
     async def _attempt(
         self, task: Task, name: str, running: _Running, sampling: SamplingParams | None
     ) -> tuple[Ending, Session]:
-        """One trajectory on a fresh world, to its end."""
+        """Run one trajectory in a new world to its end."""
         plan, parts = self._parts.tags[task.tag], self._parts
         options = plan.session if sampling is None else replace(plan.session, sampling=sampling)
         options = replace(options, foreground=task.validation)
@@ -277,11 +277,11 @@ class AgentGroups:
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[list[Sample] | str]]) -> None:
-    """None of them runs when this returns."""
+    """Cancel the tasks and wait until none of them runs."""
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # it is told by whoever waited for the others
+            task.exception()  # the error is raised by the task that is awaited

@@ -1,4 +1,4 @@
-"""What an agent says to the policy and what comes back, whichever dialect it speaks: plain messages and tool calls."""
+"""Requests of an agent and replies of the policy, independent of the API's format: messages and tool calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One call the policy wrote."""
+    """One tool call of the policy."""
 
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
     problem: str = ""
-    """Why it cannot be run; the policy is told."""
+    """Why the call cannot be run; the policy gets this text."""
     call_id: str = ""
 
 
@@ -34,7 +34,7 @@ class Message:
     """tool: which call it answers."""
 
     def key(self) -> bytes:
-        """Equal for messages that say the same: ids, white space at the ends and the form of JSON do not count."""
+        """Equal for messages with the same content: ids, white space at the ends and the form of JSON are ignored."""
         calls = [[call.name, call.arguments] for call in self.tool_calls]
         return json.dumps([self.role, self.content.strip(), calls], sort_keys=True).encode()
 
@@ -58,22 +58,22 @@ class TurnReply:
 
     reply_id: str
     text: str
-    """Everything it wrote, end mark excluded."""
+    """The whole text of the turn without the end-of-turn token."""
     content: str
-    """Without well-formed tool calls."""
+    """The text without well-formed tool calls."""
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str
     """stop, length, tool_calls."""
     prompt_tokens: int
     completion_tokens: int
     node: int = -1
-    """Of the turn in the trajectory's tree."""
+    """Node of the turn in the trajectory's tree."""
     problems: tuple[ToolCall, ...] = ()
     """Calls that cannot be run."""
 
     @property
     def message(self) -> Message:
-        """As it stands in the agent's history."""
+        """The turn as a message of the agent's history."""
         return Message(role="assistant", content=self.content, tool_calls=self.tool_calls)
 
 

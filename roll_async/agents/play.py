@@ -24,11 +24,11 @@ from roll_async.schema import Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlayOptions:
-    """How the policy is shown a world."""
+    """How a world is presented to the policy."""
 
     max_turns: int
     windowed: bool = False
-    """Manager step: every turn is a text of its own."""
+    """Manager step: every turn is a separate text."""
     history_length: int = 0
     """Turns shown, 0 = all; windowed only."""
     system_template: str | None = None
@@ -54,7 +54,7 @@ class Play:
         self._solved: bool | None = None
 
     async def run(self, seed: int) -> Ending:
-        """To its end, whatever that is; only cancellation and the loss of all engines are raised."""
+        """Run to the end, which is returned; only cancellation and the loss of all engines are raised."""
         try:
             observation = await self._world.reset(seed)
             self._begin(observation)
@@ -91,7 +91,7 @@ class Play:
         self._show(observation)
 
     def _show(self, observation: Observation) -> None:
-        """The observation becomes the next message."""
+        """Append the observation as the next message."""
         self._look(observation)
         text = self._worded(observation.text)
         if self._options.windowed:
@@ -128,7 +128,7 @@ class Play:
         return TurnRequest(messages=(*self._system, *self._messages), tools=tools)
 
     async def _take(self, reply: TurnReply, observation: Observation) -> Observation:
-        """What follows a turn: results of tools, or the world's next observation."""
+        """Continue after a turn: with results of tools, or with the world's next observation."""
         tree = self._session.tree
         tree.judge(reply.node, state=state_key(observation.state))
         self._story.append(("assistant", reply.text))
@@ -148,7 +148,7 @@ class Play:
         return after
 
     async def _call(self, reply: TurnReply, observation: Observation) -> Observation:
-        """Calls of one turn: the tools' in parallel, then the world's own one after another."""
+        """Run the calls of one turn: those of tools in parallel, then those of the world one after another."""
         self._messages.append(reply.message)
         calls = (*reply.tool_calls, *reply.problems)
         mine = [call for call in calls if call.problem or call.name not in self._world_tools]
@@ -218,7 +218,7 @@ async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpo
 
 
 def state_key(state: str) -> int:
-    """The same for equal states in any process."""
+    """A digest of a state, equal in every process."""
     return zlib.crc32(state.encode())
 
 

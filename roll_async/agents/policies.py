@@ -1,4 +1,4 @@
-"""What samples the turns of a session: the engines of a run, or one engine in this process."""
+"""Sources of the turns of a session: the engines of a run, or one engine in this process."""
 
 from __future__ import annotations
 

@@ -23,22 +23,22 @@ __all__ = ["AgentResult", "Endpoint", "Ending", "Task", "is_agent"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What one trajectory is about. Trajectories of a group have the same task."""
+    """The task of a trajectory. Trajectories of a group have the same task."""
 
     tag: str
-    """Key of custom_envs."""
+    """Key of the world in custom_envs."""
     seed: int
-    """The world's."""
+    """Seed of the world."""
     validation: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentResult:
-    """An agent's own verdict."""
+    """The result that an agent returns."""
 
     reward: float
     solved: bool | None = None
-    """None: a positive reward."""
+    """None: solved if the reward is positive."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -48,13 +48,13 @@ class Ending:
 
     outcome: Outcome
     reward: float = 0.0
-    """Without meaning unless the outcome is trusted."""
+    """Valid only if the outcome is trusted."""
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     story: tuple[tuple[str, str], ...] = ()
-    """(role, text) of everything that was said, for people."""
+    """(role, text) of all messages, for display."""
     frames: tuple[tuple[str, ...], ...] = ()
-    """Pictures of the world, as lines."""
+    """Renderings of the world, as lines of text."""
 
 
 def is_agent(env_type: str) -> bool:

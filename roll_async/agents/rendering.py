@@ -33,21 +33,21 @@ _TOOLS_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """A turn of the policy that stands in a chat."""
+    """A turn of the policy inside a chat."""
 
     position: int
-    """Of its message in the chat."""
+    """Index of its message in the chat."""
     text: str
-    """As sampled, end mark excluded."""
+    """Text as sampled, without the end-of-turn token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A chat as text: `parts[i]` stands before the i-th sampled turn, the last one after all of them."""
+    """A chat as text: `parts[i]` precedes the i-th sampled turn, the last one after all of them."""
 
     parts: tuple[str, ...]
     text: str
-    """With the sampled turns in their places, as the template says them."""
+    """The chat with the sampled turns inserted, as the template renders them."""
     says_turns_as_sampled: bool
     """White space at the ends of a turn aside."""
 
@@ -97,7 +97,7 @@ class TemplateRenderer:
         """Raises ValueError for a chat that the template refuses."""
         marks = [f"@roll{number}-{id(self):x}@" for number in range(len(turns))]
         plain = self._plain(messages, tools)
-        offset = len(plain) - len(messages)  # a system message that brings the tools
+        offset = len(plain) - len(messages)  # a system message that the template adds for the tools
         with_marks = self._apply(_with(plain, turns, marks, offset), tools)
         text = self._apply(_with(plain, turns, [turn.text for turn in turns], offset), tools) if turns else with_marks
         parts, rest = [], with_marks
@@ -151,8 +151,8 @@ class TemplateRenderer:
                 return {"role": role, "content": self._harmless(message.content)}
 
     def _harmless(self, text: str) -> str:
-        """What comes from outside cannot speak in the name of the template: its marks are taken out."""
-        while marks := [mark for mark in self._reserved if mark in text]:  # taking one out may make another
+        """Text from outside must not contain the template's special tokens: they are removed."""
+        while marks := [mark for mark in self._reserved if mark in text]:  # removing one may form another
             for mark in marks:
                 text = text.replace(mark, "")
         return text

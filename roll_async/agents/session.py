@@ -25,7 +25,7 @@ _REMEMBERED_REPLIES = 64
 
 
 class Policy(Protocol):
-    """What samples."""
+    """Source of sampled turns."""
 
     async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion: ...
 
@@ -55,7 +55,7 @@ class SessionOptions:
     client_sampling: bool = False
     """Temperature and top_p of the request count; never in training, where log-probs are compared at one setting."""
     windowed: bool = False
-    """Each turn's text is made anew (manager step): branches are as they should be."""
+    """Each turn has a new text (manager step), so branches are expected."""
     foreground: bool = False
 
 
@@ -65,7 +65,7 @@ class _Recorded:
 
     node: int
     parts: tuple[str, ...]
-    """What the template put before each sampled turn up to this one."""
+    """Text of the template before each sampled turn up to this one."""
     turns: tuple[SampledTurn, ...]
     tools: str
     ended: bool
@@ -74,14 +74,14 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where a request goes in the tree."""
+    """Position of a request in the tree."""
 
     parent: int | None
     new_ids: array
     parts: tuple[str, ...]
     turns: tuple[SampledTurn, ...]
     reason: str | None
-    """Why it is a branch."""
+    """Reason for a branch; None where it continues a turn."""
 
 
 class Session:
@@ -101,14 +101,14 @@ class Session:
         self._replies: dict[str, asyncio.Future[TurnReply]] = {}
         self._running: set[asyncio.Future[TurnReply]] = set()
         self.open_requests: set[str] = set()
-        """Ids of the requests under way, as the policy knows them."""
+        """Ids of the running requests, as the policy names them."""
         self._turns = itertools.count()
         self._num_turns = 0
         self._started_s: float | None = None
 
     @property
     def num_turns(self) -> int:
-        """Turns asked for."""
+        """Number of requested turns."""
         return self._num_turns
 
     async def turn(self, request: TurnRequest, key: str | None = None, replay: bool = True) -> TurnReply:
@@ -129,19 +129,21 @@ class Session:
                 while len(self._replies) > _REMEMBERED_REPLIES:
                     del self._replies[next(iter(self._replies))]
         try:
-            return await asyncio.shield(known)  # a client that goes away comes back for the reply
+            return await asyncio.shield(
+                known
+            )  # a client that disconnects may repeat the request and then gets this reply
         except asyncio.CancelledError:
             if known.cancelled() and self.ended is not None:
                 raise self._over() from None
             raise
 
     def stop(self, outcome: Outcome, reason: str) -> None:
-        """No further turn begins; what is under way goes on."""
+        """Refuse further turns; running ones continue."""
         if self.ended is None:
             self.ended = TrajectoryEnded(outcome, reason)
 
     def end(self, outcome: Outcome, reason: str) -> None:
-        """Nothing more is sampled; what is under way is cancelled."""
+        """Refuse further turns and cancel running ones."""
         self.stop(outcome, reason)
         for running in self._running:
             running.cancel()
@@ -224,7 +226,7 @@ class Session:
         return next((self._recorded[key] for key in reversed(keys[:-1]) if key in self._recorded), None)
 
     def _plan(self, request: TurnRequest, keys: list[bytes], found: _Recorded | None) -> _Plan:
-        """In another thread: reads what is recorded, changes nothing."""
+        """Runs in another thread; it only reads the recorded turns."""
         tools = repr(request.tools)
         if found is not None:
             rendered = self._renderer.render(request.messages, request.tools, found.turns)
@@ -244,7 +246,7 @@ class Session:
         return _Plan(parent, ids[covered:], (rendered.text,), (), None if first else reason)
 
     def _after_turn(self, rest: str, found: _Recorded) -> str:
-        """What follows the turn; an end mark that was sampled is not said twice."""
+        """The text after the turn; an end-of-turn token that was sampled is not repeated."""
         if found.ended:
             for end in self._renderer.end_ids:
                 rest = rest.removeprefix(self._renderer.decode([end]))

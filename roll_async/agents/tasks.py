@@ -25,7 +25,7 @@ class Tasks:
         self._seed, self._validation = seed, validation
 
     def at(self, index: int) -> Prompt:
-        """The task at this position, as a prompt without tokens: the world says the first words."""
+        """The task at this position, as a prompt without tokens: the world gives the first observation."""
         tag = self._pattern[index % len(self._pattern)]
         seed = zlib.crc32(f"{self._seed}/{index}".encode()) % _SEEDS + (_SEEDS if self._validation else 0)
         return Prompt(

@@ -29,7 +29,7 @@ from roll_async.schema import (
 
 
 class TraceTree:
-    """Grows by requests (what the agent said) and turns (what the policy answered)."""
+    """A tree of requests (text of the agent) and turns (tokens of the policy)."""
 
     def __init__(self) -> None:
         self.nodes: list[TraceNode] = []
@@ -42,7 +42,7 @@ class TraceTree:
         return [i for i, node in enumerate(self.nodes) if node.sampled]
 
     def path(self, node: int | None) -> list[int]:
-        """From the root to this node."""
+        """The nodes from the root to this one."""
         found = []
         while node is not None:
             found.append(node)
@@ -76,14 +76,14 @@ class TraceTree:
         return best
 
     def add_request(self, parent: int | None, token_ids: array, *, role: str, started_s: float) -> int | None:
-        """What the agent said after `parent`. Without tokens it is the parent itself."""
+        """Add the agent's text after `parent`. Without tokens the parent itself is returned."""
         if not len(token_ids):
             return parent
         self.nodes.append(TraceNode(parent=parent, role=role, token_ids=token_ids, started_s=started_s))
         return len(self.nodes) - 1
 
     def add_turn(self, parent: int | None, completion: Completion, *, started_s: float) -> int:
-        """What the policy answered. Raises ValueError for log-probs or versions that do not fit the tokens."""
+        """Add a turn of the policy. Raises ValueError for log-probs or versions that do not fit the tokens."""
         node = TraceNode(
             parent=parent,
             role="assistant",

@@ -1,4 +1,4 @@
-"""The dialect of Anthropic's messages."""
+"""The format of Anthropic's messages API."""
 
 from __future__ import annotations
 

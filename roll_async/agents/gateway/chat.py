@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's chat completions: bodies to requests, replies to bodies and to a stream."""
+"""The format of OpenAI's chat completions API: bodies to requests, replies to bodies and to a stream."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _call(item: Json) -> ToolCall:
 
 
 def arguments_of(value: object) -> Mapping[str, object]:
-    """Arguments of a call in a history: an object, or its JSON text; anything else stands under `text`."""
+    """Arguments of a call in a history: an object, or its JSON text; anything else is stored under `text`."""
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")
@@ -64,7 +64,7 @@ def arguments_of(value: object) -> Mapping[str, object]:
 
 
 def text_of(content: object) -> str:
-    """Text of a string or of a list of text parts. Raises BadRequest for images and sounds."""
+    """Text of a string or of a list of text parts. Raises BadRequest for images and audio."""
     if content is None:
         return ""
     if isinstance(content, str):

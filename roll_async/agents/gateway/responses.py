@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's responses; `previous_response_id` is not kept: send the whole input."""
+"""The format of OpenAI's responses API; `previous_response_id` is not kept: send the whole input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _tool(tool: Json) -> Json:
 
 
 def _add(messages: list[Message], item: Json) -> None:
-    """Calls of one turn are items of their own there, and one message here."""
+    """In that API each call of a turn is a separate item; here they are one message."""
     match item.get("type", "message"):
         case "message":
             role = str(item.get("role", ""))

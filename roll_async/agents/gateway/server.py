@@ -39,16 +39,16 @@ _IDS = ("idempotency-key", "x-request-id", "x-client-request-id")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """What an agent is given."""
+    """Address and key of the endpoint that an agent gets."""
 
     base_url: str
-    """With /v1, as the openai client wants it; the Anthropic client wants it without."""
+    """With /v1, as the openai client expects it; the Anthropic client expects it without."""
     api_key: str
     model: str
 
     @property
     def root_url(self) -> str:
-        """Without /v1."""
+        """The URL without /v1."""
         return self.base_url.removesuffix("/v1")
 
 
@@ -70,7 +70,7 @@ class PolicyGateway:
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self.requests: Counter[str] = Counter()
-        """By status."""
+        """Number of requests by status."""
 
     async def start(self) -> None:
         """Listen. Raises OSError when the port is taken."""
@@ -90,18 +90,18 @@ class PolicyGateway:
 
     @property
     def base_url(self) -> str:
-        """With the port it listens on."""
+        """The address with the port on which the server listens."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
     def open(self, session: Session) -> Endpoint:
-        """A secret for this session."""
+        """Create an endpoint for the session, with a new secret."""
         secret = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[secret] = session
         return Endpoint(base_url=self.base_url, api_key=secret, model=self._model)
 
     def shut(self, endpoint: Endpoint) -> None:
-        """The secret opens nothing any more."""
+        """Revoke the secret."""
         self._sessions.pop(endpoint.api_key, None)
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class PolicyGateway:
     async def _streamed(
         self, request: web.Request, dialect: ModuleType, turn: asyncio.Future[TurnReply], body: dict
     ) -> web.StreamResponse:
-        """Comments while the turn is sampled, then all of it: a turn is told when its tokens are final."""
+        """Comments while the turn is sampled, then all of it: a turn is sent when its tokens are final."""
         await asyncio.wait({turn}, timeout=_KEEP_ALIVE_S)
         if turn.done() and turn.exception() is not None:
             error = turn.exception()
@@ -220,7 +220,7 @@ def _key(request: web.Request, raw: bytes) -> tuple[str, bool]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

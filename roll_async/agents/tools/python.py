@@ -53,7 +53,7 @@ class Python:
         run = Run(kind="stdio", code=code, timeout_s=self._options.timeout, memory_mb=self._options.memory_mb)
         host = await self._free.get()
         working = asyncio.ensure_future(asyncio.to_thread(host.run, run))
-        working.add_done_callback(lambda _: self._free.put_nowait(host))  # also when nobody waits any more
+        working.add_done_callback(lambda _: self._free.put_nowait(host))  # also after the caller was cancelled
         outcome = await asyncio.shield(working)
         printed = outcome.stdout.rstrip()
         return f"{printed}\nerror: {outcome.problem}".strip() if outcome.problem else printed or "(nothing printed)"

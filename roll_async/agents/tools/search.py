@@ -24,7 +24,7 @@ class SearchOptions:
     """JSON lines with `text`, and `title` if there is one."""
     num_results: int = 3
     max_characters: int = 500
-    """Of one result."""
+    """Largest length of one result."""
 
     def __post_init__(self) -> None:
         if not Path(self.file).is_file():

@@ -1,4 +1,4 @@
-"""Tools of an agent: the calls of one turn run in parallel, and whatever goes wrong is an observation.
+"""Tools of an agent: the calls of one turn run in parallel, and errors are returned as observations.
 
 A tool is a class with `Options` (a dataclass that `tool_args` must fit) and
 
@@ -42,7 +42,7 @@ class Tool(Protocol):
     def schemas(self) -> Sequence[Mapping[str, object]]: ...
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """What it raises, the policy reads as an error."""
+        """The policy gets the message of an exception as the result."""
         ...
 
 
