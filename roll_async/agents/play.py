@@ -202,7 +202,7 @@ async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpo
         return Ending(outcome=Outcome.GRADER_ERROR, reason=str(error))
     except WorldFailed as error:
         return Ending(outcome=Outcome.INFRA_ERROR, reason=str(error))
-    except Exception as error:  # the agent is user code: whatever it raises is its failure
+    except Exception as error:  # the agent is user code: every exception is a failure of the agent
         result, reason = None, f"{type(error).__name__}: {error}"
     turns = {"turns": float(session.num_turns)}
     if result is not None:

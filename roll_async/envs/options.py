@@ -9,7 +9,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 
 def build_options(cls: type, values: Mapping[str, object], key: str) -> object:
-    """`cls(**values)` after a check of names and types. Raises ValueError with the key, the value and what there is."""
+    """`cls(**values)` after a check of names and types. Raises ValueError with key, value and the known keys."""
     assert is_dataclass(cls), f"{cls.__name__} must be a dataclass"
     hints = get_type_hints(cls)
     known = {f.name: f for f in fields(cls) if f.init}
@@ -27,7 +27,7 @@ def build_options(cls: type, values: Mapping[str, object], key: str) -> object:
 
 
 def _checked(value: object, hint: object, key: str) -> object:
-    """The value as the hint wants it; lists become tuples and ints floats where that is asked for."""
+    """The value converted to the type of the hint; lists become tuples and ints floats where that is asked for."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in get_args(hint):

@@ -33,16 +33,16 @@ class WorldPool:
         self._workers: list[Worker] = []
         self._numbers = itertools.count()
         self.killed = 0
-        """Worker processes that had to be killed, or died."""
+        """Number of worker processes that died or were killed."""
 
     def open(self, spec: WorldSpec) -> LiveWorld:
-        """A fresh world; it costs nothing before `reset`."""
+        """A new world. It is created at the first `reset`."""
         if runs_in_loop(spec):
             return _InLoop(spec, self._step_timeout_s)
         return _InWorker(self, spec, next(self._numbers), self._step_timeout_s)
 
     def place(self) -> Worker:
-        """The fullest worker with room, so that as few as possible run; a new one when there is none."""
+        """The fullest worker that has room, to run as few processes as possible; a new worker if none has room."""
         self._workers = [w for w in self._workers if w.takes_worlds or w.alive]
         usable = [w for w in self._workers if w.takes_worlds and len(w.worlds) < self._max_per_worker]
         if usable:
@@ -52,14 +52,14 @@ class WorldPool:
         return worker
 
     def lost(self, worker: Worker) -> None:
-        """A worker process has ended, or will be killed."""
+        """Remove a worker whose process has ended or will be killed."""
         if not worker.counted_lost:
             worker.counted_lost = True
             self.killed += 1
 
     @property
     def num_workers(self) -> int:
-        """Processes that run."""
+        """Number of running worker processes."""
         return sum(worker.alive for worker in self._workers)
 
     async def close(self) -> None:
@@ -84,7 +84,7 @@ class Worker:
         self._ids = itertools.count()
 
     async def ask(self, **request: object) -> dict:
-        """One request. Raises WorldFailed when the process is gone."""
+        """Send one request. Raises WorldFailed when the process has ended."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
@@ -116,7 +116,7 @@ class Worker:
             stderr=asyncio.subprocess.DEVNULL,
             env={**env, "CUDA_VISIBLE_DEVICES": ""},
             limit=_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
+            start_new_session=True,  # Ctrl-C must reach only the driver, which ends its workers itself
         )
         assert self._process.stdout is not None
         try:
@@ -143,7 +143,7 @@ class Worker:
                 waiting.set_exception(WorldFailed(reason))
 
     def retire(self) -> None:
-        """A step hangs here: no new world comes, and the process is killed when the others have ended, at latest one
+        """A step hangs: the process gets no new world and is killed when its other worlds have ended, at the latest one
         time-out from now.
         """
         self.takes_worlds = False
@@ -157,7 +157,7 @@ class Worker:
         await self.kill("killed: a step of a world beside it hung")
 
     async def kill(self, reason: str) -> None:
-        """End the process; what waits for it fails."""
+        """Kill the process; pending requests fail."""
         self._fail(reason)
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -247,7 +247,7 @@ class _InLoop:
             raise
         except TimeoutError:
             raise WorldFailed(f"{where} took longer than {self._timeout_s:g} s (fault.env_timeout)") from None
-        except Exception as error:  # the world is user code: whatever it raises is its failure
+        except Exception as error:  # the world is user code: every exception is a failure of the world
             raise WorldFailed(f"{where}: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:

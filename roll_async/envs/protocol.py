@@ -34,7 +34,7 @@ class World(Protocol):
 
 
 class WorldFailed(RuntimeError):
-    """The world crashed, hung, or raised: what came of the trajectory says nothing about the policy."""
+    """The world crashed, hung, or raised: the outcome of the trajectory says nothing about the policy."""
 
 
 class GraderFailed(RuntimeError):
@@ -43,7 +43,7 @@ class GraderFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What a world answered."""
+    """The result of a step of a world."""
 
     text: str
     reward: float = 0.0
@@ -53,12 +53,12 @@ class Observation:
 
     @property
     def ended(self) -> bool:
-        """Nothing comes after it."""
+        """Whether the episode has ended."""
         return self.terminated or self.truncated
 
     @property
     def state(self) -> str:
-        """What gigpo compares."""
+        """The state that gigpo compares."""
         return str(self.info.get("state", self.text))
 
 

@@ -1,4 +1,4 @@
-"""Worlds by name, or a user's own by dotted path. A world's class says how it wants to be configured and run:
+"""Worlds by name, or a user's own by dotted path. A world's class defines how it is configured and run:
 
 class MyWorld:
     Options = MyOptions       # a dataclass; `env_config` must fit it. Without it the world takes no settings.
@@ -32,7 +32,7 @@ WORLDS = {
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a world without settings."""
+    """Options of a world without settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ def check(spec: WorldSpec) -> object:
 
 
 def build(spec: WorldSpec) -> object:
-    """A world. Raises ValueError for settings it refuses."""
+    """Build a world. Raises ValueError for settings that it refuses."""
     cls, options = load_class(spec.env_type), check(spec)
     return cls(options) if hasattr(cls, "Options") else cls()
 

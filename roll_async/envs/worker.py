@@ -28,13 +28,13 @@ class Worlds:
         self._worlds: dict[int, World] = {}
 
     def handle(self, line: str) -> None:
-        """One request to one answer."""
+        """Execute one request and return its answer."""
         request = json.loads(line)
         try:
             answer = self._do(request)
         except GraderFailed as error:
             answer = {"error": str(error), "kind": "grader"}
-        except Exception as error:  # the world is user code: whatever it raises is its failure
+        except Exception as error:  # the world is user code: every exception is a failure of the world
             answer = {"error": f"{type(error).__name__}: {error}", "kind": "world"}
         text = json.dumps({"id": request["id"], **answer}, default=str)
         with self._lock:
@@ -75,7 +75,7 @@ def main() -> None:
     print("{}", file=answers)
     for line in sys.stdin:
         threads.submit(worlds.handle, line)
-    os._exit(0)  # a world that hangs must not keep the process
+    os._exit(0)  # a world that hangs must not keep the process alive
 
 
 if __name__ == "__main__":

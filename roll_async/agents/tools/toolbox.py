@@ -113,7 +113,7 @@ class Toolbox:
                     return said[:_LONGEST_RESULT]
             except TimeoutError:
                 problem = f"no result within {self._timeout_s:g} s"
-            except Exception as error:  # the tool is user code: whatever it raises is its result
+            except Exception as error:  # the tool is user code: every exception becomes its result
                 problem = f"{type(error).__name__}: {error}"
                 logger.info("tool %s: %s", call.name, problem)
         self.num_failures += 1

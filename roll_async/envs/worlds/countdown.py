@@ -22,7 +22,7 @@ class CountdownOptions:
     num_numbers: int = 3
     largest: int = 20
     attempts: int = 1
-    """Turns; after a wrong one the world says what came out."""
+    """Turns; after a wrong answer the world reports its value."""
     format_reward: float = 0.1
     """For an expression that uses only the given numbers but misses the target; on the last attempt."""
 

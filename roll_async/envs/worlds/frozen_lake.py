@@ -20,12 +20,12 @@ class FrozenLakeOptions:
     size: int = 4
     """Rows and columns."""
     frozen_share: float = 0.8
-    """Probability that a cell is not a hole; maps without a way to the goal are thrown away."""
+    """Probability that a cell is not a hole; maps without a path to the goal are discarded."""
     is_slippery: bool = False
     format_penalty: float = 0.0
     """Added to the reward of a turn without a direction, which does not move."""
     words: Literal["full", "short"] = "full"
-    """full: instructions and sentences; short: the map alone, for models that know nothing else."""
+    """full: instructions and sentences; short: only the map, for models trained from scratch."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.size <= 32 or not 0 < self.frozen_share <= 1:

@@ -30,7 +30,7 @@ class QuestionsOptions:
     `tools_kwargs` for the tag's tools.
     """
     digits: int = 2
-    """Of the made-up numbers."""
+    """Largest number of digits of the generated numbers."""
     grade: Literal["number", "text"] = "number"
     """number: the last number written; text: the same words, without case, articles and punctuation."""
     attempts: int = 1
@@ -44,7 +44,7 @@ class QuestionsOptions:
 
 
 class Questions(TextWorld):
-    """Reward 1 for the right answer. Calls of tools do not reach it: it sees answers alone."""
+    """Reward 1 for the right answer. Tool calls are not passed to it; it gets answers only."""
 
     Options = QuestionsOptions
 

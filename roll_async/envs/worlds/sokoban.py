@@ -19,7 +19,7 @@ class SokobanOptions:
     """Rows and columns, the outer walls included."""
     num_boxes: int = 1
     wall_share: float = 0.15
-    """Of the inner cells."""
+    """Share of the inner cells that are walls."""
     num_pulls: int = 20
     """Backward moves of the generator: more of them, harder rooms."""
     step_penalty: float = 0.0
@@ -49,7 +49,7 @@ class Room:
         return inside and cell not in self.walls and cell not in self.boxes
 
     def moved(self, move: int) -> Room:
-        """After one move; the same room when it is blocked."""
+        """The room after one move; unchanged if the move is blocked."""
         rows, columns = STEPS[move]
         to = (self.player[0] + rows, self.player[1] + columns)
         if self.free(to):

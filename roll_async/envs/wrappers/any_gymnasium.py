@@ -16,9 +16,9 @@ class GymnasiumOptions:
     """`env_config` of gymnasium."""
 
     id: str
-    """Of gymnasium.make, e.g. Taxi-v3."""
+    """Argument `id` of gymnasium.make, e.g. Taxi-v3."""
     kwargs: Mapping[str, object] = field(default_factory=dict)
-    """Of gymnasium.make."""
+    """Further arguments of gymnasium.make."""
     actions: tuple[str, ...] = ()
     """Names of the actions in the order of their numbers; none: numbers."""
     instructions: str = ""
@@ -27,7 +27,7 @@ class GymnasiumOptions:
 
 
 class GymnasiumWorld(TextWorld):
-    """`gymnasium.make(id)`. In a worker process: nobody knows what it does."""
+    """`gymnasium.make(id)`. It runs in a worker process, because its code is unknown."""
 
     Options = GymnasiumOptions
     quick = False
@@ -43,7 +43,7 @@ class GymnasiumWorld(TextWorld):
         self._total = 0.0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        """As the environment does it."""
+        """Reset the wrapped environment."""
         self._total = 0.0
         observation, _ = self._env.reset(seed=seed)
         names = self._options.actions or tuple(map(str, range(self._count)))

@@ -18,7 +18,7 @@ class ReasoningGymOptions:
 
     dataset: str = "chain_sum"
     config: Mapping[str, object] = field(default_factory=dict)
-    """Of reasoning_gym.create_dataset."""
+    """Arguments of reasoning_gym.create_dataset."""
 
 
 class ReasoningGymWorld(TextWorld):
