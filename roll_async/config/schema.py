@@ -125,7 +125,7 @@ class PipelineConfig:
     tracking: TrackingConfig = section(TrackingConfig)
     """Where metrics go."""
     fault: FaultPolicy = section(FaultPolicy)
-    """How much failure a run bears."""
+    """Limits on the failures that a run tolerates."""
 
     def roles(self) -> Iterator[tuple[str, WorkerConfig]]:
         """Configured roles, in a fixed order."""
