@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from roll_async.schema import (
     Completion,
-    FinishReason,
     Outcome,
     Reward,
     Sample,
@@ -180,8 +179,3 @@ class TraceTree:
 
 def _positive(runs: list[tuple[int, int]]) -> VersionRuns:
     return merge_runs((version, count) for version, count in runs if count)
-
-
-def ended_by_itself(completion: Completion) -> bool:
-    """Neither cut at a limit nor aborted."""
-    return completion.finish_reason is FinishReason.STOP

@@ -25,7 +25,6 @@ class Entry:
     """From BUFFERED on."""
     finished_version: WeightVersion = 0
     """Version the engines held when it finished."""
-    finished_s: float = 0.0
     taken_s: float = 0.0
     """When a step took it."""
     surplus: bool = False

@@ -150,7 +150,7 @@ class MessageQueue:
         version = self._held or 0
         self._ledger.finished(group, entry.slot.prompt_index, version)
         self._audit.generated(group)
-        entry.group, entry.finished_version, entry.finished_s = group, version, self._now()
+        entry.group, entry.finished_version = group, version
         self._book.move(entry, GroupState.BUFFERED)
         self._notify()
         return True
@@ -394,7 +394,7 @@ class MessageQueue:
         slot = Slot(group_id=group.group_id, prompt_index=index, admitted_version=group.admitted_version)
         entry = self._book.admit(slot, now)
         entry.group = replace(group, admitted_s=now - (group.finished_s - group.admitted_s), finished_s=now)
-        entry.finished_version, entry.finished_s = finished_version, now
+        entry.finished_version = finished_version
         self._book.move(entry, GroupState.BUFFERED)
 
     async def checkpointed(self, step: int) -> None:
@@ -410,11 +410,9 @@ class MessageQueue:
             self._ledger.close()
 
     def stats(self) -> QueueStats:
-        """Counts of invariant 2, memory, ages."""
-        now, book, counts = self._now(), self._book, self._book.counts
+        """Counts of invariant 2, and memory."""
+        book, counts = self._book, self._book.counts
         entries = book.entries.values()
-        flying = [now - e.admitted_s for e in entries if e.state is GroupState.IN_FLIGHT]
-        waiting = [now - e.finished_s for e in entries if e.state is GroupState.BUFFERED]
         return QueueStats(
             admitted=book.admitted,
             trained=counts[GroupState.TRAINED],
@@ -430,8 +428,6 @@ class MessageQueue:
             requeued_prompts=len(self._requeued) + len(self._closed_slots),
             held_version=self._held,
             memory_bytes=sum(group_bytes(e.group) for e in entries if e.group is not None),
-            oldest_in_flight_s=max(flying, default=0.0),
-            oldest_buffered_s=max(waiting, default=0.0),
             stale_waiting=self._choice.num_stale(self._last_taken + 1),
             generated_samples=self._audit.generated_samples,
             generated_tokens=self._audit.generated_tokens,

@@ -178,10 +178,6 @@ class QueueStats:
     held_version: WeightVersion | None
     memory_bytes: int
     """Token arrays of the groups buffered or in training."""
-    oldest_in_flight_s: float
-    """Age of the oldest group in flight."""
-    oldest_buffered_s: float
-    """How long the longest-waiting finished group has waited for the trainer."""
     stale_waiting: int
     """Buffered groups older than soft_versions."""
     generated_samples: int

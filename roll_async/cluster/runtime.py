@@ -42,7 +42,6 @@ class RuntimeInfo:
 
     embedded: bool
     """True: this process started Ray; everything binds to loopback and dies with this process."""
-    num_cpus: int
 
 
 @contextmanager
@@ -66,7 +65,7 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
         if not address:
             add_folder(str(session_folder()))
         try:
-            yield RuntimeInfo(embedded=not address, num_cpus=os.cpu_count() or 1)
+            yield RuntimeInfo(embedded=not address)
         finally:
             ray.shutdown()
 

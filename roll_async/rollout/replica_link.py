@@ -39,11 +39,9 @@ class ReplicaLink:
         """Set while nothing is in flight."""
         self.drained.set()
         self.load: EngineLoad | None = None
-        """As it was told last,"""
-        self.load_told_s = float("-inf")
-        """at this loop time,"""
+        """The load that the replica reported last."""
         self.foreign_requests = 0
-        """and what ran there that is not in flight here."""
+        """Requests that ran there according to that report and are not in flight here."""
         self.quiet_looks = 0
         """How often somebody looked and found requests running since its last token."""
         self.strikes = 0
@@ -156,8 +154,8 @@ class ReplicaLink:
         return load
 
     def take_note(self, load: EngineLoad) -> None:
-        """How busy it says it is."""
-        self.load, self.load_told_s = load, asyncio.get_running_loop().time()
+        """Store the load that the replica reports."""
+        self.load = load
         self.foreign_requests = max(0, load.running + load.waiting - len(self.in_flight))
 
     async def _call(self, work: Coroutine[object, object, object]) -> None:

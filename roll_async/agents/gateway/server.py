@@ -46,11 +46,6 @@ class Endpoint:
     api_key: str
     model: str
 
-    @property
-    def root_url(self) -> str:
-        """The URL without /v1."""
-        return self.base_url.removesuffix("/v1")
-
 
 class PolicyGateway:
     """The server and the secrets of its sessions."""

@@ -84,10 +84,6 @@ class Toolbox:
         self._by_name = {_name(schema): tool for tool in tools for schema in tool.schemas}
         self.num_calls = self.num_failures = 0
 
-    def knows(self, name: str) -> bool:
-        """Whether a tool offers this function."""
-        return name in self._by_name
-
     def offered(self, row: RowTools) -> tuple[Mapping[str, object], ...]:
         """Schemas of the functions that a row may call."""
         return tuple(schema for schema in self.schemas if row.allows(_name(schema)))
