@@ -53,6 +53,13 @@ def assertions_of_check(test: str, entry_point: str) -> list[Assertion] | None:
     return found or None
 
 
+def candidate_of(test: str) -> str:
+    """`Solution().add` of a test that ends in `check(Solution().add)`; empty for any other."""
+    calls = [node.value for node in _body(test) or [] if isinstance(node, ast.Expr) and _calls_check(node)]
+    arguments = calls[0].args if len(calls) == 1 and isinstance(calls[0], ast.Call) else []
+    return ast.unparse(arguments[0]) if len(arguments) == 1 else ""
+
+
 def _body(source: str) -> list[ast.stmt] | None:
     try:
         return ast.parse(source).body

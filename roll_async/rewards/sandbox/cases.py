@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roll_async.rewards.sandbox.assertions import Assertion, assertion_of, assertions_of_check
+from roll_async.rewards.sandbox.assertions import Assertion, assertion_of, assertions_of_check, candidate_of
 from roll_async.rewards.sandbox.protocol import Kind
 
 COLUMNS = (
@@ -149,8 +149,9 @@ def _check(test: str, entry_point: str) -> Case:
     calls = any(line.startswith("check(") for line in test.splitlines())
     if not entry_point and not calls:
         raise ValueError("a test `def check(candidate)` needs entry_point in the row, or a call of check at its end")
-    if entry_point:
-        found = assertions_of_check(test, entry_point)
+    candidate = entry_point or candidate_of(test)
+    if candidate:
+        found = assertions_of_check(test, candidate)
         if found is not None:
             return Case(kind="values", assertions=found)
     return Case(kind="assert", test=test if calls else f"{test}\n\ncheck({entry_point})\n")

@@ -1,8 +1,11 @@
 """Assertions taken apart: what runs in the sandbox and what is checked outside."""
 
+import json
+
 import pytest
 
-from roll_async.rewards.sandbox.assertions import Assertion, assertion_of, assertions_of_check
+from roll_async.rewards.sandbox.assertions import Assertion, assertion_of, assertions_of_check, candidate_of
+from roll_async.rewards.sandbox.cases import parse_cases
 from roll_async.rewards.sandbox.checks import holds
 
 
@@ -53,6 +56,14 @@ def test_calls_go_in_and_literals_stay_outside(statement, calls, check):
 )
 def test_what_cannot_be_told_apart_stays_inside(statement):
     assert assertion_of(statement) is None
+
+
+@pytest.mark.parametrize("candidate", ["add", "Solution().add"])
+def test_leetcodes_functional_tests_name_their_candidate_at_the_end(candidate):
+    test = f"def check(candidate):\n    assert candidate(a = 1, b = 2) == 3\n\ncheck({candidate})"
+    (case,) = parse_cases(json.dumps({"functional": test}), {})
+    assert case.kind == "values" and [a.check for a in case.assertions] == ["v0 == 3"]
+    assert candidate_of(test) == candidate and candidate_of("check(a)\ncheck(b)") == candidate_of("x = 1") == ""
 
 
 def test_a_check_may_call_its_candidate_only():
