@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil
 
 from roll_async.schema import WeightVersion
@@ -38,6 +39,7 @@ class StalenessPolicy(str, Enum):
     TOKEN_MASK = "token_mask"  # its old tokens leave the loss
 
 
+@lru_cache(maxsize=16)
 def exact_ratio(ratio: float) -> Fraction:
     """The number the user wrote: 0.1 is 1/10 and not the binary float beside it, which would admit one group too
     many.
