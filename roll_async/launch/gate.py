@@ -220,7 +220,7 @@ def _stages_on_cpu(config: PipelineConfig) -> list[str]:
     key = "actor_infer.strategy_args.strategy_config.pipeline_parallel_size"
     return [
         f"{key}={strategy.pipeline_parallel_size}: vLLM's CPU build makes no buffers for what its stages hand on, and "
-        "fails at its first step; use tensor_parallel_size, or set device_mapping"
+        "fails at its first step; set it to 1, or set device_mapping"
     ]
 
 
