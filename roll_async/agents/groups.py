@@ -97,6 +97,8 @@ class _Running:
     sessions: set[Session] = field(default_factory=set)
     tasks: list[asyncio.Task[list[Sample] | str]] = field(default_factory=list)
     aborted: bool = False
+    cut_short: bool = False
+    """A request of it was ended from outside, by the stop of the run."""
 
 
 class AgentGroups:
@@ -108,8 +110,12 @@ class AgentGroups:
         self._counts = AgentCounts()
         self._running: dict[int, _Running] = {}
         self._worlds = asyncio.Semaphore(options.max_worlds) if options.max_worlds else None
+        # A validation has slots of its own: trajectories of the training that it has set aside keep theirs.
         self._caps = {
-            tag: asyncio.Semaphore(plan.max_concurrent) for tag, plan in parts.tags.items() if plan.max_concurrent
+            (tag, validation): asyncio.Semaphore(plan.max_concurrent)
+            for tag, plan in parts.tags.items()
+            if plan.max_concurrent
+            for validation in (False, True)
         }
 
     async def run_group(
@@ -129,6 +135,8 @@ class AgentGroups:
             await _cancel(running.tasks)
             del self._running[group_id]
         if running.aborted:
+            return GroupOutcome(fate=GroupFate.REQUEUED, reason="aborted")
+        if len(kept) < options.group_size and running.cut_short:
             return GroupOutcome(fate=GroupFate.REQUEUED, reason="aborted")
         if len(kept) < options.group_size:
             reason = f"{len(kept)} of {options.group_size} trajectories ended with trust; {problems[-1]}"
@@ -197,6 +205,7 @@ class AgentGroups:
                 return rows
             reason = f"{task.tag}, seed {task.seed}: {ending.outcome.value}: {ending.reason or 'no turn'}"
             if ending.outcome is Outcome.CANCELLED:
+                running.cut_short = True  # it says nothing about the task, which comes again
                 break
             logger.warning("trajectory %s: %s", this, reason)
         return reason
@@ -214,7 +223,7 @@ class AgentGroups:
             stack.callback(self._manager.forget_affinity, name)
             stack.callback(running.sessions.discard, session)
             stack.callback(session.end, Outcome.CANCELLED, "the trajectory is over")
-            for cap in (None if task.validation else self._worlds, self._caps.get(task.tag)):
+            for cap in (None if task.validation else self._worlds, self._caps.get((task.tag, task.validation))):
                 if cap is not None:
                     await stack.enter_async_context(cap)
             if running.aborted:
@@ -222,7 +231,7 @@ class AgentGroups:
             if plan.agent is not None:
                 return await self._run_agent(plan, task, session), session
             world = parts.worlds.open(plan.spec)
-            stack.push_async_callback(world.close)
+            stack.callback(parts.worlds.close_soon, world)
             return await Play(session, world, plan.toolbox, plan.play).run(task.seed), session
 
     async def _run_agent(self, plan: TagPlan, task: Task, session: Session) -> Ending:

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
 from roll_async.envs.registry import WorldSpec, build, runs_in_loop
@@ -22,16 +22,26 @@ from roll_async.envs.registry import WorldSpec, build, runs_in_loop
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0
+_CLOSE_S = 5.0
 _LINE_BYTES = 64 << 20
 
 
 class WorldPool:
     """Opens worlds. `close` ends every worker process."""
 
-    def __init__(self, *, max_per_worker: int = 16, step_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_per_worker: int = 16,
+        step_timeout_s: float = 600.0,
+        worker: Callable[[float], Worker] | None = None,
+    ) -> None:
+        """`worker`: makes one from the step time-out, another kind than processes."""
         self._max_per_worker, self._step_timeout_s = max_per_worker, step_timeout_s
+        self._new_worker = worker or Worker
         self._workers: list[Worker] = []
         self._numbers = itertools.count()
+        self._closing: set[asyncio.Task[None]] = set()
         self.killed = 0
         """Number of worker processes that died or were killed."""
 
@@ -47,7 +57,7 @@ class WorldPool:
         usable = [w for w in self._workers if w.takes_worlds and len(w.worlds) < self._max_per_worker]
         if usable:
             return max(usable, key=lambda w: len(w.worlds))
-        worker = Worker(self._step_timeout_s)
+        worker = self._new_worker(self._step_timeout_s)
         self._workers.append(worker)
         return worker
 
@@ -62,8 +72,25 @@ class WorldPool:
         """Number of running worker processes."""
         return sum(worker.alive for worker in self._workers)
 
+    def close_soon(self, world: LiveWorld) -> None:
+        """Close a world whose trajectory is over. Nobody waits for it, and what it raises is logged."""
+        task = asyncio.ensure_future(self._close(world))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, world: LiveWorld) -> None:
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                await world.close()
+        except Exception as error:  # the world is user code: the trajectory is over, whatever it raises
+            logger.warning("a world did not close: %s: %s", type(error).__name__, error)
+
     async def close(self) -> None:
-        """End all workers."""
+        """End all workers. Worlds that are being closed get a few seconds for it."""
+        if self._closing:
+            await asyncio.wait(set(self._closing), timeout=_CLOSE_S)
+        for task in self._closing:
+            task.cancel()
         workers, self._workers = self._workers, []
         await asyncio.gather(*(w.kill("the pool is closed") for w in workers))
 
@@ -86,16 +113,13 @@ class Worker:
     async def ask(self, **request: object) -> dict:
         """Send one request. Raises WorldFailed when the process has ended."""
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
+            self._starting = asyncio.ensure_future(self._begin())
         await asyncio.shield(self._starting)
-        assert self._process is not None and self._process.stdin is not None
         number = next(self._ids)
         answer: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            if self._process.stdin.is_closing() or not self.alive:
-                raise WorldFailed("its worker process has ended")
-            self._process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
+            self._send({"id": number, **request})
             return await answer
         finally:
             self._asked.pop(number, None)
@@ -104,6 +128,14 @@ class Worker:
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._process is not None and self._process.returncode is None
+
+    async def _begin(self) -> None:
+        """One that does not start takes no further world: the next one gets another worker."""
+        try:
+            await self._start()
+        except (OSError, WorldFailed) as error:
+            self.takes_worlds = False
+            raise WorldFailed(f"a worker process for worlds did not start: {error}") from error
 
     async def _start(self) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
@@ -122,19 +154,27 @@ class Worker:
         try:
             async with asyncio.timeout(_START_S):
                 if not await self._process.stdout.readline():
-                    raise WorldFailed("a worker process for worlds ended at its start")
+                    raise WorldFailed("it ended at its start")
         except TimeoutError:
             await self.kill("not up")
-            raise WorldFailed(f"a worker process for worlds was not up within {_START_S:g} s") from None
+            raise WorldFailed(f"it was not up within {_START_S:g} s") from None
         self._reader = asyncio.ensure_future(self._read(self._process.stdout))
+
+    def _send(self, request: dict) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        if self._process.stdin.is_closing() or not self.alive:
+            raise WorldFailed("its worker process has ended")
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         while line := await stream.readline():
-            answer = json.loads(line)
-            waiting = self._asked.get(answer.pop("id"))
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+            self._answered(json.loads(line))
         self._fail("its worker process ended")
+
+    def _answered(self, answer: dict) -> None:
+        waiting = self._asked.get(answer.pop("id"))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _fail(self, reason: str) -> None:
         self.takes_worlds = False
@@ -159,12 +199,15 @@ class Worker:
     async def kill(self, reason: str) -> None:
         """Kill the process; pending requests fail."""
         self._fail(reason)
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        await self._end_process()
         for task in (self._reader, self._ending):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
+
+    async def _end_process(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
 
 
 class _InWorker:
@@ -225,7 +268,10 @@ class _InLoop:
 
     async def reset(self, seed: int) -> Observation:
         if self._world is None:
-            self._world = build(self._spec)
+            try:
+                self._world = build(self._spec)
+            except Exception as error:  # the world is user code
+                raise WorldFailed(f"making {self._spec.env_type}: {type(error).__name__}: {error}") from error
         text, info = await self._call("reset", seed=seed)  # type: ignore[misc]
         return Observation(text=text, info=info)
 

@@ -51,3 +51,20 @@ class Slow:
     async def step(self, action):
         await asyncio.sleep(float(action))
         return "done", 1.0, True, False, {}
+
+
+class Unmade(Slow):
+    def __init__(self):
+        raise OSError("no display")
+
+
+class Clings(Slow):
+    """Raises when it is closed."""
+
+    async def close(self):
+        raise ConnectionError("its container is gone")
+
+
+class ClosesSlowly(Slow):
+    async def close(self):
+        await asyncio.sleep(600)

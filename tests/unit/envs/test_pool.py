@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_async.envs.pool import WorldPool
+from roll_async.envs.pool import Worker, WorldPool
 from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
 
@@ -110,3 +110,40 @@ def test_closing_the_pool_leaves_no_process():
         return (await world.reset(0)).info["pid"]
 
     assert gone(with_pool(work))
+
+
+def test_a_world_that_cannot_be_made_fails_its_trajectory_and_not_the_run():
+    async def work(pool):
+        with pytest.raises(WorldFailed, match="OSError: no display"):
+            await pool.open(WorldSpec(env_type="hostile_worlds.Unmade", values={})).reset(0)
+
+    with_pool(work)
+
+
+@pytest.mark.parametrize("name", ["Clings", "ClosesSlowly"])
+def test_nobody_waits_for_a_world_to_close_and_what_it_raises_harms_nobody(name, caplog):
+    async def work(pool):
+        world = pool.open(WorldSpec(env_type=f"hostile_worlds.{name}", values={}))
+        await world.reset(0)
+        started = time.monotonic()
+        pool.close_soon(world)
+        assert time.monotonic() - started < 0.5
+        await asyncio.sleep(0.3)
+
+    with_pool(work, step_timeout_s=0.2)
+    assert "did not close" in caplog.text
+
+
+def test_a_worker_that_does_not_start_takes_no_further_world():
+    class Broken(Worker):
+        async def _start(self):
+            raise OSError("too many open files")
+
+    kinds = [Broken, Worker]
+
+    async def work(pool):
+        with pytest.raises(WorldFailed, match="did not start: too many open files"):
+            await pool.open(HOSTILE).reset(0)
+        assert (await pool.open(HOSTILE).reset(1)).text == "seed 1"
+
+    with_pool(work, step_timeout_s=20, worker=lambda timeout_s: kinds.pop(0)(timeout_s))
