@@ -35,6 +35,7 @@ class _Options:
     overrides: list[str]
     seed: int | None
     kills: bool
+    agents: bool
     trace: Path | None
     steps: int
     mean_length: float | None
@@ -94,6 +95,7 @@ _POSITIVE, _NOT_NEGATIVE, _SHARE = _Number(above=0), _Number(at_least=0), _Numbe
 @click.argument("items", nargs=-1, metavar="[CONFIG [KEY=VALUE]...]")
 @click.option("--seed", type=int, help="Without CONFIG: the random world of this number.")
 @click.option("--kills", is_flag=True, help="With --seed: the process is killed and started again.")
+@click.option("--agents", is_flag=True, help="With --seed: groups are trajectories in worlds, whatever the seed says.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the spans of the run for ui.perfetto.dev.")
 @click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True, help="Training steps.")
 @click.option("--mean-length", type=_POSITIVE, help="Tokens of an answer; default: a quarter of response_length.")
@@ -129,8 +131,9 @@ def command(items: tuple[str, ...], **options: Any) -> int:
     config = items[0] if items else None
     if config is None and options["seed"] is None:
         raise click.UsageError("give a CONFIG, or --seed N")
-    if config is not None and options["kills"]:
-        raise click.UsageError("--kills goes with --seed alone")
+    for flag in ("kills", "agents"):
+        if config is not None and options[flag]:
+            raise click.UsageError(f"--{flag} goes with --seed alone")
     for override in items[1:]:
         if not OVERRIDE.match(override):
             raise click.UsageError(f"'{override}' is not KEY=VALUE")
@@ -162,7 +165,8 @@ def _simulate(options: _Options) -> int:
 def _random_world(options: _Options) -> int:
     """Replay one schedule of the property tests."""
     assert options.seed is not None
-    scenario = (random_killed_scenario if options.kills else random_scenario)(options.seed)
+    make = random_killed_scenario if options.kills else random_scenario
+    scenario = make(options.seed, agents=options.agents or None)
     outcome = simulate(scenario)
     if options.trace is not None:
         _write_trace(outcome, options.trace)

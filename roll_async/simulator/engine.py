@@ -15,11 +15,12 @@ import asyncio
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
 from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion, cut_runs, merge_runs
 from roll_async.simulator.models import EngineFaults, SpeedModel, uniform
-from roll_async.simulator.text import Texts, Turn, decode, logprobs_of
+from roll_async.simulator.text import Turn, decode, logprobs_of
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
 _ROUNDING = 1e-6
@@ -34,6 +35,12 @@ def bucket_names(version: WeightVersion, count: int) -> list[str]:
 def digest_of(version: WeightVersion, buckets: Sequence[str]) -> str:
     """Of a whole update."""
     return f"{version}:" + ",".join(buckets)
+
+
+class Samples(Protocol):
+    """What an engine would sample."""
+
+    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> Turn: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +67,7 @@ class SimEngine:
     """One replica on the virtual clock. Whose answers are how long is decided by the request's name."""
 
     def __init__(
-        self, name: str, seed: int, texts: Texts, speed: SpeedModel, *, slots: int, faults: EngineFaults
+        self, name: str, seed: int, texts: Samples, speed: SpeedModel, *, slots: int, faults: EngineFaults
     ) -> None:
         self.name = name
         self._seed, self._texts, self._speed, self._slots, self._faults = seed, texts, speed, slots, faults

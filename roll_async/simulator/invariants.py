@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from math import ceil
+from typing import TYPE_CHECKING
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
@@ -18,11 +19,15 @@ from roll_async.buffer.states import GroupState, Outcome, Slot
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import GenerateRequest, Group, Prompt, Sample, SamplingParams
+from roll_async.schema import Outcome as End
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.roles import score_of
 from roll_async.simulator.scenario import Scenario
-from roll_async.simulator.text import expected_logprobs, sampled_as
+from roll_async.simulator.text import Texts, expected_logprobs, sampled_as
+
+if TYPE_CHECKING:
+    from roll_async.simulator.agents.checks import TraceChecks
 
 _MAX_FINDINGS = 20
 _ENDED_WITHIN_S = 20.0
@@ -80,6 +85,11 @@ class Watch:
         """Groups that came again because a batch was complete without them."""
         self._orphans: dict[str, int] = {}
         """Attempt after one that died with its engine, to the tokens of the whole request then."""
+        self._traces: TraceChecks | None = None
+        if scenario.worlds is not None:
+            from roll_async.simulator.agents.groups import checks_of  # needs the gateway, which other worlds do without
+
+            self._traces = checks_of(scenario)
 
     def report(self, invariant: int, message: str) -> None:
         """One finding."""
@@ -157,6 +167,8 @@ class Watch:
             return
         self.where[group_id] = Where.FINAL
         self.outcomes[outcome] += 1
+        if outcome is Outcome.FAILED and End.CANCELLED.value in reason:
+            self.report(9, f"group {group_id} counts as failed, because it was aborted: {reason}")
         if outcome is Outcome.REQUEUED and reason in ("aborted", "surplus"):
             self._early_stopped += 1
         if outcome in (Outcome.FILTERED, Outcome.FAILED) and not self._closed:
@@ -226,18 +238,22 @@ class Watch:
         self.trained.setdefault(step, []).extend(rows)
 
     def _check_whole(self, group: Group) -> None:
-        number = self.scenario.scheduler.samples_per_group
-        whole = len(group.samples) == number
-        if not whole:
-            self.report(3, f"group {group.group_id} has {len(group.samples)} of {number} samples")
-        for sample in group.samples if self.every_token else ():
-            self._check_sample(group, sample)
+        number, there = self.scenario.scheduler.samples_per_group, len(group.trajectories)
+        if there != number:
+            self.report(3, f"group {group.group_id} has {there} of {number} samples")
+        for rows in group.trajectories if self.every_token else ():
+            self._check_tokens(group.prompt, rows, self.scenario.scheduler.sampling)
 
-    def _check_sample(self, group: Group, sample: Sample) -> None:
-        """Its tokens are the ones the engines sampled, each once, under the versions it says."""
-        self._check_tokens(group.prompt, sample, self.scenario.scheduler.sampling)
+    def _check_tokens(self, prompt: Prompt, rows: Sequence[Sample], sampling: SamplingParams) -> None:
+        """They are the ones the engines sampled, each once, under the versions they say."""
+        if self._traces is not None:
+            for number, message in self._traces.tokens(rows, sampling):
+                self.report(number, message)
+        for sample in rows if self._traces is None else ():
+            self._check_answer(prompt, sample, sampling)
 
-    def _check_tokens(self, prompt: Prompt, sample: Sample, sampling: SamplingParams) -> None:
+    def _check_answer(self, prompt: Prompt, sample: Sample, sampling: SamplingParams) -> None:
+        assert isinstance(self.scenario.texts, Texts)
         name, start = sample.sample_id, len(prompt.token_ids)
         tokens, mask = self.scenario.texts.whole(name, prompt.token_ids, sampling.max_new_tokens, sampling.stop_strings)
         if sample.response_token_ids != tokens:
@@ -252,6 +268,10 @@ class Watch:
 
     def _check_scores(self, group: Group) -> None:
         """Every score is that of its sample, and the baseline that of a greedy answer."""
+        if self._traces is not None:
+            for number, message in self._traces.rewards(group) if self.every_token else ():
+                self.report(number, message)
+            return
         seed, rewards = self.scenario.seed, self.scenario.rewards
         for sample in group.samples:
             expected = score_of(seed, rewards, group.prompt, sample.sample_id)
@@ -278,7 +298,7 @@ class Watch:
     def validated(self, step: int, answered: Sequence[tuple[Prompt, Sample]], sampling: SamplingParams) -> None:
         """Invariant 17: a validation measures the weights of its step."""
         for prompt, sample in answered if self.every_token else ():
-            self._check_tokens(prompt, sample, sampling)
+            self._check_tokens(prompt, (sample,), sampling)
             versions = sorted({v for v, _ in sample.version_runs})
             if versions != [step]:
                 self.report(17, f"the validation of step {step} measures versions {versions}")

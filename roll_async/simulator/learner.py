@@ -16,7 +16,7 @@ from roll_async.config.correction_options import CorrectionOptions
 from roll_async.schema import Group
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.scenario import Scenario
-from roll_async.simulator.text import expected_logprobs
+from roll_async.simulator.text import Texts, expected_logprobs
 from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
 from roll_async.trainer.protocol import PolicyRows, TokenRows
 
@@ -32,7 +32,7 @@ def real_learner(
     actor = ComparingActor(scenario, watch, masks)
     options = LearnerOptions(
         domains=("sim",),
-        response_length=scheduler.sampling.max_new_tokens,
+        response_length=scheduler.sampling.max_new_tokens if scenario.worlds is None else scenario.worlds.max_context,
         adv_estimator="remax" if scheduler.greedy_baseline else "grpo",
         adv_options={},
         pg_variant="ppo",
@@ -90,16 +90,16 @@ class ComparingActor:
     def _expected(self, group: Group, number: int, step: int) -> dict[str, list[float]]:
         """What a row must hold, by name of its tensor."""
         sample, sampling = group.samples[number], self._scenario.scheduler.sampling
-        prompt = group.prompt.token_ids
-        ids, sampled = self._scenario.texts.whole(
-            sample.sample_id, prompt, sampling.max_new_tokens, sampling.stop_strings
-        )
+        prompt, texts = sample.prompt_token_ids, self._scenario.texts
+        ids, sampled = sample.response_token_ids, sample.loss_mask
+        if isinstance(texts, Texts):  # rows of a trajectory were compared with what the engines told when they came
+            ids, sampled = texts.whole(sample.sample_id, prompt, sampling.max_new_tokens, sampling.stop_strings)
         zeros = [0.0] * len(prompt)
         labels = [version for version, count in sample.version_runs for _ in range(count)]
         lags = [step - 1 - version for version in labels]
         oldest = self._mask_older_than
         mask = [bool(m) and (oldest is None or lag <= oldest) for m, lag in zip(sampled, lags, strict=True)]
-        logprobs = expected_logprobs(sample.sample_id, len(prompt), sampled, sample.version_runs)
+        logprobs = expected_logprobs(sample.trajectory or sample.sample_id, len(prompt), sampled, sample.version_runs)
         advantage = self._advantage(group, number)
         return {
             "tokens": [*prompt, *ids],
@@ -112,12 +112,14 @@ class ComparingActor:
 
     def _advantage(self, group: Group, number: int) -> float:
         """By hand: the lead over the greedy answer, or over the group's mean in standard deviations."""
-        scores = [sample.reward.score for sample in group.samples if sample.reward is not None]
+        scores = [rows[0].reward.score for rows in group.trajectories if rows[0].reward is not None]
+        mine = group.samples[number].reward
+        assert mine is not None
         if group.baseline_score is not None:
-            return scores[number] - group.baseline_score
+            return mine.score - group.baseline_score
         if len(set(scores)) == 1:
             return 0.0
-        return (scores[number] - mean(scores)) / (stdev(scores) + _EPSILON)
+        return (mine.score - mean(scores)) / (stdev(scores) + _EPSILON)
 
 
 def number_of(group: Group, sample_id: str) -> int:

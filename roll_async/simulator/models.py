@@ -151,6 +151,47 @@ class ToolModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorldModel:
+    """The worlds of an agentic run, and how they are played."""
+
+    moves: int = 3
+    """A world is at its end after so many at most"""
+    fewest_moves: int = 1
+    """and so many at least."""
+    seconds: float = 1.0
+    """Of a reset and of a step: mean"""
+    sigma: float = 0.0
+    """and standard deviation of the logarithm."""
+    hang_share: float = 0.0
+    """Of worlds: one of their steps never returns."""
+    crash_share: float = 0.0
+    ungraded_share: float = 0.0
+    """Of worlds: they cannot be judged at their end."""
+    timeout_s: float = 600.0
+    """Of a step."""
+    blocking: bool = False
+    """Steps run in worker processes, and a crash takes the worlds beside it along."""
+    per_worker: int = 4
+    broken_share: float = 0.0
+    """Of worker processes: they do not start."""
+    redundancy: int = 0
+    retries: int = 2
+    max_worlds: int = 0
+    """At the same time, 0 = without limit."""
+    max_concurrent: int = 0
+    """The same, of their tag."""
+    max_turns: int = 6
+    max_context: int = 1000
+    max_seconds: float = float("inf")
+    windowed: bool = False
+    """Each turn is a text of its own (manager step)."""
+    strips: bool = False
+    """The template leaves earlier turns out: each turn begins a branch."""
+    lock_step: bool = False
+    """No world goes on before all have ended their step: what asynchronous worlds are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessModel:
     """The generating side in a process of its own (`cluster/rollout_process.py`)."""
 

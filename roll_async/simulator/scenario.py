@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import TYPE_CHECKING
 
 from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
 from roll_async.buffer.states import QueueOptions
@@ -22,10 +23,15 @@ from roll_async.simulator.models import (
     SpeedModel,
     ToolModel,
     TrainModel,
+    WorldModel,
 )
 from roll_async.simulator.text import STOP, Texts
 from roll_async.weight_sync.synchronizer import SyncOptions
 
+if TYPE_CHECKING:
+    from roll_async.simulator.agents.texts import TraceTexts
+
+_AGENTS_SHARE = 0.2
 _CALLS_AT_AN_END = 20
 """Ways, there and back."""
 
@@ -50,6 +56,8 @@ class Scenario:
     train: TrainModel = field(default_factory=TrainModel)
     tools: ToolModel | None = None
     """None = answers of one turn."""
+    worlds: WorldModel | None = None
+    """Groups of trajectories in worlds (`agents/groups.py: AgentGroups`); None = of answers to a prompt."""
     process: ProcessModel | None = None
     """The generating side is in a process of its own; None = in the driver's."""
     budget: BudgetOptions | None = None
@@ -78,8 +86,12 @@ class Scenario:
         )
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> Texts | TraceTexts:
         """What is sampled."""
+        if self.worlds is not None:
+            from roll_async.simulator.agents.texts import TraceTexts  # needs jinja2, which other worlds do without
+
+            return TraceTexts(self.seed, self.lengths, self.tools)
         return Texts(self.seed, self.lengths, self.tools)
 
     @property
@@ -145,10 +157,17 @@ def _patient(calm: Scenario) -> Scenario:
     return replace(calm, manager=replace(calm.manager, generation_timeout_s=2 * calm.queue.stall_timeout_s))
 
 
-def random_scenario(seed: int) -> Scenario:
+def random_scenario(seed: int, *, agents: bool | None = None) -> Scenario:
     """A small world with random options and faults in which every batch must come: replica 0 is healthy, and what fails
-    fails for good reasons only.
+    fails for good reasons only. `agents`: groups are trajectories in worlds; None = in a fifth of the seeds.
     """
+    chat = _random_chat(seed)
+    rng = Random(f"agents/{seed}")
+    drawn = rng.random() < _AGENTS_SHARE
+    return _with_agents(chat, rng) if (drawn if agents is None else agents) else chat
+
+
+def _random_chat(seed: int) -> Scenario:
     rng, trouble = Random(f"scenario/{seed}"), Random(f"hang/{seed}")
     queue, samples = _queue(rng), rng.randint(1, 3)
     steps = rng.randint(2, 6)
@@ -259,9 +278,39 @@ def _with_more(calm: Scenario) -> Scenario:
     )
 
 
-def random_killed_scenario(seed: int) -> Scenario:
+def _with_agents(chat: Scenario, rng: Random) -> Scenario:
+    samples = chat.scheduler.samples_per_group
+    redundancy = rng.choice((0, 0, 1))
+    worlds = WorldModel(
+        moves=rng.randint(1, 4),
+        seconds=rng.choice((0.0, 0.3, 2.0)),
+        sigma=rng.choice((0.0, 1.0)),
+        hang_share=rng.choice((0.0, 0.0, 0.1)),
+        crash_share=rng.choice((0.0, 0.0, 0.1)),
+        ungraded_share=rng.choice((0.0, 0.0, 0.1)),
+        timeout_s=rng.choice((10.0, 40.0)),
+        blocking=rng.random() < 0.4,
+        per_worker=rng.randint(1, 4),
+        broken_share=rng.choice((0.0, 0.2)),
+        redundancy=redundancy,
+        retries=rng.randint(0, 2),
+        max_worlds=rng.choice((0, rng.randint(1, 3) * (samples + redundancy))),
+        max_concurrent=rng.choice((0, 0, rng.randint(1, 6))),
+        max_turns=rng.randint(2, 6),
+        max_context=rng.choice((40, 1000, 1000)),
+        max_seconds=rng.choice((float("inf"), float("inf"), 30.0)),
+        windowed=rng.random() < 0.15,
+        strips=rng.random() < 0.15,
+    )
+    scheduler = replace(
+        chat.scheduler, greedy_baseline=False, sampling=replace(chat.scheduler.sampling, stop_strings=())
+    )
+    return replace(chat, worlds=worlds, scheduler=scheduler)
+
+
+def random_killed_scenario(seed: int, *, agents: bool | None = None) -> Scenario:
     """As `random_scenario`, and the process is killed one to three times."""
-    rng, calm = Random(f"kills/{seed}"), random_scenario(seed)
+    rng, calm = Random(f"kills/{seed}"), random_scenario(seed, agents=agents)
     kills = tuple(rng.randint(1, 400) for _ in range(rng.randint(1, 3)))
     train = replace(calm.train, fails_at_step=None, hangs_at_step=None)
     process = None if calm.process is None else replace(calm.process, dies_at_s=None)

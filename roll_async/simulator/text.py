@@ -2,8 +2,9 @@
 log-prob for which answer, at which position and with which weights it was sampled.
 
 Token id = position + kind * 2^20. Kinds: 0 a plain token (decoded as one dot), 1 to 4 the characters of the stop
-string, 5 a call of a tool. Worked example: prompt of 4 tokens, an answer of 6 with the stop string `</a>`: positions 4
-and 5 are plain, 6 to 9 are `<`, `/`, `a`, `>`.
+string, 5 a call of a tool; in trajectories also 6 a character that was rendered (its code instead of the position), 7
+the end of a turn (without position, so that it is one token). Worked example: prompt of 4 tokens, an answer of 6 with
+the stop string `</a>`: positions 4 and 5 are plain, 6 to 9 are `<`, `/`, `a`, `>`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from roll_async.simulator.models import LengthModel, ToolModel, uniform
 STOP = "</a>"
 _CALL = 5
 _KIND = 1 << 20
+RENDERED = 6 * _KIND
+END = 7 * _KIND
 _POSITION = _KIND - 1
 _SCALE = 1 << 24
 """Integers below it are exact in float32."""
@@ -57,9 +60,16 @@ def decode(token_ids: Sequence[int]) -> str:
         if kind == _CALL:
             call = json.dumps({"name": "sim", "arguments": {"at": token & _POSITION}})
             text.append(f"<tool_call>{call}</tool_call>")
+        elif token >= RENDERED:
+            text.append("$" if token == END else chr(token - RENDERED))
         else:
             text.append(STOP[kind - 1] if kind else ".")
     return "".join(text)
+
+
+def is_sampled(token: int) -> bool:
+    """By the policy, the end of a turn aside, which is also rendered."""
+    return token < RENDERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,8 @@ class Turn:
     """Its last token calls a tool."""
     stops: bool
     """Its last tokens are the stop string."""
+    marked: bool = False
+    """Its last token is `END`."""
 
     @property
     def stop_begins(self) -> int:
@@ -83,6 +95,8 @@ class Turn:
         ids = array("i", range(first, last))
         if self.calls and first < self.end <= last:
             ids[self.end - 1 - first] |= _CALL * _KIND
+        if self.marked and first < self.end <= last:
+            ids[self.end - 1 - first] = END
         if self.stops:
             for place in range(max(first, self.stop_begins), min(last, self.end)):
                 ids[place - first] |= (1 + place - self.stop_begins) * _KIND

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from roll_async.buffer.errors import LedgerError, first_cause
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger
@@ -45,15 +46,14 @@ from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.roles import (
     CheckpointStore,
     SimCheckpoint,
-    SimPrompts,
-    SimScorer,
-    SimTool,
     SimTrainer,
-    held_out,
 )
 from roll_async.simulator.scenario import Scenario
-from roll_async.simulator.text import tools_of
-from roll_async.simulator.watched import Observer, SeenManager, SeenQueue, SeenRollouter, SeenScheduler
+from roll_async.simulator.tasks import ChatTasks
+from roll_async.simulator.watched import Observer, SeenManager, SeenQueue, SeenRollouter
+
+if TYPE_CHECKING:
+    from roll_async.simulator.agents.groups import AgentTasks
 
 _MAX_ROUNDS = 40_000
 _START_TIMEOUT_S = 60.0
@@ -91,6 +91,8 @@ class Others:
 
     scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler
     host: type[EngineHost] = EngineHost
+    groups: type | None = None
+    """A sub-class of `agents/groups.py: AgentGroups`, which needs the gateway; None = itself."""
     learner: type | None = None
     """A sub-class of `trainer/learner.py: Learner`, which needs torch; None = itself, where a world wants one."""
 
@@ -126,6 +128,7 @@ class World:
         self.queue: SeenQueue | None = None
         self._looked_at: object = None
         self.process: SimProcess | None = None
+        self._tasks = self._make_tasks()
         self.on_death: Callable[[], None] = lambda: None
         """Called when the rollout process dies, before anything else of it ends."""
 
@@ -177,13 +180,14 @@ class World:
         self.manager = engines.manager
         step = self.watch.restored_step
         self.trainer = self._trainer()
+        tasks = self._tasks
         roles = RolloutRoles(
             engines=engines,
-            groups=self._scheduler,
-            prompts=SimPrompts(scenario.num_prompts),
+            groups=tasks.source,
+            prompts=tasks.prompts,
             weights=self.trainer,
             ledger=self._ledger,
-            validation=held_out(scenario.validation_prompts),
+            validation=tasks.held_out,
             restored=step,
             position=self.store.states.get(step),
         )
@@ -205,15 +209,12 @@ class World:
             learner = real_learner(scenario, self.watch, self._others.learner)
         return SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self.watch, learner=learner)
 
-    def _scheduler(self, manager: AsyncLLMServerManager) -> ChatCompletionScheduler:
-        """The source of groups, on fakes."""
-        scenario = self._scenario
-        scorer = SimScorer(scenario.seed, scenario.rewards)
-        tools = None
-        if scenario.tools is not None:
-            tools = tools_of(scenario.tools, scenario.texts, SimTool(scenario.seed, scenario.tools))
-        seen = type("Scheduler", (SeenScheduler, self._others.scheduler), {"watch": self.watch})
-        return seen(manager, scorer, scenario.scheduler, tools=tools)
+    def _make_tasks(self) -> ChatTasks | AgentTasks:
+        if self._scenario.worlds is None:
+            return ChatTasks(self._scenario, self.watch, self._others.scheduler)
+        from roll_async.simulator.agents.groups import AgentTasks  # needs the gateway, which other worlds do without
+
+        return AgentTasks(self._scenario, self.watch, self._others.groups)
 
     def _parts(self, side: RolloutSide) -> PipelineParts:
         """The objects of the generating side, or their clients when it is in a process of its own."""
@@ -310,6 +311,7 @@ class World:
     async def _close(self) -> None:
         for replica in self.replicas:
             await replica.close()
+        await self._tasks.close()
 
     def _collect(self) -> None:
         """Figures and the last checks."""
@@ -326,6 +328,8 @@ class World:
         outcome.masked_share = trainer.masked_tokens / max(1, trainer.trained_tokens)
         self._check_end()
         self._check_in_time()
+        if self._tasks.num_left and not self.died:
+            self.watch.report(20, f"{self._tasks.num_left} worlds are open at the end")
 
     def _check_end(self) -> None:
         """Invariants 6 and 9: the run ended as it should, and in time."""

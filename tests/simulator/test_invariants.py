@@ -1,4 +1,4 @@
-"""Invariants 1 to 9 of the design over random schedules of the real loops.
+"""The invariants of the design over random schedules of the real loops, a fifth of them with trajectories in worlds.
 
 A failing seed is replayed by number: roll-async simulate --seed N --trace out.json
 """

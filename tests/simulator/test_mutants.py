@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 
@@ -23,6 +24,9 @@ from roll_async.simulator.text import STOP
 from roll_async.simulator.world import Others, simulate
 from roll_async.trainer.learner import Learner
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+
+chat_scenario = partial(random_scenario, agents=False)
+"""Broken sources of trajectories are in tests/unit/simulator/test_agent_worlds.py."""
 
 
 class SlotFreeWhenTrained(MessageQueue):
@@ -441,7 +445,7 @@ KILLED_MUTANTS = {
 
 def every_reply_twice(seed):
     """Two replicas that double and delay every reply, interrupted often."""
-    base = random_scenario(seed)
+    base = chat_scenario(seed)
     return replace(
         base,
         engines=(EngineFaults(duplicate_share=1.0, delay_s=2.0),) * 2,
@@ -455,7 +459,7 @@ def every_reply_twice(seed):
 
 def long_answers_and_deaths(seed):
     """Answers of half a minute, and a replica that tells everything twice and dies in the middle of them."""
-    base = random_scenario(seed)
+    base = chat_scenario(seed)
     return replace(
         base,
         engines=(EngineFaults(), EngineFaults(duplicate_share=1.0, crash_at_s=12.0 + seed % 15)),
@@ -484,7 +488,7 @@ def one_of_two_hangs(seed):
 
 def by_value(seed):
     """The real learner, with a bound that masks tokens."""
-    base = random_scenario(seed)
+    base = chat_scenario(seed)
     queue = replace(
         base.queue, policy=StalenessPolicy.TOKEN_MASK, max_versions=max(1, base.queue.trigger_parameter_sync_step - 1)
     )
@@ -493,7 +497,7 @@ def by_value(seed):
 
 def over_sampled(seed):
     """As many groups again as a batch has, of very different lengths, and no push while they are generated."""
-    base = random_scenario(seed)
+    base = chat_scenario(seed)
     groups = base.queue.groups_per_batch
     return replace(
         base,
@@ -512,7 +516,7 @@ def over_sampled(seed):
 
 def process_dies(seed):
     """The rollout process is killed between the third and the thirtieth second."""
-    base = random_scenario(seed)
+    base = chat_scenario(seed)
     return replace(
         base,
         process=ProcessModel(way_s=0.05, dies_at_s=3.0 + seed % 28),
@@ -523,7 +527,7 @@ def process_dies(seed):
 
 def hardly_any_spread(seed):
     """Nine of ten groups are filtered, and twice the groups of a batch is all there may be."""
-    base = random_scenario(seed)
+    base = chat_scenario(seed)
     groups = base.queue.groups_per_batch
     return replace(
         base,
@@ -565,7 +569,7 @@ WORLDS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_part_is_noticed_by_the_invariant_it_breaks(name):
     classes, number = MUTANTS[name]
-    make = WORLDS.get(name, random_scenario)
+    make = WORLDS.get(name, chat_scenario)
     for seed in range(300):
         if isinstance(classes, Others):
             findings = simulate(make(seed), others=classes).findings

@@ -1,0 +1,143 @@
+"""The real `AgentGroups` over fake worlds, a fake template and a fake tool: no thread, process or socket."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from roll_async.agents.groups import AgentGroups, AgentParts, GroupFilter, GroupOptions, TagPlan
+from roll_async.agents.play import PlayOptions
+from roll_async.agents.session import SessionOptions
+from roll_async.agents.tools.toolbox import Toolbox, function
+from roll_async.envs.pool import WorldPool
+from roll_async.envs.registry import WorldSpec
+from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.schema import Prompt, Sample, SamplingParams
+from roll_async.simulator.agents.checks import TraceChecks
+from roll_async.simulator.agents.texts import SimRenderer, TraceTexts
+from roll_async.simulator.agents.worlds import HELD_OUT, Fates, WorldBook, workers
+from roll_async.simulator.invariants import Watch
+from roll_async.simulator.roles import SimTool
+
+if TYPE_CHECKING:
+    from roll_async.simulator.scenario import Scenario
+
+_TAG = "sim"
+
+
+class SimTaskStream:
+    """`rollout/protocol.py: PromptSource`: task i has row_id and seed i."""
+
+    def __init__(self, size: int | None) -> None:
+        self._size = size
+
+    def at(self, index: int) -> Prompt | None:
+        """None from the end of the data on."""
+        return None if self._size is not None and index >= self._size else task_prompt(index)
+
+
+def task_prompt(number: int) -> Prompt:
+    """As `agents/tasks.py` makes them."""
+    extra = {"seed": str(number), "validation": "1" if number >= HELD_OUT else ""}
+    return Prompt(row_id=str(number), token_ids=array("i"), domain=_TAG, ground_truth="", extra=extra)
+
+
+def held_out_tasks(count: int) -> tuple[Prompt, ...]:
+    """Tasks of a validation."""
+    return tuple(task_prompt(HELD_OUT + i) for i in range(count))
+
+
+def fates_of(scenario: Scenario) -> Fates:
+    """What the worlds of a scenario are like."""
+    assert scenario.worlds is not None
+    return Fates(scenario.seed, scenario.worlds, scenario.rewards.flat_share)
+
+
+def checks_of(scenario: Scenario) -> TraceChecks:
+    """What trajectories of a scenario must hold."""
+    assert scenario.worlds is not None and isinstance(scenario.texts, TraceTexts)
+    return TraceChecks(texts=scenario.texts, fates=fates_of(scenario), max_context=scenario.worlds.max_context)
+
+
+class AgentTasks:
+    """Tasks, worlds of one life of a run, and the real groups that play them."""
+
+    def __init__(self, scenario: Scenario, watch: Watch, groups: type[AgentGroups] | None = None) -> None:
+        model = scenario.worlds
+        assert model is not None
+        self._scenario, self._watch, self._groups, self._model = scenario, watch, groups or AgentGroups, model
+        self.prompts = SimTaskStream(scenario.num_prompts)
+        self.held_out = held_out_tasks(scenario.validation_prompts)
+        most = 0 if model.blocking else model.max_worlds  # a worker that is given up keeps its worlds to its end
+        self.book = WorldBook(fates_of(scenario), watch, max_open=most, lock_step=model.lock_step)
+        self.pool = WorldPool(
+            max_per_worker=model.per_worker,
+            step_timeout_s=model.timeout_s,
+            worker=workers(self.book, seed=scenario.seed, broken_share=model.broken_share),
+        )
+
+    def source(self, manager: AsyncLLMServerManager) -> AgentGroups:
+        """The source of groups."""
+        scenario, model = self._scenario, self._model
+        name = "BlockingSimWorld" if model.blocking else "SimWorld"
+        tools = scenario.tools
+        boxed = [] if tools is None else [BoxedTool(SimTool(scenario.seed, tools))]
+        plan = TagPlan(
+            spec=WorldSpec(env_type=f"roll_async.simulator.agents.worlds.{name}", values={"book": self.book}),
+            session=SessionOptions(
+                sampling=scenario.scheduler.sampling,
+                max_turns=model.max_turns,
+                max_context=model.max_context,
+                max_seconds=model.max_seconds,
+                windowed=model.windowed,
+            ),
+            play=PlayOptions(max_turns=model.max_turns, windowed=model.windowed),
+            toolbox=Toolbox(boxed, timeout_s=0.0 if tools is None else tools.timeout_s),
+            max_concurrent=model.max_concurrent,
+        )
+        options = GroupOptions(
+            group_size=scenario.scheduler.samples_per_group,
+            redundancy=model.redundancy,
+            max_worlds=model.max_worlds,
+            retries=model.retries,
+            filter=GroupFilter() if scenario.scheduler.filter_enabled else None,
+        )
+        parts = AgentParts(tags={_TAG: plan}, renderer=SimRenderer(strips=model.strips), worlds=self.pool)
+        seen = type("Groups", (SeenGroups, self._groups), {"watch": self._watch})
+        return seen(manager, parts, options)
+
+    @property
+    def num_left(self) -> int:
+        """Worlds that nobody has closed; a worker that is given up may keep some to its end."""
+        return 0 if self._model.blocking else self.book.num_open
+
+    async def close(self) -> None:
+        """End the workers."""
+        await self.pool.close()
+
+
+class SeenGroups(AgentGroups):
+    """Groups whose validations are watched."""
+
+    watch: Watch
+
+    async def validate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
+    ) -> list[tuple[Prompt, Sample]]:
+        answered = await super().validate(prompts, sampling, name=name)
+        self.watch.validated(int(name.partition(".")[2]), answered, sampling)
+        return answered
+
+
+class BoxedTool:
+    """`agents/tools/toolbox.py: Tool` of the simulator's tool."""
+
+    schemas = (function("sim", "A tool.", {}),)
+
+    def __init__(self, tool: SimTool) -> None:
+        self._tool = tool
+
+    async def call(self, name: str, arguments: Mapping[str, object]) -> str:
+        """The result of one call."""
+        return await self._tool(arguments)

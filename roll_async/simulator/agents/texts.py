@@ -1,0 +1,76 @@
+"""Chats on the virtual clock: a template, and what the fake engines sample for turns of trajectories.
+
+Template: the first letter of the role, what was said, `$`; then `a` for the turn that comes. One token per character;
+what was rendered is told from what was sampled by its kind (`simulator/text.py`). Worked example: `u7:0:1$a`, turn of 3
+tokens, `u7:0:2$a`: the world 0 of task 7 after its first and its second move.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+from roll_async.agents.messages import Message
+from roll_async.agents.rendering import Rendered, SampledTurn, written_out
+from roll_async.simulator.models import LengthModel, ToolModel, uniform
+from roll_async.simulator.text import END, RENDERED, Turn, decode, is_sampled
+
+END_MARK = decode((END,))
+
+
+class SimRenderer:
+    """`agents/rendering.py: Renderer`. `strips`: the template leaves earlier turns out, as some do with thoughts."""
+
+    end_ids = frozenset({END})
+
+    def __init__(self, *, strips: bool = False) -> None:
+        self._strips = strips
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
+    ) -> Rendered:
+        """Never refuses."""
+        sampled = {} if self._strips else {turn.position: turn.text for turn in turns}
+        parts, text, rest = [], [], []
+        for position, message in enumerate(messages):
+            if position in sampled:
+                parts.append("".join((*rest, "a")))
+                text += (parts[-1], sampled[position])
+                rest = [END_MARK]
+                continue
+            said = "" if self._strips and message.role == "assistant" else written_out(message)
+            rest.append(f"{message.role[0]}{said}{END_MARK}")
+        parts.append("".join((*rest, "a")))
+        return Rendered(tuple(parts), "".join((*text, parts[-1])), not (self._strips and turns))
+
+    def encode(self, text: str) -> array:
+        """One token per character."""
+        return array("i", [END if c == END_MARK else RENDERED + ord(c) for c in text])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Marks included."""
+        return decode(token_ids)
+
+
+class TraceTexts:
+    """`simulator/text.py: Texts` of trajectories: where a turn begins is what was rendered last."""
+
+    def __init__(self, seed: int, lengths: LengthModel, tools: ToolModel | None = None) -> None:
+        self._seed, self._lengths, self._tools = seed, lengths, tools
+
+    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> Turn:
+        """`name`: TRAJECTORY+N, with ~K when it was asked anew after a push. `prompt`: may end with tokens that were
+        sampled for it before.
+        """
+        name, start = name_of_turn(name), len(prompt)
+        while is_sampled(prompt[start - 1]):
+            start -= 1
+        length = self._lengths.tokens(self._seed, name.partition(".")[0], name)
+        calls = self._tools is not None and uniform(self._seed, "call", name) < self._tools.share
+        return Turn(start, start + length, calls, False, not calls)
+
+
+def name_of_turn(request: str) -> str:
+    """Without the count of its attempts."""
+    trajectory, _, number = request.partition("+")
+    return f"{trajectory}+{number.partition('~')[0]}"
