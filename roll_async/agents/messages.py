@@ -109,11 +109,17 @@ def _parsed(text: str) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def prefix_keys(messages: Sequence[Message]) -> list[bytes]:
-    """A digest of the first 1, 2, ... messages."""
-    digest, keys = hashlib.blake2b(digest_size=16), []
-    for message in messages:
-        digest.update(message.key())
-        digest.update(b"\x00")
-        keys.append(digest.copy().digest())
-    return keys
+class ChatDigest:
+    """Digests of the first 1, 2, ... messages of a chat (`keys`), and of the whole with one more."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._state, self.keys = hashlib.blake2b(digest_size=16), []
+        for message in messages:
+            self._state.update(message.key() + b"\x00")
+            self.keys.append(self._state.copy().digest())
+
+    def then(self, message: Message) -> bytes:
+        """Costs what the message costs, however long the chat is."""
+        state = self._state.copy()
+        state.update(message.key() + b"\x00")
+        return state.digest()

@@ -15,13 +15,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from roll_async.agents.messages import TurnReply, TurnRequest, parse_calls, prefix_keys
+from roll_async.agents.messages import ChatDigest, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
 
 T = TypeVar("T")
 _REMEMBERED_REPLIES = 64
+_INLINE_CHARACTERS = 8000
+"""A chat of so many takes about a millisecond; to hand it to a thread and back takes longer where both are busy."""
 
 
 class Policy(Protocol):
@@ -82,6 +84,8 @@ class _Plan:
     turns: tuple[SampledTurn, ...]
     reason: str | None
     """Reason for a branch; None where it continues a turn."""
+    digest: ChatDigest
+    """Of the request's messages."""
 
 
 class Session:
@@ -173,10 +177,9 @@ class Session:
         return TrajectoryEnded(self.ended.outcome, str(self.ended))
 
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
-        keys = await self._off_loop(lambda: prefix_keys(request.messages))
-        found = self._continued(request, keys)
+        size = sum(len(message.content) for message in request.messages)
         try:
-            plan = await self._off_loop(lambda: self._plan(request, keys, found))
+            plan = await self._off_loop(lambda: self._plan(request), size)
         except ValueError as error:
             self._num_turns -= 1
             raise BadRequest(str(error)) from error
@@ -187,8 +190,8 @@ class Session:
             tree.branches["window" if options.windowed else plan.reason] += 1
         role = request.messages[-1].role
         parent = tree.add_request(plan.parent, plan.new_ids, role=role, started_s=started_s)
-        self._beginnings.add(keys[0])
-        self._seen.add(keys[-1])
+        self._beginnings.add(plan.digest.keys[0])
+        self._seen.add(plan.digest.keys[-1])
         prompt = tree.token_ids(parent)
         room = options.max_context - len(prompt)
         if room < 1:
@@ -221,29 +224,32 @@ class Session:
             sampling = replace(sampling, temperature=temperature, top_p=top_p)
         return sampling
 
-    def _continued(self, request: TurnRequest, keys: list[bytes]) -> _Recorded | None:
+    def _continued(self, keys: list[bytes]) -> _Recorded | None:
         """The longest recorded chat that this one begins with."""
         return next((self._recorded[key] for key in reversed(keys[:-1]) if key in self._recorded), None)
 
-    def _plan(self, request: TurnRequest, keys: list[bytes], found: _Recorded | None) -> _Plan:
-        """Runs in another thread; it only reads the recorded turns."""
-        tools = repr(request.tools)
+    def _plan(self, request: TurnRequest) -> _Plan:
+        """Of a long chat in another thread; it only reads the recorded turns."""
+        digest, tools = ChatDigest(request.messages), repr(request.tools)
+        keys = digest.keys
+        found = self._continued(keys)
         if found is not None:
             rendered = self._renderer.render(request.messages, request.tools, found.turns)
             if rendered.says_turns_as_sampled and rendered.parts[:-1] == found.parts:
-                rest = self._after_turn(rendered.parts[-1], found)
-                return _Plan(found.node, self._renderer.encode(rest), rendered.parts, found.turns, None)
-            return self._branch(request, "tools" if tools != found.tools else "template")
+                ids = self._renderer.encode(self._after_turn(rendered.parts[-1], found))
+                parts = (*found.parts, rendered.parts[-1])  # one copy of a long text for all of its turns
+                return _Plan(found.node, ids, parts, found.turns, None, digest)
+            return self._branch(request, "tools" if tools != found.tools else "template", digest)
         if keys[-1] in self._seen:
-            return self._branch(request, "resampled")
-        return self._branch(request, "history" if keys[0] in self._beginnings else "new_context")
+            return self._branch(request, "resampled", digest)
+        return self._branch(request, "history" if keys[0] in self._beginnings else "new_context", digest)
 
-    def _branch(self, request: TurnRequest, reason: str) -> _Plan:
+    def _branch(self, request: TurnRequest, reason: str, digest: ChatDigest) -> _Plan:
         rendered = self._renderer.render(request.messages, request.tools, ())
         ids = self._renderer.encode(rendered.text)
         parent, covered = self.tree.deepest_prefix(ids)
         first = not self.tree.nodes
-        return _Plan(parent, ids[covered:], (rendered.text,), (), None if first else reason)
+        return _Plan(parent, ids[covered:], (rendered.text,), (), None if first else reason, digest)
 
     def _after_turn(self, rest: str, found: _Recorded) -> str:
         """The text after the turn; an end-of-turn token that was sampled is not repeated."""
@@ -257,7 +263,7 @@ class Session:
     ) -> TurnReply:
         ids = completion.token_ids
         ended = len(ids) > 0 and ids[-1] in self._renderer.end_ids
-        text = await self._off_loop(lambda: self._renderer.decode(ids[:-1] if ended else ids))
+        text = await self._off_loop(lambda: self._renderer.decode(ids[:-1] if ended else ids), len(ids))
         content, calls, problems = parse_calls(text)
         number = f"{self.name}+{node}"
         calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(calls))
@@ -274,11 +280,12 @@ class Session:
             problems=problems,
         )
         turn = SampledTurn(len(request.messages), text)
-        key = (await self._off_loop(lambda: prefix_keys((*request.messages, reply.message))))[-1]
-        self._recorded[key] = _Recorded(node, plan.parts, (*plan.turns, turn), repr(request.tools), ended)
+        self._recorded[plan.digest.then(reply.message)] = _Recorded(
+            node, plan.parts, (*plan.turns, turn), repr(request.tools), ended
+        )
         return reply
 
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        if self._executor is None:
+    async def _off_loop(self, work: Callable[[], T], size: int) -> T:
+        if self._executor is None or size <= _INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

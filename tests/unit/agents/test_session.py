@@ -1,6 +1,7 @@
 """What is trained is what was sampled, however the agent repeats its history."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -242,3 +243,23 @@ def test_calls_are_read_as_json_and_nothing_else(text, names, problems):
     content, calls, wrong = parse_calls(text)
     assert [call.name for call in calls] == names and len(wrong) == problems
     assert "<tool_call>" not in content or problems
+
+
+def test_long_chats_are_rendered_in_the_thread_and_short_ones_in_the_loop(sessions, request_of, exact):
+    class Counting(ThreadPoolExecutor):
+        num_jobs = 0
+
+        def submit(self, *args, **kwargs):
+            self.num_jobs += 1
+            return super().submit(*args, **kwargs)
+
+    async def work(text):
+        with Counting(1) as executor:
+            session, policy, _ = sessions(["ab", "the"], executor=executor, max_context=100_000)
+            reply = await session.turn(request_of(("user", text)))
+            await session.turn(request_of(("user", text), ("assistant", reply.content), ("user", "go on")))
+            assert len(exact(session, policy)) == 1 and not session.tree.branches
+            return executor.num_jobs
+
+    assert asyncio.run(work("short")) == 0
+    assert asyncio.run(work("long " * 2000)) == 2
