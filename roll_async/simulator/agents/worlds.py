@@ -114,10 +114,13 @@ class WorldBook:
         world = WorldId(task, self._numbers[task])
         self._numbers[task] += 1
         self._open[world] = False
+        return world
+
+    def count(self) -> None:
+        """Not more are open than may be."""
         training = sum(w.task < HELD_OUT for w in self._open) if self._max_open else 0
         if training > self._max_open:
             self._reports.report(20, f"{training} worlds at the same time, {self._max_open} are allowed")
-        return world
 
     def end(self, world: WorldId) -> None:
         """It is closed, or gone."""
@@ -164,6 +167,8 @@ class SimWorld:
         """Its first words."""
         assert seed is not None
         self._world = self._book.begin(seed)
+        await asyncio.sleep(0)  # worlds that ended in this turn of the loop are closed in the next one
+        self._book.count()
         await self._pass(self._world, -1)
         return self._world.text(0), {}
 
