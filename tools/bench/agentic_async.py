@@ -1,0 +1,217 @@
+"""Environments with long tails: lock-step against asynchronous against redundancy, on the virtual clock.
+
+    python tools/bench/agentic_async.py [--environments 16 128 1024] [--steps 24] [--seed 1] [--markdown]
+
+A trajectory is 5 turns of about 1 s of generation, and 6 calls of its world (the reset too) of 10 s on average,
+log-normal with sigma 1: one call in a hundred takes a minute. As many trajectories run at once as there are
+environments; a group is 8 of them, or 6 kept of 8 with redundancy. A training step takes 20 s. The real rollouter,
+server manager, queue and `AgentGroups` run; engines have four times the slots that are needed on average, pushes cost
+nothing.
+
+The bound of a setting is what an ideal scheduler of that setting reaches, computed from the same distributions by
+drawing them 1,000,000 times, without the loops:
+
+    lock-step     every turn takes as long as the slowest of all environments; then the step is trained
+    synchronous   every step takes as long as its slowest trajectory; then it is trained
+    asynchronous  environments / mean seconds of a trajectory
+    redundancy    the same of trajectories that are cut off when enough of their group have ended
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from roll_async.buffer.states import QueueOptions
+from roll_async.pipelines.protocol import RunPlan
+from roll_async.rollout.chat_scheduler import SchedulerOptions
+from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.schema import SamplingParams
+from roll_async.simulator.figures import figures_of
+from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, TrainModel, WorldModel
+from roll_async.simulator.scenario import Scenario
+from roll_async.simulator.world import simulate
+from roll_async.weight_sync.synchronizer import SyncOptions
+
+BUDGET = 0.9
+MOVES, GROUP, CALL_S, SIGMA, TRAIN_S = 5, 8, 10.0, 1.0, 20.0
+TOKEN_S, TOKENS, TOKENS_SIGMA, MOST_TOKENS = 0.02, 50.0, 0.6, 400
+SLOTS_PER_ENGINE, ENVIRONMENTS_PER_ENGINE = 24, 64
+DRAWS = 1_000_000
+TRAJECTORIES_AT_MOST = 12_000
+"""Of one cell: larger worlds are shown fewer steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to run the environments."""
+
+    name: str
+    ratio: float
+    lock_step: bool = False
+    redundancy: int = 0
+
+
+SETTINGS = (
+    Setting(name="lock-step", ratio=0.0, lock_step=True),
+    Setting(name="synchronous", ratio=0.0),
+    Setting(name="synchronous, 6 of 8", ratio=0.0, redundancy=2),
+    Setting(name="asynchronous, ratio 1", ratio=1.0),
+    Setting(name="asynchronous, ratio 3", ratio=3.0),
+    Setting(name="asynchronous, ratio 3, 6 of 8", ratio=3.0, redundancy=2),
+)
+
+
+def scenario_of(setting: Setting, environments: int, steps: int, seed: int) -> Scenario:
+    """A batch is what runs at once in a synchronous run."""
+    groups, kept = environments // GROUP, GROUP - setting.redundancy
+    engines = -(-environments // ENVIRONMENTS_PER_ENGINE)
+    return Scenario(
+        seed=seed,
+        queue=QueueOptions(
+            groups_per_batch=groups, async_generation_ratio=setting.ratio, trigger_parameter_sync_step=1
+        ),
+        scheduler=SchedulerOptions(samples_per_group=kept, sampling=SamplingParams(max_new_tokens=MOST_TOKENS)),
+        manager=ManagerOptions(max_concurrent_per_server=SLOTS_PER_ENGINE),
+        sync=SyncOptions(transport="shm", interrupt_mode="keep", interrupt_timeout_s=600.0),
+        plan=RunPlan(
+            first_step=1,
+            max_steps=steps,
+            sync_every=1,
+            save_every=0,
+            eval_every=0,
+            groups_per_batch=groups,
+            samples_per_group=kept,
+            groups_per_part=groups,
+        ),
+        engines=(EngineFaults(),) * engines,
+        lengths=LengthModel(mean_tokens=TOKENS, sigma=TOKENS_SIGMA, max_tokens=MOST_TOKENS),
+        speed=SpeedModel(token_s=TOKEN_S),
+        train=TrainModel(step_s=TRAIN_S),
+        worlds=WorldModel(
+            moves=MOVES,
+            fewest_moves=MOVES,
+            seconds=CALL_S,
+            sigma=SIGMA,
+            timeout_s=1e6,
+            redundancy=setting.redundancy,
+            max_worlds=environments,
+            max_turns=MOVES + 1,
+            max_context=10**6,
+            lock_step=setting.lock_step,
+        ),
+    )
+
+
+class Draws:
+    """The distributions of the worlds, without the loops."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def call_s(self) -> float:
+        return CALL_S * exp(self._rng.gauss(-(SIGMA**2) / 2, SIGMA))
+
+    def generation_s(self) -> float:
+        tokens = TOKENS * exp(self._rng.gauss(-(TOKENS_SIGMA**2) / 2, TOKENS_SIGMA))
+        return TOKEN_S * min(MOST_TOKENS, max(1, round(tokens)))
+
+    def turn_s(self) -> float:
+        return self.generation_s() + self.call_s()
+
+    def trajectory_s(self) -> float:
+        return self.call_s() + sum(self.turn_s() for _ in range(MOVES))
+
+    def mean(self, what: Callable[[], float], draws_each: int) -> float:
+        return statistics.fmean(what() for _ in range(max(20, DRAWS // draws_each)))
+
+
+def bound_per_minute(setting: Setting, environments: int, seed: int) -> float:
+    """Trained trajectories a minute at best."""
+    draws, kept = Draws(seed), GROUP - setting.redundancy
+    groups = environments // GROUP
+
+    def group() -> list[float]:
+        return sorted(draws.trajectory_s() for _ in range(GROUP))
+
+    def lock_step() -> float:
+        first = max(draws.call_s() + draws.turn_s() for _ in range(environments))
+        return first + sum(max(draws.turn_s() for _ in range(environments)) for _ in range(MOVES - 1))
+
+    def cut_off() -> float:
+        ends = group()
+        return sum(min(end, ends[kept - 1]) for end in ends)
+
+    per_trajectory = 2 * MOVES + 1
+    if setting.ratio:
+        busy_s = draws.mean(cut_off, GROUP * per_trajectory)
+        step_s = max(TRAIN_S, groups * busy_s / environments)
+    elif setting.lock_step:
+        step_s = TRAIN_S + draws.mean(lock_step, environments * per_trajectory)
+    else:
+        slowest = draws.mean(lambda: max(group()[kept - 1] for _ in range(groups)), environments * per_trajectory)
+        step_s = TRAIN_S + slowest
+    return 60 * groups * kept / step_s
+
+
+def cell(setting: Setting, environments: int, steps: int, seed: int) -> dict[str, object]:
+    count = max(6, min(steps, TRAJECTORIES_AT_MOST // environments))
+    outcome = simulate(scenario_of(setting, environments, count, seed), check=False)
+    if outcome.findings:
+        raise SystemExit(f"the simulation broke an invariant: {outcome.findings[0]}")
+    figures = figures_of(outcome)
+    kept = environments // GROUP * (GROUP - setting.redundancy)
+    found, bound = 60 * kept / figures.step_s, bound_per_minute(setting, environments, seed)
+    line: dict[str, object] = {
+        "name": f"agentic_{environments}_{setting.name}",
+        "value": round(found, 2),
+        "unit": "trained trajectories/min",
+        "bound": round(bound, 2),
+        "ratio": round(found / bound, 3),
+        "staleness_mean": round(figures.staleness_mean, 2),
+        "staleness_max": figures.staleness_max,
+        "steps": count,
+    }
+    if setting.ratio > 1:
+        line |= {"budget": BUDGET, "ok": found >= BUDGET * bound}
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environments", type=int, nargs="+", default=[16, 128, 1024])
+    parser.add_argument("--settings", type=int, nargs="+", choices=range(len(SETTINGS)), default=range(len(SETTINGS)))
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--markdown", action="store_true")
+    args = parser.parse_args()
+    logging.getLogger("roll_async").setLevel(logging.CRITICAL)  # that a batch takes minutes is no news here
+    for environments in args.environments:
+        first = 0.0
+        if args.markdown:
+            print(f"\n{environments} environments\n")
+            print("| setting | trajectories/min | times the first | bound | of it |")
+            print("|---|---|---|---|---|", flush=True)
+        for setting in (SETTINGS[i] for i in args.settings):
+            line = cell(setting, environments, args.steps, args.seed)
+            found = float(str(line["value"]))
+            first = first or found
+            if args.markdown:
+                share = f"{line['ratio']:.0%}"
+                print(f"| {setting.name} | {found} | {found / first:.1f} | {line['bound']} | {share} |", flush=True)
+            else:
+                print(json.dumps({**line, "speedup": round(found / first, 2)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
