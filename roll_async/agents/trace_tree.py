@@ -63,7 +63,7 @@ class TraceTree:
     def deepest_prefix(self, ids: array) -> tuple[int | None, int]:
         """(the deepest node whose tokens from the root are an exact prefix, how many they are)."""
         best: tuple[int | None, int] = (None, 0)
-        open_ends = [best]
+        open_ends: list[tuple[int | None, int]] = [best]
         while open_ends:
             parent, position = open_ends.pop()
             for child in self._children(parent):

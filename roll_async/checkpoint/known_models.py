@@ -5,7 +5,7 @@ before anything is downloaded. A local folder's own config.json comes first.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roll_async.checkpoint.hf_config import HfConfig
@@ -13,17 +13,9 @@ from roll_async.checkpoint.hf_config import HfConfig
 _SUFFIXES = ("-Instruct-2507", "-Thinking-2507", "-Instruct", "-Base", "-Thinking", "-Chat")
 
 
-def _dense(
-    architecture: str,
-    hidden: int,
-    layers: int,
-    heads: int,
-    groups: int,
-    ffn: int,
-    vocabulary: int,
-    tied: bool,
-    **more: int,
-) -> dict[str, object]:
+def _dense(architecture: str, sizes: Sequence[int], vocabulary: int, tied: bool, **more: int) -> dict[str, object]:
+    """`sizes`: hidden, layers, heads, key-value heads, ffn."""
+    hidden, layers, heads, groups, ffn = sizes
     return {
         "architectures": [architecture], "hidden_size": hidden, "num_hidden_layers": layers, "hidden_act": "silu",
         "num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": ffn,
@@ -33,16 +25,16 @@ def _dense(
 
 
 def _qwen2(*sizes: int, vocabulary: int = 152064, tied: bool = False) -> dict[str, object]:
-    return _dense("Qwen2ForCausalLM", *sizes, vocabulary, tied)
+    return _dense("Qwen2ForCausalLM", sizes, vocabulary, tied)
 
 
 def _qwen3(*sizes: int, tied: bool = False) -> dict[str, object]:
-    return _dense("Qwen3ForCausalLM", *sizes, 151936, tied, head_dim=128)
+    return _dense("Qwen3ForCausalLM", sizes, 151936, tied, head_dim=128)
 
 
 def _qwen3_moe(*sizes: int, expert: int) -> dict[str, object]:
     fields = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "decoder_sparse_step": 1}
-    model = _dense("Qwen3MoeForCausalLM", *sizes, 151936, False, head_dim=128)
+    model = _dense("Qwen3MoeForCausalLM", sizes, 151936, False, head_dim=128)
     return {**model, **fields, "norm_topk_prob": True}
 
 
@@ -63,10 +55,10 @@ _MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen3-32B": _qwen3(5120, 64, 64, 8, 25600),
     "Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 4, 6144, expert=768),
     "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 4, 12288, expert=1536),
-    "Llama-3.1-8B": _dense("LlamaForCausalLM", 4096, 32, 32, 8, 14336, 128256, False),
-    "Llama-3.1-70B": _dense("LlamaForCausalLM", 8192, 80, 64, 8, 28672, 128256, False),
-    "Llama-3.2-1B": _dense("LlamaForCausalLM", 2048, 16, 32, 8, 8192, 128256, True),
-    "Llama-3.2-3B": _dense("LlamaForCausalLM", 3072, 28, 24, 8, 8192, 128256, True),
+    "Llama-3.1-8B": _dense("LlamaForCausalLM", (4096, 32, 32, 8, 14336), 128256, False),
+    "Llama-3.1-70B": _dense("LlamaForCausalLM", (8192, 80, 64, 8, 28672), 128256, False),
+    "Llama-3.2-1B": _dense("LlamaForCausalLM", (2048, 16, 32, 8, 8192), 128256, True),
+    "Llama-3.2-3B": _dense("LlamaForCausalLM", (3072, 28, 24, 8, 8192), 128256, True),
 }
 
 

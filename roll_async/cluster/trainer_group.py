@@ -34,7 +34,7 @@ from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import log_lines, open_role_log
 from roll_async.cluster.runtime import LOOPBACK
-from roll_async.config.schema import RLVRConfig, VllmConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, VllmConfig, WorkerConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, Share
@@ -64,7 +64,7 @@ class TrainingRole:
     """Where weight_sync.transport filesystem puts its files."""
 
     @classmethod
-    def of(cls, config: RLVRConfig, name: str, worker: WorkerConfig) -> TrainingRole:
+    def of(cls, config: PipelineConfig, name: str, worker: WorkerConfig) -> TrainingRole:
         """One training role, as the config has it."""
         engine = EngineSettings.of(config, replica=0, restart=0)  # the same for all of them
         # Only vLLM's workers receive their own parts; the other engines take whole tensors and split them themselves.

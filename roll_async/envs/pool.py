@@ -298,8 +298,9 @@ class _InLoop:
 
     async def close(self) -> None:
         world, self._world = self._world, None
-        if world is not None and hasattr(world, "close"):
-            found = world.close()
+        close = getattr(world, "close", None)
+        if close is not None:
+            found = close()
             if inspect.isawaitable(found):
                 await found
 

@@ -204,7 +204,7 @@ class VllmEngine:
         rows = None if output is None else output.prompt_logprobs
         if not rows:
             raise RuntimeError("the replica was paused before it had scored")
-        return array("f", [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)])
+        return array("f", [(row or {})[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)])
 
     async def _admitted(self, ticket: _Ticket) -> bool:
         """Wait while the engine is paused; False when the request is aborted meanwhile."""

@@ -35,7 +35,7 @@ def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None 
     transport, C203 parallel sizes against the model.
     """
     loaded = load_with_warnings(path, overrides, pipeline)
-    found = [Diagnostic(id=id, key=key, message=text, **_place(loaded, key)) for id, key, text in refusals(loaded)]
+    found = [_at(loaded, *refusal) for refusal in refusals(loaded)]
     if found:
         raise ConfigError((*loaded.warnings, *found))
     return loaded
@@ -54,7 +54,7 @@ def demand_inputs(loaded: Loaded) -> None:
         except ValueError as error:
             found.append(_keyed(str(error)))
     if found:
-        errors = (Diagnostic(id="C204", key=key, message=text, **_place(loaded, key)) for key, text in found)
+        errors = (_at(loaded, "C204", key, text) for key, text in found)
         raise ConfigError((*loaded.warnings, *errors))
 
 
@@ -86,9 +86,10 @@ def _keyed(problem: str) -> tuple[str, str]:
     return (match[1], problem[match.end() :]) if match else ("(file)", problem)
 
 
-def _place(loaded: Loaded, key: str) -> dict[str, str | int]:
+def _at(loaded: Loaded, id: str, key: str, message: str) -> Diagnostic:
+    """With the place of its key."""
     node = nearest(loaded.root, key.split("."))
-    return {"file": node.file, "line": node.line}
+    return Diagnostic(id=id, key=key, message=message, file=node.file, line=node.line)
 
 
 def _devices(config: PipelineConfig) -> Iterator[str]:

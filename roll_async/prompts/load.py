@@ -167,9 +167,10 @@ class _Answers:
 
     def __init__(self, tokenizer_folder: str) -> None:
         self._tokenizer = load_tokenizer(tokenizer_folder)
-        self._end = self._tokenizer.eos_token_id
-        if not isinstance(self._end, int):
+        end = self._tokenizer.eos_token_id
+        if not isinstance(end, int):
             raise ValueError(f"{tokenizer_folder}: supervised rows need a tokenizer with an end-of-sequence token")
+        self._end = end
 
     def ids(self, text: str) -> array:
         """With the end-of-sequence token."""

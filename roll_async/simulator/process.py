@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
@@ -32,7 +32,7 @@ class SimProcess:
         self._side, self._seed, self._model = side, seed, model
         self._calls = 0
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._inside: set[asyncio.Future[object]] = set()
+        self._inside: set[asyncio.Future[Any]] = set()
         self.returned = asyncio.Event()
         self.take_counters()
 

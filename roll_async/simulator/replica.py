@@ -37,7 +37,7 @@ class SimReplica:
         self.capabilities: EngineCapabilities = engine.capabilities
         self._seed, self._faults, self._swap_s = seed, faults, swap_s
         self._submitted = submitted
-        self._host = EngineHost(engine) if host is None else host
+        self._host = EngineHost(engine) if host is None else host  # pyright: ignore[reportArgumentType]  # never sleeps
         self._reader: asyncio.Task[None] | None = None
         self._completions: list[Completion] = []
         self._failures: list[tuple[str, str]] = []

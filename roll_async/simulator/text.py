@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from zlib import crc32
 
-from roll_async.rollout.tools import ToolCompletionCallback
+from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import VersionRuns, WeightVersion
 from roll_async.simulator.models import LengthModel, ToolModel, uniform
 
@@ -175,7 +175,7 @@ class Codec:
         return range(place + 1, place + 1 + self._texts.answer_tokens(place))
 
 
-def tools_of(model: ToolModel | None, texts: Texts, tool: object) -> ToolCompletionCallback | None:
+def tools_of(model: ToolModel | None, texts: Texts, tool: Tool) -> ToolCompletionCallback | None:
     """The real callback over a fake tool; None in a world without tools."""
     if model is None:
         return None
@@ -183,5 +183,5 @@ def tools_of(model: ToolModel | None, texts: Texts, tool: object) -> ToolComplet
         {"sim": tool},
         Codec(texts),
         max_turns=model.max_turns,
-        timeout_s=model.timeout_s,  # type: ignore[dict-item]
+        timeout_s=model.timeout_s,
     )

@@ -175,7 +175,7 @@ class World:
         options = EngineOptions(
             manager=self._manager_options(), max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
         )
-        engines = connect(replicas, self._restart, options, classes)
+        engines = connect(replicas, self._restart, options, classes)  # pyright: ignore[reportArgumentType]  # never scores
         await engines.start(stack)
         self.manager = engines.manager
         step = self.watch.restored_step
@@ -185,7 +185,7 @@ class World:
             engines=engines,
             groups=tasks.source,
             prompts=tasks.prompts,
-            weights=self.trainer,
+            weights=self.trainer,  # pyright: ignore[reportArgumentType]  # never scores
             ledger=self._ledger,
             validation=tasks.held_out,
             restored=step,
@@ -262,7 +262,7 @@ class World:
             faults,
             swap_s=scenario.train.swap_s,
             submitted=self.watch.submitted,
-            host=self._others.host(engine),
+            host=self._others.host(engine),  # pyright: ignore[reportArgumentType]  # never sleeps
         )
         self.replicas.append(replica)
         return replica

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
 from roll_async.agents.session import BadRequest
 
 Json = Mapping[str, object]
+N = TypeVar("N", int, float)
 
 
 def read(body: Json) -> TurnRequest:
@@ -89,7 +91,7 @@ def items(body: Json, name: str) -> Sequence[dict]:
     return found
 
 
-def number(body: Json, name: str, kind: type) -> int | float | None:  # type: ignore[valid-type]
+def number(body: Json, name: str, kind: type[N]) -> N | None:
     """A number, None when absent."""
     value = body.get(name)
     if value is None:

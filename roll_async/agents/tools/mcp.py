@@ -37,7 +37,7 @@ class McpTools:
 
     async def open(self) -> None:
         """Connect and list the tools."""
-        from mcp import ClientSession, StdioServerParameters
+        from mcp import ClientSession, StdioServerParameters  # pyright: ignore[reportAttributeAccessIssue]
         from mcp.client.stdio import stdio_client
 
         if self._options.command:

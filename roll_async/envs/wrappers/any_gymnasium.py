@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import gymnasium
 
@@ -34,9 +35,10 @@ class GymnasiumWorld(TextWorld):
 
     def __init__(self, options: GymnasiumOptions) -> None:
         self._options = options
-        self._env = gymnasium.make(options.id, **options.kwargs)
+        arguments: dict[str, Any] = dict(options.kwargs)
+        self._env = gymnasium.make(options.id, **arguments)
         if "ansi" in self._env.metadata.get("render_modes", ()) and "render_mode" not in options.kwargs:
-            self._env = gymnasium.make(options.id, render_mode="ansi", **options.kwargs)
+            self._env = gymnasium.make(options.id, render_mode="ansi", **arguments)
         if not isinstance(self._env.action_space, gymnasium.spaces.Discrete):
             raise ValueError(f"{options.id} has no discrete actions")
         self._start, self._count = int(self._env.action_space.start), int(self._env.action_space.n)

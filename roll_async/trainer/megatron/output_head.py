@@ -9,6 +9,7 @@ N positions asked for, V this rank's part of the vocabulary.
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,8 @@ def logprobs_of_hidden(
     picked, words = hidden.flatten(0, 1)[asked], targets.flatten()[asked]
     each = weight.shape[0] * weight.element_size()
     size = max(1, (budget or LOGITS_BYTES.get(hidden.device.type, LOGITS_BYTES["cuda"])) // each)
-    piece = partial(_piece, weight, settings, head.tp_group, with_entropy, with_squares)
+    group = cast("dist.ProcessGroup", head.tp_group)
+    piece = partial(_piece, weight, settings, group, with_entropy, with_squares)
     found: list[tuple[Tensor, ...]] = []
     for start in range(0, len(picked), size):
         part = picked[start : start + size], words[start : start + size]
