@@ -174,7 +174,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("results that wait are not held", "inference/engine_host.py",
      "held=frozenset((*self._tasks, *ended))", "held=frozenset(self._tasks)"),
     ("an abort does not wait for the engine", "inference/engine_host.py",
-     "while left:  # one may", "while False:  # one may"),
+     "while left:  # a request may", "while False:  # a request may"),
     # The wiring
     ("the queue does not hear of weights", "pipelines/wire.py",
      "weights_held=queue.weights_held,", "weights_held=lambda version: None,"),

@@ -146,7 +146,7 @@ class World:
                 self._looked_at = change
             self.watch.dispatch(self.manager, now)
             self.watch.progressing(now)
-        if self.watch.findings:
+        if self.watch.findings and not self.outcome.end:  # what is found at the end does not hide how it ended
             raise _Found
 
     async def run(self) -> None:

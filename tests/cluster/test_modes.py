@@ -71,7 +71,7 @@ def train(demo_assets, output):
         return load("configs/rlvr_config_async_cpu.yaml", (*places, *SMALL, *overrides), "rlvr")
 
     def go(name, *overrides, **classes):
-        return sweep.run(config(name, *overrides), RunClasses(trainer=Watching, **classes), timeout_s=150)
+        return sweep.run(config(name, *overrides), RunClasses(trainer=Watching, **classes), timeout_s=300)
 
     with (
         ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}) as runtime,
