@@ -126,6 +126,8 @@ class RLVRPipeline:
         finally:
             running.cancel()
             await asyncio.wait({running})
+            if not running.cancelled():
+                running.exception()  # the trainer may have failed by the same cause: told once, not by the collector
         running.result()
 
     async def _rescue(self) -> None:
