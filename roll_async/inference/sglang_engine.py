@@ -278,8 +278,7 @@ class SglangEngine:
         run = self._running.get(request_id)
         if run is None or not run.output or run.output["meta_info"]["finish_reason"] is not None:
             return None
-        # The list of tokens is SGLang's own and may be ahead of the message: with its last one, which nobody may know
-        # before the end.
+        # SGLang's own list of tokens may be ahead of the message, by the one that ends the request.
         end = min(run.output["meta_info"]["completion_tokens"], run.budget - 1) - run.held_back
         if end <= start:
             return None

@@ -1,6 +1,6 @@
 """Whether the demo learns alike with one engine replica and with four.
 
-    python tools/bench/replica_curves.py [--replicas 1 4] [--seeds 3] [--steps 40] [--output output/replica_curves]
+    python tools/bench/replica_curves.py [--replicas 1 4] [--seeds 3] [--first-seed 0] [--steps 40] [--output output/replica_curves]
 
 Engines of one run sample with seeds of their own; with the same seed the answers of a group repeat each other, its
 scores have no spread, and the curve of several replicas lies below that of one. Reward is exact match at temperature 1,
@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs=2, default=[1, 4])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", default="output/replica_curves")
     args = parser.parse_args()
@@ -70,7 +71,7 @@ def curves(replicas: int, args: argparse.Namespace) -> list[float]:
         ray_runtime(num_processes=3 + replicas, env={"HF_HUB_OFFLINE": "1"}) as runtime,
         Sweep(config(0), runtime) as sweep,
     ):
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             metrics = sweep.run(config(seed))
             curve = [m["reward/mean"] for m in metrics]
             part = max(1, len(curve) // 5)
