@@ -1,6 +1,6 @@
 """Whether the demo learns alike with one engine replica and with four.
 
-    python tools/bench/replica_curves.py [--replicas 1 4] [--seeds 3] [--first-seed 0] [--steps 40] [--output output/replica_curves]
+    python tools/bench/replica_curves.py [--replicas 1 4] [--seeds 3] [--first-seed 0] [--steps 40]
 
 Engines of one run sample with seeds of their own; with the same seed the answers of a group repeat each other, its
 scores have no spread, and the curve of several replicas lies below that of one. Reward is exact match at temperature 1,
