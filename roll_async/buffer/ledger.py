@@ -300,20 +300,34 @@ class SqliteLedger:
         return self._read()
 
     def _take_position(self, step: int, state: Mapping[str, object]) -> None:
-        """Take the accounting of a checkpoint where the ledger has none: its done positions are done; other groups that
-        the ledger holds as finished, filtered or failed stay.
+        """Take the accounting of a checkpoint where the ledger has no record of its step. The checkpoint decides which
+        positions are done; of those the ledger keeps what it knows (an earlier step that trained them, a verdict), and
+        `step` has trained the rest.
         """
         next_index, still_open = state["next_index"], state["open"]
         assert isinstance(next_index, int) and isinstance(still_open, list)
         done = sorted(set(range(next_index)) - set(still_open))
         logger.warning("ledger %s does not know step %d: the checkpoint's position is taken", self._path, step)
-        self._db.execute("DELETE FROM groups WHERE state = 'trained'")
-        self._db.executemany("DELETE FROM groups WHERE prompt_index = ?", [(index,) for index in done])
-        self._db.executemany(
-            "INSERT INTO groups (prompt_index, group_id, state, consumed_step, after_step, reason)"
-            " VALUES (?, -1, 'trained', ?, ?, 'from the checkpoint')",
-            [(index, step, step) for index in done],
+        self._db.execute("CREATE TEMP TABLE done (prompt_index INTEGER PRIMARY KEY)")
+        self._db.executemany("INSERT INTO done VALUES (?)", [(index,) for index in done])
+        self._db.execute("DELETE FROM groups WHERE state = 'trained' AND prompt_index NOT IN done")
+        self._db.execute(
+            "UPDATE groups SET state = 'trained', consumed_step = ? WHERE prompt_index IN done AND"
+            " (state = 'buffered' OR consumed_step > ?)",
+            (step, step),
         )
+        self._db.execute(
+            "UPDATE groups SET after_step = ? WHERE prompt_index IN done AND state IN ('filtered', 'failed')"
+            " AND after_step > ?",
+            (step, step),
+        )
+        self._db.execute(
+            "INSERT INTO groups (prompt_index, group_id, state, consumed_step, after_step, reason)"
+            " SELECT prompt_index, -1, 'trained', ?, ?, 'from the checkpoint' FROM done"
+            " WHERE prompt_index NOT IN (SELECT prompt_index FROM groups)",
+            (step, step),
+        )
+        self._db.execute("DROP TABLE done")
         self._db.execute("INSERT INTO steps (step) VALUES (?)", (step,))
 
     def _read(self) -> Recovered:

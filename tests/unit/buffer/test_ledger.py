@@ -119,6 +119,23 @@ def test_positions_are_done_buffered_or_open_relative_to_the_restored_step(path,
         state(2)  # what a restore took back stays taken back: that checkpoint belongs to weights that were given up
 
 
+def test_a_step_that_was_saved_without_the_ledger_keeps_the_steps_before_it(path, build):
+    """The rollout process died while the trainer finished step 3: the checkpoint knows it, the ledger does not."""
+    ledger = SqliteLedger(path)
+    train_steps(ledger, build, 1, 2)
+    for index in (2, 3, 4):
+        ledger.finished(build.group(index, 2), index, 2)
+    ledger.closed(5, 5, "filtered", "equal")
+    ledger.close()
+    again = SqliteLedger(path)
+    recovered = again.restore(3, {"next_index": 6, "open": [3, 4]})
+    assert recovered.done == {0, 1, 2, 5} and recovered.filtered == 1
+    assert [s.prompt_index for s in recovered.buffered] == [3, 4]
+    again.close()
+    rows = sqlite3.connect(path).execute("SELECT prompt_index, state, consumed_step FROM groups").fetchall()
+    assert rows[:3] == [(0, "trained", 1), (1, "trained", 2), (2, "trained", 3)]
+
+
 def test_a_group_whose_tokens_were_pruned_comes_again_when_an_older_step_is_restored(path, build):
     ledger = SqliteLedger(path)
     for index in range(4):
