@@ -1,7 +1,7 @@
 """Random generators of engine replicas.
 
 Two replicas with equal seeds sample equal responses to a prompt: the samples of a group, dealt to replicas in turn,
-are then copies, and a group without spread teaches nothing.
+are then copies, and a group without reward variance has a zero gradient.
 """
 
 from __future__ import annotations

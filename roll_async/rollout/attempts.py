@@ -29,13 +29,13 @@ class AttemptState(Enum):
     OUTBOX = "outbox"  # a replica is chosen; its submit call has not begun
     ON_WIRE = "on the wire"  # the submit call is under way: the replica may or may not have it
     RUNNING = "running"  # the replica has acknowledged it
-    ANSWERED = "answered"  # ended by itself: a completion or a failure of its own
+    ANSWERED = "answered"  # ended by itself: a completion, or a failure that the replica reported
     ABORTED = "aborted"  # ended on request, with the tokens so far
     LOST = "lost"  # given up: its replica died, was unresponsive, or did not end it in time
 
 
 TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
-    AttemptState.QUEUED: frozenset(  # answered: an earlier attempt used the budget of tokens up
+    AttemptState.QUEUED: frozenset(  # answered: an earlier attempt has used up the token budget
         {AttemptState.OUTBOX, AttemptState.ANSWERED, AttemptState.ABORTED, AttemptState.LOST}
     ),
     AttemptState.OUTBOX: frozenset({AttemptState.ON_WIRE, AttemptState.ABORTED, AttemptState.LOST}),
@@ -81,7 +81,7 @@ class Received:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One try. Its id is its own, so a late reply of an earlier try is never taken for it."""
+    """One attempt. Each has an id of its own, so a late reply of an earlier attempt is never taken for it."""
 
     request: PendingRequest
     wire_id: str
@@ -93,7 +93,7 @@ class Attempt:
     """Since when it is RUNNING; loop time."""
     stop: Stop | None = None
     unknown: int = 0
-    """How often in a row its replica did not name it among the requests that it holds."""
+    """Heartbeats in a row in which its replica did not list it among the requests that it holds."""
     received: Received | None = None
 
     def to(self, state: AttemptState) -> None:
@@ -113,7 +113,7 @@ class Attempt:
         return self.received.add(progress)
 
     def received_piece(self) -> Completion | None:
-        """What it reported, when no end of its own will bring it; None without tokens."""
+        """The tokens it reported, for an attempt whose final reply will not come; None without tokens."""
         found = self.received
         if found is None or not found.token_ids:
             return None

@@ -1,4 +1,4 @@
-"""One prompt to one group: N samples, each scored the moment it is complete, judged the moment all are there.
+"""One prompt to one group: N samples, each scored as soon as it is complete, filtered as soon as all are scored.
 
 run_group:  generate * N -> score * N -> variance test -> KEPT | FILTERED | FAILED | REQUEUED
 generate_sequences: one DAPO round over many prompts, with early stop
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerOptions:
-    """The part of the config the scheduler obeys."""
+    """The part of the config that the scheduler uses."""
 
     samples_per_group: int
     """N, the documents' n_resp_per_prompt."""
@@ -39,7 +39,7 @@ class SchedulerOptions:
     filter_enabled: bool = False
     filter_metric: str = "score"
     shaping: OverlongShaping | None = None
-    """Enters the metrics seq_reward and seq_final_reward; None = off."""
+    """The overlong penalty in the metric seq_final_reward; None = off."""
     variance_threshold: float = 1e-8
     singletons: str = "keep"
     max_num_gen_batches: int = 0
@@ -74,7 +74,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
-    """What a round brought. Every prompt is in exactly one place: `groups`, `surplus`, `leftovers`, `failed`, or
+    """What a round produced. Every prompt is in exactly one place: `groups`, `surplus`, `leftovers`, `failed`, or
     filtered.
     """
 
@@ -87,17 +87,17 @@ class RolloutResult:
     """(position, reason)"""
     statistics: dict[str, float] = field(default_factory=dict)
     """Groups `seen` = `kept` + `filtered` + `failed` + `requeued` (by a weight push); `surplus` of the kept; prompts
-    `aborted` by the early stop, and `not_started`. A validation keeps what has all its scores; without them a group is
-    filtered, because nothing can be said of it.
+    `aborted` by the early stop, and `not_started`. A validation keeps every group that has all its scores, and filters
+    the others.
     """
 
 
 @dataclass(kw_only=True, slots=True)
 class _Tally:
-    """A round so far."""
+    """Counts and groups of a round that is under way."""
 
     every_group: bool
-    """The filter is not asked (validation)."""
+    """Keep groups whatever the filter says (validation)."""
     kept: list[Group] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
     requeued: list[int] = field(default_factory=list)
@@ -136,8 +136,8 @@ class _Tally:
 
 
 class ChatCompletionScheduler:
-    """The GroupSource of question-and-answer tasks, on the replicas of a manager. `tools`: what is called with every
-    completion.
+    """The GroupSource of question-and-answer tasks, on the replicas of a manager. `tools`: a callback that runs the
+    tools which a completion asks for.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ChatCompletionScheduler:
         loop, name = asyncio.get_running_loop(), f"{group_id}.{attempt}"
         admitted = loop.time()
         if prompt.answer_ids is not None:
-            group = _given(prompt, name, group_id, admitted_version, admitted)
+            group = _supervised_group(prompt, name, group_id, admitted_version, admitted)
             return GroupOutcome(fate=GroupFate.KEPT, group=group)
         affinity = None if self._options.spread_samples else name
         ended: GroupOutcome | None = None
@@ -176,7 +176,7 @@ class ChatCompletionScheduler:
         except* Interrupted:
             ended = GroupOutcome(fate=GroupFate.REQUEUED, reason="interrupted by a weight push")
         except* Unscorable as errors:
-            # Without all its scores the group has no statistics; like one with a score that is not finite.
+            # Without all its scores the group has no statistics, as with a score that is not finite.
             ended = GroupOutcome(fate=GroupFate.FILTERED, reason=f"dropped_invalid: {first_cause(errors)}")
         except* (GenerationFailed, RewardOutage, ValueError) as errors:
             ended = GroupOutcome(fate=GroupFate.FAILED, reason=str(first_cause(errors)))
@@ -254,10 +254,10 @@ class ChatCompletionScheduler:
         self, prompts: Sequence[Prompt], num_groups: int, *, validation: bool = False, first_id: int = 0
     ) -> RolloutResult:
         """One round: generate until `num_groups` groups are kept, then stop early. With `validation` every prompt
-        counts and none is cut. However it ends, nothing of it runs afterwards.
+        counts and none is aborted. However the round ends, none of its requests runs afterwards.
 
         Raises GeneratedTooMany, which carries the groups kept so far, when `max_num_gen_batches` batches did not
-        suffice; what a group raises, as a group of errors: ConnectionError when no replica is left.
+        suffice. An error of a group is raised in an ExceptionGroup: ConnectionError when no replica is left.
         """
         options = self._options
         width = len(prompts) if validation else (options.gen_batch_size or num_groups)
@@ -298,8 +298,8 @@ class ChatCompletionScheduler:
         await self.conversations.abort(name for i in group_ids for name in self._running.get(i, ()))
 
     async def _early_stop(self, running: dict[asyncio.Task[GroupOutcome], int], tally: _Tally, first_id: int) -> None:
-        """Abort what still runs: collect the request ids, wait until the servers acknowledge, then end the tasks. What
-        was finished all the same counts.
+        """Abort what still runs: collect the request ids, wait until the servers acknowledge, then end the tasks.
+        Groups that finished meanwhile count.
         """
         try:
             await self.abort_groups(first_id + index for index in running.values())
@@ -317,7 +317,7 @@ class ChatCompletionScheduler:
             running.clear()
 
 
-def _given(prompt: Prompt, name: str, group_id: int, version: WeightVersion, now_s: float) -> Group:
+def _supervised_group(prompt: Prompt, name: str, group_id: int, version: WeightVersion, now_s: float) -> Group:
     """The group of a supervised row: its answer, as if the newest weights had written it."""
     answer = prompt.answer_ids
     assert answer is not None
@@ -344,9 +344,9 @@ def _given(prompt: Prompt, name: str, group_id: int, version: WeightVersion, now
 
 
 def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None) -> float:
-    """The number `filter_groups.metric` means: `score` as the reward gave it, `seq_reward` and `seq_final_reward`
-    shifted, scaled and with the overlong penalty, or any number the reward reports. Raises KeyError for one it does
-    not.
+    """The number that `filter_groups.metric` names: `score` as the reward gave it, `seq_reward` and `seq_final_reward`
+    shifted, scaled and with the overlong penalty, or any number the reward reports. Raises KeyError for a number it
+    does not report.
     """
     assert sample.reward is not None
     if name in ("seq_reward", "seq_final_reward"):

@@ -24,7 +24,7 @@ class RewardOutage(RuntimeError):
 
 
 class Unscorable(RuntimeError):
-    """Judging a sample exceeded the scorer's limits: no score, and no other answer from asking again."""
+    """Scoring a sample exceeded the scorer's limits: it has no score, and scoring it again would end alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,11 @@ class ScoringOptions:
     reward_retries: int = 2
     """More attempts after an error of the reward itself."""
     reward_timeout_s: float = 1800.0
-    """Without an answer of the scorer, its queue included, for so long it counts as an outage."""
+    """No answer of the scorer for this long, time in its queue included, counts as an outage."""
     outage_patience_s: float = 1800.0
-    """A sample waits so long for a scorer that does not work; then its group fails."""
+    """How long a sample waits for a scorer that does not work; then its group fails."""
     unscored: frozenset[str] = frozenset()
-    """Domains whose samples nobody judges; their score is 0."""
+    """Domains whose samples are not scored by a reward; their score is 0."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> ScoringOptions:
@@ -53,7 +53,7 @@ class ScoringOptions:
 
 
 class Conversations:
-    """Runs conversations on the replicas of a manager. All turns of one stick to its replica while that lives."""
+    """Runs conversations on the replicas of a manager. All turns of a conversation go to one replica while it lives."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Conversations:
         tools: ToolCompletionCallback | None = None,
     ) -> None:
         self._manager, self._scorer, self._options, self.tools = manager, scorer, options, tools
-        self._requests: dict[str, str] = {}  # open ones, by sample
+        self._requests: dict[str, str] = {}  # requests that have not ended, by sample
         self._unwanted: set[str] = set()
         self.reward_outages = self.reward_timeouts = self.reward_errors = 0
-        """Attempts that brought no score, by why."""
+        """Attempts to score that gave no score, by cause."""
 
     async def sample(
         self,
@@ -129,8 +129,8 @@ class Conversations:
             transcript.add_masked(answer)
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """The reward. An outage is waited out, with backoff, for `outage_patience_s`; an error of the reward itself is
-        tried `reward_retries` times more; both then fail the group. A time-out is final and filters the group.
+        """The reward. An outage is retried with backoff for `outage_patience_s`, an error of the reward itself
+        `reward_retries` times; both then fail the group. A time-out is final and filters the group.
         """
         loop, options = asyncio.get_running_loop(), self._options
         if prompt.domain in options.unscored:

@@ -1,7 +1,7 @@
 """Samples of a group that are copies of one another, and whether chance explains them.
 
-Short answers repeat by chance. A long one does not: a draw agrees with an answer of probability p with probability p,
-so a copy of an answer that was sampled with p < 1e-9 says that two random generators run in step.
+Short answers repeat by chance. A long one does not: a second sample equals an answer of probability p with probability
+p, so a copy of an answer with p < 1e-9 shows that two random generators have the same state.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 _RECENT_GROUPS = 256
 _CHANCE = math.log(1e-9)
-"""Log-probability below which a copy is no chance: one false alarm in 1e9 pairs."""
+"""Log-probability below which a copy is not explained by chance: one false alarm in 1e9 pairs."""
 
 
 class DuplicateAnswers:
-    """Counts over the groups that finished last, kept and filtered ones alike: copies have no spread, so a filter would
-    hide them.
+    """Counts over the groups that finished last, kept and filtered ones alike: a group of copies has no reward
+    variance, so counting after the filter would miss it.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class DuplicateAnswers:
             return
         self._warned.add(across)
         cause = (
-            "replicas sample in step: their random generators were started alike (EngineSettings.seed, or a library "
+            "replicas draw the same samples: their random generators have one seed (EngineSettings.seed, or a library "
             "that seeds itself)"
             if across
-            else "one replica answers equal requests alike: its library seeds each request by itself"
+            else "one replica gives equal requests the same answer: its library seeds each request"
         )
         logger.warning(
             "group %d: %d of %d samples are one answer of %d tokens and probability exp(%.0f), from %s. %s; groups "
-            "without spread teach nothing",
+            "without reward variance have no gradient",
             group.group_id, len(same), len(group.samples), len(same[0].response_token_ids),
             sum(same[0].behaviour_logprobs), ", ".join(replicas), cause,
         )  # fmt: skip

@@ -23,11 +23,11 @@ _FIRST_DELAY_S = 1.0
 _BACKOFF = 4.0
 
 StartEngine = Callable[[str, int], Awaitable[Replica]]
-"""(name, how often it was started before) to a running replica of that name, wherever the lost one ran."""
+"""(name, number of earlier starts) to a running replica of that name, on the devices of the lost one."""
 
 
 class EngineSupervisor:
-    """Restarts each replica at most `max_restarts` times (`fault.max_engine_restarts`). `close` before the manager."""
+    """Restarts each replica at most `max_restarts` times (`fault.max_engine_restarts`). Close it before the manager."""
 
     def __init__(
         self, manager: AsyncLLMServerManager, start: StartEngine, *, max_restarts: int, start_timeout_s: float
@@ -49,7 +49,7 @@ class EngineSupervisor:
             logger.error("engine %s is not started again after %d restarts: %s", name, self._restarts[name], reason)
             return False
         self._restarts[name] += 1
-        task = asyncio.get_running_loop().create_task(self._bring_back(name), name=f"restart of {name}")
+        task = asyncio.get_running_loop().create_task(self._restart(name), name=f"restart of {name}")
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._ended(done, name))
         return True
@@ -57,18 +57,18 @@ class EngineSupervisor:
     def _ended(self, task: asyncio.Task[None], name: str) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # not a failure of starting: without this it would go unreported
+        if error is not None:  # not a failure to start, which `_restart` handles: nobody else reports it
             self._manager.give_up(name, f"{type(error).__name__}: {error}")
 
     async def remove_replica(self, name: str, reason: str) -> None:
-        """A replica, running or being restarted, does not accept the weights."""
+        """Remove a replica, running or being restarted, that does not accept the weights."""
         if any(client.name == name for client in self._manager.clients):
             await self._manager.remove(name, reason)
         elif not self.lost(name, reason):
             self._manager.give_up(name, reason)
 
     async def readmit(self, client: Replica) -> None:
-        """A replica holds the weights: resume it. One that does not resume is lost once more."""
+        """Resume a replica that holds the weights. One that does not resume is lost once more."""
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await client.resume()
@@ -85,8 +85,8 @@ class EngineSupervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _bring_back(self, name: str) -> None:
-        """Start, with what is left of the restarts; the synchronizer does the rest."""
+    async def _restart(self, name: str) -> None:
+        """Start the replica, retried as often as restarts are left; the synchronizer then gives it the weights."""
         assert self._rejoin is not None
         reason = ""
         while True:

@@ -1,4 +1,6 @@
-"""How much may be generated for one batch before the data is to blame (`filter_groups.max_num_gen_batches`)."""
+"""How many groups may be generated for one batch before the run ends with an error about its data
+(`filter_groups.max_num_gen_batches`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from roll_async.schema import Group
 
 
 class GeneratedTooMany(ValueError):
-    """The limit is reached. What was finished is kept, every other prompt is still open."""
+    """The limit is reached. Finished groups are kept, every other prompt is still to be generated."""
 
     def __init__(self, *, num_batches: float, limit: int, kept: int, wanted: int) -> None:
         super().__init__(
@@ -17,12 +19,12 @@ class GeneratedTooMany(ValueError):
             "Generated too many. Please check your data."
         )
         self.groups: tuple[Group, ...] = ()
-        """Kept before; of a round. A queue holds its own."""
+        """Groups that a round had kept before. In a run with a queue they are in the queue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetOptions:
-    """How much may be generated for one batch."""
+    """How many groups may be generated for one batch."""
 
     groups_per_batch: int
     gen_batch_size: int
@@ -56,7 +58,7 @@ class FilterBudget:
         self._kept = self._seen = 0
 
     def judged(self, *, kept: bool) -> None:
-        """One group was kept or filtered. Raises GeneratedTooMany; a limit <= 0 is none."""
+        """Count one group that was kept or filtered. Raises GeneratedTooMany at the limit; <= 0 = no limit."""
         self._seen += 1
         self._kept += kept
         if self._kept >= self._wanted:

@@ -1,9 +1,9 @@
-"""What turns a prompt into a group: the seam between a pipeline's kind of task and everything that is the same for all.
+"""The protocol of what turns a prompt into a group: pipelines differ in it alone.
 
     Rollouter --prompt--> GroupSource.run_group --GroupOutcome--> Rollouter
 
-`ChatCompletionScheduler` is the source of question-and-answer tasks (RLVR). A source decides nothing about admission,
-staleness or versions.
+`ChatCompletionScheduler` is the source of question-and-answer tasks (RLVR), `agents/groups.py` that of environments. A
+source decides nothing about admission, staleness or versions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class GroupFate(Enum):
     """What became of a group."""
 
     KEPT = "kept"
-    FILTERED = "filtered"  # no spread: it would carry no gradient
+    FILTERED = "filtered"  # no reward variance: its gradient would be zero
     FAILED = "failed"  # quarantined with its reason
-    REQUEUED = "requeued"  # interrupted: the same prompt again later
+    REQUEUED = "requeued"  # interrupted: the same prompt is generated again later
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class GroupOutcome:
     """With KEPT, and with FILTERED unless a sample has no score."""
     reason: str = ""
     remains: Group | None = None
-    """What an abort left, not a whole group: for the length audit alone."""
+    """The samples that an aborted group had, not a whole group: for the length audit alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +42,16 @@ class SourceCounts:
     """Counters of a source since its start."""
 
     reward_outages: int = 0
-    """Attempts to score that brought no score, because the scorer did not work,"""
+    """Attempts to score that gave no score because the scorer did not work."""
     reward_timeouts: int = 0
-    """because judging took too long,"""
+    """Attempts that gave no score because scoring took too long."""
     reward_errors: int = 0
-    """because the reward raised."""
+    """Attempts that gave no score because the reward raised."""
     tool_calls: int = 0
     tool_failures: int = 0
-    """Calls that ended in an error, which the model then read."""
+    """Tool calls that ended in an error, which the model then read."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of this kind of source, by key; published as they are."""
+    """Metrics of this source, by key; published unchanged."""
 
 
 class GroupSource(Protocol):
@@ -61,7 +61,7 @@ class GroupSource(Protocol):
         self, prompt: Prompt, *, group_id: int, attempt: int = 0, admitted_version: WeightVersion = 0
     ) -> GroupOutcome:
         """One whole group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised.
-        Names of requests begin with `GROUP_ID.ATTEMPT`, so that a late reply of an earlier attempt is told apart.
+        Names of requests begin with `GROUP_ID.ATTEMPT`, so that a late reply of an earlier attempt is recognized.
         """
         ...
 

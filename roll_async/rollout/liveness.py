@@ -1,10 +1,11 @@
 """Finds replicas that fail without an error: frozen processes, hung cores, lost replies, requests that never end.
 
     heartbeat    every few seconds each replica is asked for its load; one that does not answer in time is lost
-    lost reply   an acknowledged attempt that its replica does not hold any more, and whose end did not come
+    lost reply   an acknowledged attempt that its replica does not hold any more, and whose reply did not come, goes
+                 on on another replica
     progress     a replica that runs requests and reports no token for `silence_s` is suspect: its requests count as
-                 failed there, and it gets one to show that it works; the second time in a row it is lost
-    time-out     a request that takes longer than `generation_timeout_s` is ended and goes on elsewhere
+                 failed there, and it gets one request as a probe; the second time in a row it is lost
+    time-out     a request that takes longer than `generation_timeout_s` is aborted and goes on on another replica
 
 A replica that is paused by a weight push is not checked: the push has deadlines of its own.
 """
@@ -25,12 +26,15 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 5.0
 _HEARTBEAT_SLICES = 10
-_LOOKS_PER_SILENCE = 10
-"""A check counts once, however long this process was suspended before it."""
+_CHECKS_PER_SILENCE = 10
+"""Checks without a token until a replica is suspect. A check counts once, however long this process was suspended
+before it.
+"""
 _SWEEPS_PER_TIMEOUT = 10
-_STRIKES = 2
+_MAX_SUSPICIONS = 2
 _UNKNOWN = 2
-"""So many heartbeats in a row a replica does not name an attempt before its reply counts as lost: it may be on its way.
+"""Heartbeats in a row in which a replica does not list an attempt before its reply counts as lost; until then the reply
+may be on its way.
 """
 
 
@@ -50,11 +54,11 @@ class Watched(Protocol):
     def lost(self, link: ReplicaLink, reason: str) -> None: ...
 
     def redispatch(self, attempts: Sequence[Attempt], reason: str) -> None:
-        """These attempts failed on their replica: they continue on another replica from their last reported token."""
+        """These attempts failed on their replica: they continue on another one from their last reported token."""
 
 
 class Liveness:
-    """The loops of one manager, which runs them."""
+    """The checks of one manager, each a loop in a task of the manager."""
 
     def __init__(self, watched: Watched, options: ManagerOptions, spawn: Spawn) -> None:
         self._watched, self._options, self._spawn = watched, options, spawn
@@ -76,7 +80,9 @@ class Liveness:
             before = watched.num_interrupts
             failed = await ask_all(watched.links, "heartbeat of", self._ask, limit_s, slices=_HEARTBEAT_SLICES)
             for link, error in failed.items() if before == watched.num_interrupts else ():
-                watched.lost(link, f"its load is an error: {error}" if error else f"no sign of life for {limit_s:g} s")
+                watched.lost(
+                    link, f"asked for its load: {error}" if error else f"no answer to a heartbeat for {limit_s:g} s"
+                )
 
     async def _ask(self, link: ReplicaLink) -> None:
         asked_s, before = asyncio.get_running_loop().time(), self._watched.num_interrupts
@@ -85,8 +91,8 @@ class Liveness:
             self._compare(link, load, asked_s)
 
     def _compare(self, link: ReplicaLink, load: EngineLoad, asked_s: float) -> None:
-        """Attempts acknowledged before the question that the replica no longer holds have ended; their replies may be
-        lost.
+        """Attempts that were acknowledged before the load was asked for and that the replica no longer holds have
+        ended; their replies may be lost.
         """
         if load.held is None:
             return
@@ -104,39 +110,39 @@ class Liveness:
                 link.name,
             )
             self._watched.redispatch(gone, "its reply was lost")
-            self.strike(link, "lost its replies")
+            self.suspect(link, "lost its replies")
 
     # Progress
 
     async def _watch_tokens(self) -> None:
         while True:
-            await asyncio.sleep(self._options.silence_s / _LOOKS_PER_SILENCE)
+            await asyncio.sleep(self._options.silence_s / _CHECKS_PER_SILENCE)
             for link in list(self._watched.links):
                 running = any(a.state is AttemptState.RUNNING for a in link.in_flight.values())
                 if self._watched.paused_for_push or not running:
                     continue
-                link.quiet_looks += 1
-                if link.quiet_looks > _LOOKS_PER_SILENCE:
-                    self._suspect(link)
+                link.checks_without_token += 1
+                if link.checks_without_token > _CHECKS_PER_SILENCE:
+                    self._suspect_silent(link)
 
-    def _suspect(self, link: ReplicaLink) -> None:
-        link.quiet_looks = 0
+    def _suspect_silent(self, link: ReplicaLink) -> None:
+        link.checks_without_token = 0
         why = f"reported no token for {self._options.silence_s:g} s while it ran requests"
-        if self.strike(link, why):
+        if self.suspect(link, why):
             return
         attempts = list(link.in_flight.values())
         logger.warning("engine %s %s; its %d requests are dispatched to other replicas", link.name, why, len(attempts))
         self._watched.redispatch(attempts, why)
-        self._spawn(self.end_there(link, attempts), f"abort on {link.name}")
+        self._spawn(self.end_on_replica(link, attempts), f"abort on {link.name}")
 
-    def strike(self, link: ReplicaLink, why: str) -> bool:
+    def suspect(self, link: ReplicaLink, why: str) -> bool:
         """Suspect a replica; the second time without a token in between it is lost (True)."""
-        link.strikes += 1
-        if link.strikes >= _STRIKES:
+        link.num_suspicions += 1
+        if link.num_suspicions >= _MAX_SUSPICIONS:
             self._watched.lost(link, f"{why}, twice")
-        return link.strikes >= _STRIKES
+        return link.num_suspicions >= _MAX_SUSPICIONS
 
-    async def end_there(self, link: ReplicaLink, attempts: Sequence[Attempt]) -> None:
+    async def end_on_replica(self, link: ReplicaLink, attempts: Sequence[Attempt]) -> None:
         """Abort attempts without a caller on the replica. One that does not acknowledge in time is lost."""
         limit_s = self._options.interrupt_timeout_s
         failed = await ask_all([link], "abort on", lambda link: link.abort(attempts), limit_s, slices=_HEARTBEAT_SLICES)
@@ -155,11 +161,11 @@ class Liveness:
             for link in list(watched.links):
                 late = [a for a in link.in_flight.values() if a.dispatched_s < limit]
                 again = [a for a in late if a.stop is Stop.TIMEOUT]
-                if again:  # asked to end a sweep ago, and its end did not come
+                if again:  # aborted in the last sweep, and the reply did not come
                     watched.redispatch(again, f"did not end within {timeout:g} s")
                 for attempt in late:
                     if attempt.stop is None:
                         attempt.stop = Stop.TIMEOUT
                         logger.warning("request %s did not end within %g s on %s", attempt.wire_id, timeout, link.name)
                 if late:
-                    self._spawn(self.end_there(link, late), f"abort on {link.name}")
+                    self._spawn(self.end_on_replica(link, late), f"abort on {link.name}")

@@ -7,42 +7,42 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 _KV_FLOOR = 0.05
-"""A replica whose cache can be claimed in full still has slots; it comes after those with room."""
+"""Keeps the weight of a replica with a full KV cache above 0: it has slots, and comes after those with room."""
 
 
 @dataclass(slots=True)
 class _Capacity:
-    """What a replica can take."""
+    """Free slots and free KV cache of a replica."""
 
     free_slots: int
     kv: float
-    dealt: int = 0
+    assigned: int = 0
     """Requests given to it in this round."""
-    at_start: float = 0.0
+    weight_at_start: float = 0.0
     """Its weight when the round gave it its first request."""
     entry: int = 0
     """Number of its valid heap entry."""
 
     @property
     def weight(self) -> float:
-        """Share of a burst it gets, relative to others; 0 = it has no free slot."""
+        """Relative share of the requests it gets; 0 = it has no free slot."""
         return max(0, self.free_slots) * (self.kv + _KV_FLOOR)
 
     @property
     def rank(self) -> float:
-        """The highest one gets the next request: weights divided by what was dealt out already, which deals a burst out
-        in proportion to the weights (the method of highest averages).
+        """The highest one gets the next request: its weight divided by the requests it has already, which divides a
+        round in proportion to the weights (the method of highest averages).
         """
         if self.free_slots <= 0:
             return 0.0
-        return self.at_start / (self.dealt + 1) if self.dealt else self.weight
+        return self.weight_at_start / (self.assigned + 1) if self.assigned else self.weight
 
 
 class ReplicaChoice:
-    """Replicas with their free slots. Requests that share an affinity keep to one replica while that has room; a
-    conversation, once begun, to its home while that lives, full or not.
+    """Replicas with their free slots. Requests that share an affinity go to one replica while that has room; those of a
+    conversation go to its home, the replica of its first turn, while that lives, full or not.
 
-    Worked example: free slots 30 and 10, caches alike, a round of 8 requests: 6 and 2. A choice costs O(log replicas).
+    Worked example: free slots 30 and 10, equal caches, a round of 8 requests: 6 and 2. A choice costs O(log replicas).
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ReplicaChoice:
         self._homes: dict[str, str] = {}
 
     def set(self, name: str, free_slots: int, kv: float = 1.0) -> None:
-        """A replica has so many free slots and this share of its KV cache free. Among equals the one that changed
+        """Update a replica's number of free slots and the free share of its KV cache. Among equals the one that changed
         longest ago comes first.
         """
         capacity = self._replicas.get(name)
@@ -63,15 +63,15 @@ class ReplicaChoice:
         self._push(name, capacity)
 
     def remove(self, name: str) -> None:
-        """A replica is gone."""
+        """Remove a replica."""
         self._replicas.pop(name, None)
 
     def begin_round(self) -> None:
-        """What comes from now on is dealt out together."""
+        """Requests from now on are divided among the replicas as one round."""
         for name in self._round:
             capacity = self._replicas.get(name)
-            if capacity is not None and capacity.dealt:
-                capacity.dealt = 0
+            if capacity is not None and capacity.assigned:
+                capacity.assigned = 0
                 self._push(name, capacity)
         self._round.clear()
 
@@ -83,8 +83,8 @@ class ReplicaChoice:
         return bool(self._heap) and self._heap[0][0] < 0
 
     def choose(self, affinity: str | None, avoid: Collection[str]) -> str | None:
-        """Where the next request of this key goes; None while no replica that may have it has a free slot. `avoid`:
-        only when there is no other replica at all.
+        """The replica for the next request of this affinity; None while no replica that may take it has a free slot.
+        `avoid`: replicas to use only when there is no other at all.
         """
         if avoid and self._replicas.keys() <= set(avoid):
             avoid = ()
@@ -94,10 +94,10 @@ class ReplicaChoice:
         if affinity is not None:
             self._homes[affinity] = name
         capacity = self._replicas[name]
-        if not capacity.dealt:
-            capacity.at_start = capacity.weight
+        if not capacity.assigned:
+            capacity.weight_at_start = capacity.weight
             self._round.append(name)
-        capacity.dealt += 1
+        capacity.assigned += 1
         return name
 
     def _free_home(self, affinity: str | None, avoid: Collection[str]) -> str | None:
@@ -125,7 +125,7 @@ class ReplicaChoice:
         return key in self._homes
 
     def home(self, key: str, avoid: Collection[str]) -> str | None:
-        """The home of a key, however busy; None when there is none, it is gone, or it is to be avoided."""
+        """The home of a key, however busy; None when it has none, or when that is removed or to be avoided."""
         home = self._homes.get(key)
         return home if home is not None and home not in avoid and home in self._replicas else None
 

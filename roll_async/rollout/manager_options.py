@@ -9,7 +9,7 @@ from roll_async.config.schema import PipelineConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManagerOptions:
-    """The part of the config the manager obeys. Times in seconds of the loop."""
+    """The part of the config that the manager uses. Times in seconds of the loop."""
 
     max_concurrent_per_server: int = 128
     generation_timeout_s: float = 3600.0
@@ -17,9 +17,9 @@ class ManagerOptions:
     interrupt_timeout_s: float = 30.0
     """A replica that takes longer to acknowledge an abort or a resume, or to report its load, is lost."""
     silence_s: float = 30.0
-    """A replica that runs requests and reports no token for so long is suspect; replicas report every 5 s."""
+    """A replica that runs requests and reports no token for this long is suspect; replicas report every 5 s."""
     batch_creation_interval_s: float = 0.0
-    """Greatest age of the load information used for dispatch; nothing waits for it."""
+    """Greatest age of the load information used for dispatch; no request is held back for it."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> ManagerOptions:

@@ -1,7 +1,7 @@
-"""What the scheduler needs from the world: replicas that generate, scorers that score. All plain asyncio.
+"""Protocols of what the rollout uses: replicas that generate, scorers, sources of prompts. All plain asyncio.
 
-Traffic to a replica is batched both ways (`submit`, `collect`): one remote call carries many requests, so the cost of a
-request does not contain the cost of a call.
+Traffic to a replica is batched both ways (`submit`, `collect`): one remote call carries many requests, so that they
+share its cost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class PromptSource(Protocol):
 
 
 class PromptPool(PromptSource, Protocol):
-    """A source that learns from the groups: `prompts/pool.py`. Its choices are state, saved with the position."""
+    """A source that chooses prompts by the results of earlier groups (`prompts/pool.py`). Its choices are saved with
+    the position.
+    """
 
     @property
     def metric(self) -> str:
@@ -71,7 +73,7 @@ class PromptPool(PromptSource, Protocol):
         """The metric of every sample of the group of this position, once it is generated."""
 
     def state(self, open_indexes: Collection[int]) -> dict[str, object]:
-        """Plain JSON. `open_indexes`: positions that may be asked again."""
+        """Plain JSON. `open_indexes`: positions whose prompt may be requested again."""
         ...
 
     def restore(self, state: Mapping[str, object]) -> None: ...

@@ -13,7 +13,7 @@ from roll_async.rollout.protocol import Replica
 Spawn = Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]
 
 REPLICA_ERRORS = (RuntimeError, OSError, ValueError)
-"""What a call to a replica may raise, ConnectionError and TimeoutError among them: it is that replica's failure."""
+"""What a call to a replica may raise, ConnectionError and TimeoutError among them: a failure of that replica alone."""
 
 
 class Listener(Protocol):
@@ -25,7 +25,7 @@ class Listener(Protocol):
         """The replica reported its load on request."""
 
     def lost(self, link: ReplicaLink, reason: str) -> None:
-        """The replica is dead; called at most once per call that found out."""
+        """The replica is dead. Every call that fails reports it, so this may be called more than once."""
 
 
 class ReplicaLink:
@@ -42,12 +42,12 @@ class ReplicaLink:
         """The load that the replica reported last."""
         self.foreign_requests = 0
         """Requests that ran there according to that report and are not in flight here."""
-        self.quiet_looks = 0
-        """How often somebody looked and found requests running since its last token."""
-        self.strikes = 0
-        """How often it was suspected since its last token."""
+        self.checks_without_token = 0
+        """Checks since its last token that found requests running (`liveness.py`)."""
+        self.num_suspicions = 0
+        """How often it was suspect since its last token."""
         self.busy_s = 0.0
-        """Seconds with something in flight, up to the last time that nothing was."""
+        """Seconds with something in flight, up to the last time that it was idle."""
         self._busy_since_s: float | None = None
         self._listener, self._spawn = listener, spawn
         self._outbox: list[Attempt] = []
@@ -65,8 +65,8 @@ class ReplicaLink:
             self._spawn(self._write(), f"submit to {self.name}"),
         )
 
-    def cut(self) -> list[Attempt]:
-        """Neither read nor send any more. Returns what was in flight, which is LOST now."""
+    def close(self) -> list[Attempt]:
+        """Neither read nor send any more. Returns the attempts that were in flight, which are LOST now."""
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -78,8 +78,8 @@ class ReplicaLink:
 
     @property
     def suspect(self) -> bool:
-        """It reported no token for a while, and none since: it gets one request as a probe."""
-        return self.strikes > 0
+        """It has reported no token since a check suspected it: it gets one request as a probe."""
+        return self.num_suspicions > 0
 
     def busy_until_s(self, now_s: float) -> float:
         """Seconds with something in flight since the link was opened."""
@@ -88,7 +88,7 @@ class ReplicaLink:
     # Attempts
 
     def send(self, attempt: Attempt, now_s: float) -> None:
-        """An attempt leaves with whatever else is in the outbox by then."""
+        """Put an attempt into the outbox, whose contents are sent in one call."""
         attempt.to(AttemptState.OUTBOX)
         attempt.link, attempt.dispatched_s = self, now_s
         if not self.in_flight:
@@ -100,7 +100,7 @@ class ReplicaLink:
             self._idle.set_result(None)
 
     def end(self, attempt: Attempt, state: AttemptState) -> None:
-        """The attempt is over: later replies of it are late. What is still in the outbox never leaves."""
+        """End the attempt: later replies of it are late. One that is still in the outbox is not sent."""
         attempt.to(state)
         self.in_flight.pop(attempt.wire_id, None)
         if not self.in_flight:
@@ -110,14 +110,14 @@ class ReplicaLink:
                 self._busy_since_s = None
 
     def in_outbox(self) -> list[Attempt]:
-        """What has not begun to leave."""
+        """Attempts that no submit call has taken yet."""
         return [attempt for attempt in self._outbox if attempt.state is AttemptState.OUTBOX]
 
     # Control calls
 
     async def stop(self, mode: PauseMode) -> None:
-        """Pause the replica. A request that arrived behind the pause would wait there for its end, and the caller for
-        it, so with ABORT these are aborted too.
+        """Pause the replica. With ABORT, requests that were on the wire are aborted, too: one that arrived after the
+        pause would wait for its end, and its caller with it.
         """
         await self._call(self.client.pause(mode))
         if mode is PauseMode.ABORT:
@@ -131,14 +131,14 @@ class ReplicaLink:
         await self._call(self.client.resume())
 
     async def abort(self, attempts: Sequence[Attempt]) -> None:
-        """The replica runs none of these attempts when this returns. One that is on the wire is waited for: an abort
-        that arrives first would find nothing to end.
+        """The replica runs none of these attempts when this returns. The abort of one that is on the wire is sent once
+        it has arrived: an abort that came first would find nothing to end.
         """
         if any(a.state is AttemptState.ON_WIRE for a in attempts) and self._on_wire is not None:
             await self._on_wire.wait()
         call = asyncio.ensure_future(self._call(self.client.abort([a.wire_id for a in attempts])))
         gone = asyncio.ensure_future(self._gone.wait())
-        try:  # who asked does not wait for a replica that is lost meanwhile
+        try:  # the caller does not wait for a replica that is lost meanwhile
             await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
@@ -147,28 +147,28 @@ class ReplicaLink:
             call.result()
 
     async def ask_load(self) -> EngineLoad:
-        """Its load, taken note of. Raises what the replica raises."""
+        """Ask the replica for its load and store it. Raises what the replica raises."""
         load = await self.client.load()
-        self.take_note(load)
+        self.record_load(load)
         self._listener.load_reported(self)
         return load
 
-    def take_note(self, load: EngineLoad) -> None:
+    def record_load(self, load: EngineLoad) -> None:
         """Store the load that the replica reports."""
         self.load = load
         self.foreign_requests = max(0, load.running + load.waiting - len(self.in_flight))
 
     async def _call(self, work: Coroutine[object, object, object]) -> None:
-        """A control call. Its failure is the replica's end."""
+        """A control call. If it fails, the replica is lost."""
         try:
             await work
         except REPLICA_ERRORS as error:
-            self._listener.lost(self, _said(error))
+            self._listener.lost(self, _describe(error))
 
     # Loops
 
     async def _write(self) -> None:
-        """Send what is in the outbox in one call; what comes meanwhile goes with the next."""
+        """Send what is in the outbox in one call; attempts that are added meanwhile go with the next call."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -184,12 +184,12 @@ class ReplicaLink:
                 await self.client.submit([attempt.request.message() for attempt in batch])
                 self._acknowledged(batch, loop.time())
         except REPLICA_ERRORS as error:
-            self._listener.lost(self, _said(error))
+            self._listener.lost(self, _describe(error))
         finally:
             self._off_wire()
 
     def _acknowledged(self, batch: Sequence[Attempt], now_s: float) -> None:
-        """The replica has these. What ended here meanwhile without an answer must end there, too."""
+        """The replica has these attempts. Those that ended here meanwhile without an answer are aborted there."""
         for attempt in batch:
             if attempt.state is AttemptState.ON_WIRE:
                 attempt.to(AttemptState.RUNNING)
@@ -209,12 +209,12 @@ class ReplicaLink:
             try:
                 report = await self.client.collect()
             except REPLICA_ERRORS as error:
-                self._listener.lost(self, _said(error))
+                self._listener.lost(self, _describe(error))
                 return
             self._listener.reported(self, report)
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
 
 
@@ -226,10 +226,11 @@ async def ask_all(
     *,
     slices: int = 1,
 ) -> dict[ReplicaLink, str]:
-    """A control call to every replica at once. Those that failed it, with the error; empty: not done in time.
+    """A control call to every replica at once. Returns the replicas that failed it, with the error; an empty error
+    means that the call was not done in time.
 
-    The time is waited for in so many slices: when this process stood still itself, for however long, one of them at
-    most is over, and the answers that came meanwhile are read in the next.
+    The time limit is waited for in `slices`: if this process itself was suspended, for however long, at most one slice
+    has passed, and the answers that came meanwhile are read in the next.
     """
     loop = asyncio.get_running_loop()
     calls = {loop.create_task(call(link), name=f"{what} {link.name}"): link for link in links}
@@ -249,14 +250,16 @@ async def ask_all(
         if task in late:
             failed[link] = ""
         elif isinstance(error, REPLICA_ERRORS):
-            failed[link] = _said(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
+            failed[link] = (
+                _describe(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
+            )
         elif error is not None:
             raise error
     return failed
 
 
 async def wait_drained(links: Iterable[ReplicaLink], timeout_s: float) -> None:
-    """Until nothing is in flight anywhere, or the time is over."""
+    """Wait until nothing is in flight anywhere, or the time is over."""
     waits = [asyncio.ensure_future(link.drained.wait()) for link in links if not link.drained.is_set()]
     if waits:
         await asyncio.wait(waits, timeout=timeout_s)

@@ -37,8 +37,8 @@ _SHORTEST_POLL_S = 0.1
 
 
 class RequestDispatch:
-    """Requests of callers to attempts on replicas. What stops it for a while, and which replicas there are, is decided
-    by `AsyncLLMServerManager`, which is built on it.
+    """Turns requests of callers into attempts on replicas. `AsyncLLMServerManager`, its sub-class, pauses it and adds
+    and removes replicas.
     """
 
     def __init__(self, clients: Sequence[Replica], options: ManagerOptions) -> None:
@@ -83,13 +83,13 @@ class RequestDispatch:
         self._waiting.clear()
 
     async def wait_failed(self) -> None:
-        """Returns never; raises what ended the last replica."""
+        """Never returns; raises the error that ended the last replica."""
         assert self._failure is not None, "start() first"
         await asyncio.shield(self._failure)
 
     @property
     def links(self) -> Collection[ReplicaLink]:
-        """Replicas alive, with what is in flight there."""
+        """Live replicas, with the attempts in flight there."""
         return self._links.values()
 
     @property
@@ -115,8 +115,8 @@ class RequestDispatch:
         """Run a request to its end, over as many replicas and weight versions as it takes.
 
         `affinity`: requests with the same key go to one replica while it lives and has room. `conversation`: later
-        requests with this key go where the first one went while that lives, at once and also when it is full: its cache
-        holds all they begin with. `foreground`: runs also while `set_aside` holds the others back.
+        requests with this key go to the replica of the first one while it lives, at once and also when it is full: its
+        cache holds their prefix. `foreground`: runs also while `set_aside` holds the others back.
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
         """
         loop = asyncio.get_running_loop()
@@ -135,9 +135,9 @@ class RequestDispatch:
             raise
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns, which is in
-        bounded time wherever they are: what has not left ends at once, what is on the wire when it has arrived, what
-        runs when its replica says so. A replica that does not say so within `interrupt_timeout_s` is lost.
+        """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns. The time is
+        bounded wherever they are: a request that was not sent ends at once, one on the wire once it has arrived, a
+        running one once its replica acknowledges. A replica that does not within `interrupt_timeout_s` is lost.
         """
         wanted = set(request_ids)
         for pending in [p for p in self._waiting if p.request.request_id in wanted]:
@@ -152,7 +152,7 @@ class RequestDispatch:
         if left:
             await asyncio.wait(left, timeout=min(REPLY_WITHIN_S, self._options.interrupt_timeout_s))
         for attempt in attempts:
-            if not attempt.ended:  # acknowledged, and its reply did not come: only its reported tokens are kept
+            if not attempt.ended:  # the abort was acknowledged, the reply did not come: reported tokens are kept
                 self._lose(attempt)
                 self._finish_aborted(attempt.request)
         self._pump()
@@ -170,7 +170,7 @@ class RequestDispatch:
 
     def _pump(self) -> None:
         """Give waiting requests, oldest first, to replicas with free slots. A request that may not run on any of them
-        keeps its place and does not block others. Later turns of conversations go to their replica in any case.
+        keeps its place and does not block others. Later turns of conversations go to their replica, full or not.
         """
         if self._pump_soon is not None:
             self._pump_soon.cancel()
@@ -224,8 +224,9 @@ class RequestDispatch:
         self._set_free(link)
 
     def _set_free(self, link: ReplicaLink) -> None:
-        """Its running requests, own and foreign, decide how many more it gets; a suspect replica gets one as a probe.
-        The foreign load is asked for again before it is older than `batch_creation_interval_s`.
+        """Update the free slots of a replica: its limit less the requests that run there, this manager's and those of
+        other clients. A suspect replica gets one request as a probe. The load of other clients is asked for again
+        before it is older than `batch_creation_interval_s`.
         """
         running = len(link.in_flight)
         free = self._options.max_concurrent_per_server - running - link.foreign_requests
@@ -244,7 +245,7 @@ class RequestDispatch:
                 async with asyncio.timeout(self._options.interrupt_timeout_s):
                     await link.ask_load()
         except REPLICA_ERRORS:
-            link.foreign_requests = 0  # the heartbeat finds out whether it works at all
+            link.foreign_requests = 0  # whether the replica works at all is found out by the heartbeat
         finally:
             self._followed.discard(link)
 
@@ -255,8 +256,8 @@ class RequestDispatch:
             self._pump()
 
     def overlooked(self) -> list[tuple[str, str]]:
-        """(request, replica) where a request waits although the replica has a free slot for it: none, between two
-        events. The invariant of work conservation, for who checks it.
+        """(request, replica) pairs where a request waits though the replica has a free slot for it. Between two events
+        there are none: invariant 10, which the simulator checks.
         """
         if not self._dispatching or self._pump_soon is not None:
             return []
@@ -269,10 +270,10 @@ class RequestDispatch:
     # Ends of attempts
 
     def reported(self, link: ReplicaLink, report: EngineReport) -> None:
-        """What came back from a replica."""
+        """Process a report of a replica."""
         for progress in report.progress:
             attempt = link.in_flight.get(progress.piece.request_id)
-            if attempt is not None and attempt.receive(progress):  # else of an attempt that is over
+            if attempt is not None and attempt.receive(progress):  # None: the attempt has ended
                 self._works(link)
         for completion in report.completions:
             self._reply(link, completion)
@@ -281,13 +282,13 @@ class RequestDispatch:
             if attempt is not None:
                 self._keep_received(attempt)
                 self._retry(attempt.request, link, reason)
-        link.take_note(report.load)
+        link.record_load(report.load)
         self._set_free(link)
         self._pump()
 
     def _works(self, link: ReplicaLink) -> None:
-        """A token came from it."""
-        link.quiet_looks = link.strikes = 0
+        """A token came from the replica: it is not suspect any more."""
+        link.checks_without_token = link.num_suspicions = 0
 
     def _reply(self, link: ReplicaLink, completion: Completion) -> None:
         aborted = completion.finish_reason is FinishReason.ABORT
@@ -315,7 +316,7 @@ class RequestDispatch:
             self._retry(pending, link, "aborted it unasked")
 
     def _ended(self, link: ReplicaLink, wire_id: str, state: AttemptState) -> Attempt | None:
-        """The attempt whose end a replica reports. None, and counted as late: it had ended before."""
+        """The attempt whose end a replica reports; None, counted as a late reply, if it had ended before."""
         attempt = link.in_flight.get(wire_id)
         if attempt is None:
             self._counts.late_results += 1
@@ -324,7 +325,7 @@ class RequestDispatch:
         return attempt
 
     def _end(self, attempt: Attempt, state: AttemptState) -> None:
-        """An attempt that a replica was chosen for is over."""
+        """End an attempt for which a replica was chosen."""
         assert attempt.link is not None
         attempt.link.end(attempt, state)
         self._counts.in_flight -= 1
@@ -332,19 +333,19 @@ class RequestDispatch:
             self._set_free(attempt.link)
 
     def _lose(self, attempt: Attempt) -> None:
-        """Give an attempt up; its reported tokens are kept."""
+        """End an attempt as LOST; its reported tokens are kept."""
         self._end(attempt, AttemptState.LOST)
         self._keep_received(attempt)
 
     def _recall(self, attempts: Iterable[Attempt]) -> None:
-        """What has not left for its replica yet waits again, in its place."""
+        """Return attempts that are still in an outbox to the queue, at their old place."""
         for attempt in attempts:
             if attempt.state is AttemptState.OUTBOX:
                 self._end(attempt, AttemptState.ABORTED)
                 self._requeue(attempt.request)
 
     def redispatch(self, attempts: Sequence[Attempt], reason: str) -> None:
-        """These attempts failed on their replica: they continue on another replica from their last reported token."""
+        """These attempts failed on their replica: they continue on another one from their last reported token."""
         for attempt in attempts:
             if not attempt.ended:
                 assert attempt.link is not None
@@ -373,7 +374,7 @@ class RequestDispatch:
             self._waiting.add(pending)
 
     def _keep_received(self, attempt: Attempt) -> None:
-        """An attempt is over, and its reply will not count: its last reported token is the last one that there is."""
+        """Keep the tokens that an attempt reported; it has ended, and its reply will not count."""
         if self._interrupt_mode != "abort":
             self._counts.generated_tokens += attempt.request.keep(attempt.received_piece())
 
@@ -390,18 +391,18 @@ class RequestDispatch:
         pending.result.set_result(pending.merged(last, replica))
 
     def _forget(self, pending: PendingRequest) -> None:
-        """Its caller is gone: stop the work, expect no reply."""
+        """The caller was cancelled: abort the request, and expect no reply."""
         attempt = pending.attempt
         if self._waiting.discard(pending) or attempt.ended or attempt.link is None:
             return
         arrives = attempt.state is AttemptState.RUNNING  # one on the wire is ended when it is acknowledged
         self._end(attempt, AttemptState.ABORTED)
         if arrives:
-            self._spawn(self._liveness.end_there(attempt.link, [attempt]), f"abort on {attempt.link.name}")
+            self._spawn(self._liveness.end_on_replica(attempt.link, [attempt]), f"abort on {attempt.link.name}")
         self._pump()
 
     async def _end_on_servers(self, attempts: Sequence[Attempt]) -> None:
-        """No replica runs these attempts when this returns; what has not left does not leave."""
+        """No replica runs these attempts when this returns; those still in an outbox are not sent."""
         by_link: dict[ReplicaLink, list[Attempt]] = {}
         for attempt in attempts:
             if attempt.state is AttemptState.OUTBOX:
@@ -409,17 +410,17 @@ class RequestDispatch:
                 self._finish_aborted(attempt.request)
             elif attempt.link is not None:
                 by_link.setdefault(attempt.link, []).append(attempt)
-        await asyncio.gather(*(self._liveness.end_there(link, part) for link, part in by_link.items()))
+        await asyncio.gather(*(self._liveness.end_on_replica(link, part) for link, part in by_link.items()))
 
     # Losses
 
     def lost(self, link: ReplicaLink, reason: str) -> None:
-        """A replica is gone: its requests are dispatched again from their last received token."""
+        """Remove a lost replica; its requests are dispatched again from their last received token."""
         name = link.name
         if self._links.get(name) is not link:
             return
         del self._links[name]
-        orphans = link.cut()
+        orphans = link.close()
         logger.warning(
             "engine %s is lost: %s; its %d requests are dispatched to other replicas", name, reason, len(orphans)
         )
@@ -448,7 +449,7 @@ class RequestDispatch:
     def _fail(self, error: BaseException) -> None:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # a run that ends for another reason need not look at it
+            self._failure.exception()  # marks it as retrieved: a run may end for another reason and never await it
 
     def _all_in_flight(self) -> list[Attempt]:
         return [a for link in self._links.values() for a in link.in_flight.values()]

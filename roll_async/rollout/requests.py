@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class GenerationFailed(RuntimeError):
-    """A request failed on every replica it was given to."""
+    """A request failed on every replica that it was sent to."""
 
 
 class Interrupted(Exception):
-    """The request was discarded by a weight push (interrupt.mode abort); its prompt is to be generated anew."""
+    """The request was discarded by a weight push (interrupt.mode abort); its prompt is generated again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,9 +31,9 @@ class PendingRequest:
     affinity: str | None
     foreground: bool
     order: int = 0
-    """Age: of two requests of a kind the one with the lower number is dispatched first, whatever became of either."""
+    """Order of arrival: of two requests of a kind the lower number is dispatched first, retries included."""
     conversation: str | None = None
-    """Its requests belong to the replica that had the first of them."""
+    """Key of its conversation, all of whose requests go to the replica of the first."""
     later_turn: bool = False
     """Not the first request of its conversation."""
     pieces: list[Completion] = field(default_factory=list)
@@ -41,7 +41,7 @@ class PendingRequest:
     attempt: Attempt = field(init=False)
     failures: int = 0
     failed_on: set[ReplicaLink] = field(default_factory=set)
-    """Replicas that failed it. One that is started again under its name is another one."""
+    """Replicas that failed it. A replica that was restarted under the same name is not among them."""
     abort_wanted: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class PendingRequest:
         )
 
     def keep(self, piece: Completion | None) -> int:
-        """Remember what an attempt generated before it was stopped or lost. Returns the number of tokens."""
+        """Store what an attempt generated before it was stopped or lost. Returns the number of tokens."""
         if piece is None or not piece.token_ids:
             return 0
         self.pieces.append(piece)

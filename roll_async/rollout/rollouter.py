@@ -4,7 +4,7 @@
                                |  FILTERED, FAILED, REQUEUED --> queue.release (the slot is free at once)
     queue.early_stop --surplus--> abort_groups --> REQUEUED
 
-One task per admitted group. `reserve` is the only brake: admission and staleness live in the queue.
+One task per admitted group. Only `reserve` holds generation back: admission and staleness are the queue's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _RESERVE_AT_ONCE = 64
 _ABORT_AGAIN_S = 1.0
-"""A conversation may have begun its next turn while its last one was aborted."""
+"""An abort is repeated, because a conversation may have begun its next turn while its last one was aborted."""
 
 
 JUDGED = ("seen", "kept", "dropped_equal", "dropped_invalid", "dropped_singleton", "singletons")
@@ -43,46 +43,46 @@ class RollouterStats:
 
     total_generated_samples: int
     generation_errors: int
-    """Groups that failed and were quarantined."""
+    """Groups that failed; their prompts are not used again."""
     param_sync_requests: int
     filtered_groups: int
     running_groups: int
     reward_outages: int
-    """Attempts to score that brought no score, because the scorer did not work,"""
+    """Attempts to score that gave no score because the scorer did not work."""
     reward_timeouts: int
-    """because judging took too long,"""
+    """Attempts that gave no score because scoring took too long."""
     reward_errors: int
-    """because the reward raised."""
+    """Attempts that gave no score because the reward raised."""
     tool_calls: int
     tool_failures: int
-    """Calls that ended in an error, which the model then read."""
+    """Tool calls that ended in an error, which the model then read."""
     aborted_requests: int
-    """Ended for good before their end: early stop, interrupt mode abort."""
+    """Requests aborted and not continued: early stop, interrupt mode abort."""
     aborted_tokens: int
-    """What they had generated."""
+    """Tokens that these had generated."""
     num_servers: int
     """Engines alive now."""
     lost_servers: int
     returned_servers: int
     retried: int
-    """Requests given to an engine again because one died, failed or did not end them."""
+    """Requests sent again because an engine died, failed or did not end them."""
     resumed: int
-    """Requests given to an engine with tokens they had already."""
+    """Requests sent to an engine with the tokens generated so far."""
     late_results: int
-    """Replies of attempts that no longer counted, refused."""
+    """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
     duplicate_share: float = 0.0
-    """Of the samples of the last groups, those with an exact copy in their group."""
+    """Share of the samples of the last groups that have an exact copy in their group."""
     judged: Mapping[str, int] = field(default_factory=dict)
-    """Groups by what the filter said of them; keys of JUDGED."""
+    """Groups by the filter's verdict; keys of JUDGED."""
     source: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the group source, by key."""
+    """Metrics of the group source, by key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBatch:
-    """What one generation is asked for: all samples of one prompt."""
+    """One admitted slot with its prompt, of which all samples are to be generated."""
 
     slot: Slot
     prompt: Prompt
@@ -91,7 +91,7 @@ class GenerationBatch:
 class Rollouter:
     """Produces finished groups until the data ends or `stop` is called.
 
-    Sub-class it and override `_custom_generation_logic(batch)` to generate in a way of your own; hand the class to
+    Sub-class it and override `_custom_generation_logic(batch)` to change how groups are generated; hand the class to
     `FullyAsyncMain`.
     """
 
@@ -106,8 +106,8 @@ class Rollouter:
         pool: PromptPool | None = None,
         stop_timeout_s: float = 30.0,
     ) -> None:
-        """`source`: what turns a prompt into a group. `pool`: is asked instead of `prompts`, and told how groups fared.
-        `stop_timeout_s`: so long `stop` waits for groups before it cuts them short.
+        """`source`: what turns a prompt into a group. `pool`: used instead of `prompts`, and given the results of the
+        groups. `stop_timeout_s`: how long `stop` waits for groups before it cancels them.
         """
         self._queue, self._source, self._manager, self._pool = queue, source, manager, pool
         self._prompts = prompts if pool is None else pool
@@ -198,7 +198,7 @@ class Rollouter:
             self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
 
     def _count(self, outcome: GroupOutcome) -> None:
-        """What the filter said (a reason begins with its verdict), and copies among the samples."""
+        """Count the filter's verdict (a reason begins with it), and copies among the samples."""
         if outcome.fate not in (GroupFate.KEPT, GroupFate.FILTERED):
             return
         verdict = "kept" if outcome.fate is GroupFate.KEPT else outcome.reason.partition(":")[0]
@@ -209,8 +209,8 @@ class Rollouter:
         self._judged["singletons"] += outcome.group is not None and len(outcome.group.samples) == 1
 
     async def _stop_early(self) -> None:
-        """Aborts groups the queue has no use for any more, the moment it says so; their tasks end as REQUEUED. Asks
-        again for those that go on: a request may not have existed yet, or be a later turn's.
+        """Abort surplus groups as soon as the queue reports them; their tasks end as REQUEUED. Repeat the abort for
+        groups that go on: a request may not have existed yet, or belong to a later turn.
         """
         asked: set[int] = set()
         while True:
@@ -226,12 +226,12 @@ class Rollouter:
             asked = set(surplus)
 
     async def pause(self) -> None:
-        """No new group starts, running requests stop and keep their tokens (validation)."""
+        """Hold generation back for a validation: no new group starts, running requests stop and keep their tokens."""
         self._running.clear()
         await self._manager.set_aside(True)
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue after `pause`."""
         await self._manager.set_aside(False)
         self._running.set()
 
@@ -245,8 +245,8 @@ class Rollouter:
         await self._manager.resume()
 
     async def stop(self) -> None:
-        """Start nothing more, abort what runs, give its slots back; `run` then returns. What has not ended after
-        `stop_timeout_s`, because it is being scored or is the user's own, is cut short.
+        """Start no more groups, abort those that run, give their slots back; `run` then returns. Groups that have not
+        ended after `stop_timeout_s`, because they are being scored or run user code, are cancelled.
         """
         self._stopping.set()
         self._running.set()
@@ -264,22 +264,22 @@ class Rollouter:
         return {group_id: task for group_id, task in self._groups.items() if not task.done()}
 
     async def _cut_short(self) -> None:
-        """Cancel the groups that are left. Their prompts come again when the run goes on."""
+        """Cancel the groups that are left. Their prompts are generated again when the run is resumed."""
         cut = self._unfinished()
-        logger.warning("%d groups did not end within %g s and are cut short", len(cut), self._stop_timeout_s)
+        logger.warning("%d groups did not end within %g s and are cancelled", len(cut), self._stop_timeout_s)
         while running := self._unfinished():
             for task in running.values():
                 task.cancel()
             await asyncio.wait(running.values(), timeout=_ABORT_AGAIN_S)
         for group_id, task in cut.items():
             if task.cancelled():
-                await self._queue.release(group_id, Outcome.REQUEUED, "cut short by the stop")
+                await self._queue.release(group_id, Outcome.REQUEUED, "cancelled by the stop")
 
     def trouble(self) -> str:
-        """What keeps groups from finishing, in words, for who waits for them; empty when nothing is known."""
+        """What keeps groups from finishing, as text for reports of a wait; empty when no cause is known."""
         if not self._manager.num_servers:
-            coming = "one is being started again" if self._manager.expects_return else "none is expected back"
-            return f"no engine is there, {coming}"
+            coming = "one is being restarted" if self._manager.expects_return else "none is being restarted"
+            return f"no engine is alive, {coming}"
         before, self._outages_told = self._outages_told, self._source.counts().reward_outages
         failed = self._outages_told - before
         return f"{failed} attempts to score failed since the last report: the scorer does not work" if failed else ""

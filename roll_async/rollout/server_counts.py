@@ -1,4 +1,4 @@
-"""What the server manager counts."""
+"""Counters of the server manager."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ServerStats:
     completed: int
     generated_tokens: int
     aborted: int
-    """Requests ended for good before their end,"""
+    """Requests aborted and not continued."""
     aborted_tokens: int
-    """and what they had generated. Continued requests are not among them."""
+    """Tokens that these had generated."""
     resumed: int
     """Attempts that continued from kept tokens."""
     retried: int
@@ -28,14 +28,14 @@ class ServerStats:
     returned_servers: int
     """Replicas that joined after the start."""
     late_results: int
-    """Replies of attempts that no longer counted, refused."""
+    """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ServerCounts:
-    """The counters, while they count. Names as in ServerStats."""
+    """The counters that the manager increments. Names as in ServerStats."""
 
     in_flight: int = 0
     dispatched: int = 0
@@ -49,16 +49,16 @@ class ServerCounts:
     returned_servers: int = 0
     late_results: int = 0
     busy_before_by_server: dict[str, float] = field(default_factory=dict)
-    """Of replicas that were lost."""
+    """Busy seconds of replicas that were lost."""
 
     def lost(self, link: ReplicaLink, now_s: float) -> None:
-        """A replica is gone; how busy it was stays known."""
+        """A replica was lost; its busy time is kept."""
         self.lost_servers += 1
         before_s = self.busy_before_by_server.get(link.name, 0.0)
         self.busy_before_by_server[link.name] = before_s + link.busy_until_s(now_s)
 
     def gave_up(self, num_tokens: int) -> None:
-        """A request ended for good before its end."""
+        """A request was aborted and will not be continued."""
         self.aborted += 1
         self.aborted_tokens += num_tokens
 

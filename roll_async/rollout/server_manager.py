@@ -1,6 +1,6 @@
-"""The replicas of `actor_infer` as a run sees them: rounds of requests, weight pushes, validation, loss and return.
+"""All replicas of `actor_infer`: rounds of requests, weight pushes, validation, loss and restart of replicas.
 
-How one request reaches a replica, and what becomes of its attempts, is `request_dispatch.py`.
+How one request reaches a replica, and how its attempts end, is in `request_dispatch.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AsyncLLMServerManager(RequestDispatch):
         return [s.client for s in self._links.values()]
 
     def scheduled_by(self, scheduler: ChatCompletionScheduler) -> None:
-        """Who runs the rounds of `generate_sequences`."""
+        """Set the scheduler that runs the rounds of `generate_sequences`."""
         self._scheduler = scheduler
 
     async def generate_sequences(
@@ -61,7 +61,7 @@ class AsyncLLMServerManager(RequestDispatch):
         resume.
         resume: running requests stop and keep their tokens. abort: they are discarded. keep: they stay in the engine.
         A replica that does not acknowledge in time is lost; its requests go on elsewhere from their last token.
-        Raises ConnectionError when it was the last one and does not come back.
+        Raises ConnectionError when it was the last one and is not restarted.
         """
         self._dispatching, self.num_interrupts = False, self.num_interrupts + 1
         loop = asyncio.get_running_loop()
@@ -76,13 +76,13 @@ class AsyncLLMServerManager(RequestDispatch):
         if mode != "keep":
             await wait_drained(self._links.values(), min(REPLY_WITHIN_S, max(0.0, deadline - loop.time())))
             for link in [link for link in self._links.values() if link.in_flight]:
-                for attempt in list(link.in_flight.values()):  # its tokens never came
+                for attempt in list(link.in_flight.values()):  # the reply with its tokens did not come
                     self._lose(attempt)
                     self._requeue(attempt.request)
-                self._liveness.strike(link, "did not hand over what it had when it was paused")
+                self._liveness.suspect(link, "did not return the tokens of its requests when it was paused")
 
     async def resume(self) -> None:
-        """Let the replicas run again and dispatch what waits. One that does not acknowledge in time is lost."""
+        """Let the replicas run again and dispatch waiting requests. One that does not acknowledge in time is lost."""
         timeout_s = self._options.interrupt_timeout_s
         await self._command("resume", ReplicaLink.resume, timeout_s, of_s=timeout_s)
         self._interrupt_mode = None
@@ -103,8 +103,8 @@ class AsyncLLMServerManager(RequestDispatch):
             await self.wait_failed()
 
     async def set_aside(self, aside: bool) -> None:
-        """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False: they
-        go on.
+        """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False:
+        background requests continue.
         """
         self._foreground_only = aside
         if aside:
@@ -129,19 +129,19 @@ class AsyncLLMServerManager(RequestDispatch):
         self._pump()
 
     def supervise(self, returns: Callable[[str, str], bool]) -> None:
-        """`returns(name, reason)` is asked when a replica is lost: True = it will come back by `add`, or be given up by
-        `give_up`. Until then requests wait for it if no other replica is there.
+        """`returns(name, reason)` is called when a replica is lost. True: `add` is called when it is restarted, or
+        `give_up` when that fails. Until then requests wait for it if no other replica is alive.
         """
         self._returns = returns
 
     def give_up(self, name: str, reason: str) -> None:
-        """A lost replica will not come back."""
+        """A lost replica will not be restarted."""
         self._expected.discard(name)
         self._end_without_engines(name, reason)
 
     @property
     def expects_return(self) -> bool:
-        """Whether a lost replica is on its way back."""
+        """Whether a lost replica is being restarted."""
         return bool(self._expected)
 
     async def remove(self, name: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Tools: what the model asks for in its answer is run, and the results go back to it token by token.
+"""Tools: the calls in an answer of the model are run, and their results are appended as tokens for its next turn.
 
     completion --find_calls--> none: the conversation is complete
                          +---> run in parallel --> codec.tool_turn(results) --> tokens of the next turn, loss mask 0
@@ -27,7 +27,7 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class Tool(Protocol):
-    """Something the model can call."""
+    """A function that the model can call."""
 
     async def __call__(self, arguments: Mapping[str, object]) -> str:
         """The result as the model shall read it. What it raises, the model reads as an error."""
@@ -35,7 +35,7 @@ class Tool(Protocol):
 
 
 class ToolCodec(Protocol):
-    """Between tokens and text; `prompts/tool_turns.py`."""
+    """Converts between tokens and text; `prompts/tool_turns.py`."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -92,7 +92,7 @@ class Transcript:
         self.num_turns += 1
 
     def add_masked(self, token_ids: Sequence[int]) -> None:
-        """Tokens nobody sampled: mask 0, log-prob 0, the version current when they came."""
+        """Tokens that the model did not sample: mask 0, log-prob 0, the version of the turn before them."""
         assert self._runs, "tools answer a turn of the model"
         self._tokens.extend(token_ids)
         self._logprobs.extend([0.0] * len(token_ids))
@@ -100,7 +100,7 @@ class Transcript:
         self._runs.append((self._runs[-1][0], len(token_ids)))
 
     def end(self, reason: FinishReason) -> None:
-        """End for another reason than the last turn's own."""
+        """Set another finish reason than that of the last turn."""
         self._finish_reason = reason
 
     def sample(self, name: str) -> Sample:

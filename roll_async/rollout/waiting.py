@@ -1,4 +1,4 @@
-"""Requests that no replica has: the foreground before the background, later turns before first ones, then by age."""
+"""The queue of requests: foreground before background, later turns before first ones, then by age."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _BACKGROUND = 2
 
 
 class WaitingRequests:
-    """A queue from which any request can leave at once, wherever it stands. What comes back takes its old place: it is
-    older than what came after it.
+    """A priority queue from which any request can be removed. A request that is added again takes its old place,
+    because the order is by age.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, PendingRequest]] = []
         self._entries: dict[PendingRequest, int] = {}
-        """Number of the entry that counts; others of the heap are stale."""
+        """Number of the valid heap entry of a request; its other entries are stale."""
         self._later: set[PendingRequest] = set()
         self._number = 0
 
@@ -27,14 +27,14 @@ class WaitingRequests:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        """In the order of their turn."""
+        """In the order in which they are dispatched."""
         return iter(sorted(self._entries, key=lambda pending: (_kind(pending), pending.order)))
 
     def __contains__(self, pending: PendingRequest) -> bool:
         return pending in self._entries
 
     def add(self, pending: PendingRequest) -> None:
-        """Where its kind and its age put it."""
+        """Add a request; its place follows from its kind and its age."""
         self._number += 1
         self._entries[pending] = self._number
         if pending.later_turn:
@@ -42,12 +42,12 @@ class WaitingRequests:
         heapq.heappush(self._heap, (_kind(pending), pending.order, self._number, pending))
 
     def discard(self, pending: PendingRequest) -> bool:
-        """False when it did not wait."""
+        """Remove a request. False if it was not in the queue."""
         self._later.discard(pending)
         return self._entries.pop(pending, None) is not None
 
     def pop(self, *, foreground_only: bool) -> PendingRequest | None:
-        """Whose turn it is leaves the queue; None when nobody may go."""
+        """Remove and return the first request; None when none may be dispatched."""
         while self._heap:
             kind, _, number, pending = self._heap[0]
             if self._entries.get(pending) != number:
@@ -62,16 +62,16 @@ class WaitingRequests:
 
     @property
     def any_later_turn(self) -> bool:
-        """A request waits whose conversation has begun."""
+        """Whether a later turn of a conversation waits."""
         return bool(self._later)
 
     def later_turns(self, *, foreground_only: bool) -> list[PendingRequest]:
-        """Requests of conversations that have begun, in order."""
+        """Waiting later turns of conversations, in order."""
         found = (pending for pending in self._later if pending.foreground or not foreground_only)
         return sorted(found, key=lambda pending: (_kind(pending), pending.order))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all requests."""
         self._heap.clear()
         self._entries.clear()
         self._later.clear()

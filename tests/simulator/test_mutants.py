@@ -233,7 +233,7 @@ class LeavesAbortedOnesRunning(AsyncLLMServerManager):
         async def nothing(link, attempts):
             pass
 
-        self._liveness.end_there = nothing
+        self._liveness.end_on_replica = nothing
         await super().start()
 
 

@@ -46,7 +46,7 @@ def test_the_only_replica_may_be_silent_if_it_can_be_started_again(mode):
 
 ENDS = {
     "deaf": "ConnectionError: no engine is left; the last one, engine-0, was lost: did not pause within 5 s",
-    "frozen": "ConnectionError: no engine is left; the last one, engine-0, was lost: no sign of life for 30 s",
+    "frozen": "ConnectionError: no engine is left; the last one, engine-0, was lost: no answer to a heartbeat for 30 s",
 }
 
 

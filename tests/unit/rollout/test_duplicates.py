@@ -46,12 +46,12 @@ def test_long_copies_from_two_replicas_are_warned_of_once_by_their_cause(group, 
         duplicates.add(group((LONG, -1.0, "actor_infer-0"), (LONG, -1.0, "actor_infer-1"), (OTHER, -1.0, "x")))
     (record,) = caplog.records
     assert "2 of 3 samples are one answer of 40 tokens" in record.getMessage()
-    assert "actor_infer-0, actor_infer-1. replicas sample in step" in record.getMessage()
+    assert "actor_infer-0, actor_infer-1. replicas draw the same samples" in record.getMessage()
 
 
 def test_long_copies_from_one_replica_have_another_cause(group, caplog):
     DuplicateAnswers().add(group((LONG, -1.0, "actor_infer-0"), (LONG, -1.0, "actor_infer-0")))
-    assert "one replica answers equal requests alike" in caplog.text
+    assert "one replica gives equal requests the same answer" in caplog.text
 
 
 @pytest.mark.parametrize(("answer", "logprob"), [((7, 8), -1.0), (LONG, -0.001), (LONG, 0.0)])

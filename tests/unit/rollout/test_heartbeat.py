@@ -29,7 +29,7 @@ def test_a_frozen_replica_is_taken_out_and_its_requests_go_on_from_what_it_told_
             assert asyncio.get_running_loop().time() == pytest.approx(5 + 20 + 7, abs=0.5)
             assert list(good.submitted[1].prompt_token_ids) == [1, 2, 3, *WHOLE[:3]]
             assert manager.num_servers == 1 and manager.stats().lost_servers == 1
-            assert "engine frozen is lost: no sign of life for 20 s; its 1 requests are dispatched" in caplog.text
+            assert "frozen is lost: no answer to a heartbeat for 20 s; its 1 requests are dispatched" in caplog.text
 
     run(go())
 
@@ -42,7 +42,7 @@ def test_a_frozen_replica_without_requests_is_found_too(run, replica_class, mana
             manager.supervise(lambda name, reason: asked.append((name, reason)) is None)
             freeze(frozen)
             await asyncio.sleep(26)
-            assert asked == [("frozen", "no sign of life for 20 s")] and manager.expects_return
+            assert asked == [("frozen", "no answer to a heartbeat for 20 s")] and manager.expects_return
 
     run(go())
 
@@ -68,7 +68,7 @@ def test_a_replica_whose_load_is_an_error_is_taken_out_with_it(run, replica_clas
         async with managed(broken, replica_class("good")) as manager:
             await asyncio.sleep(6)
             assert manager.num_servers == 1
-            assert "engine broken is lost: its load is an error: RuntimeError: no memory" in caplog.text
+            assert "engine broken is lost: asked for its load: RuntimeError: no memory" in caplog.text
 
     run(go())
 
