@@ -15,14 +15,14 @@ from roll_async.schema import Group, WeightVersion
 
 
 class BatchChoice:
-    """The rules of consumption; the proofs are in `staleness.py`."""
+    """Which groups a step takes; the proof that they are in time is in `staleness.py`."""
 
     def __init__(self, options: QueueOptions, book: GroupBook) -> None:
         self._options, self._book = options, book
 
     def batch(self, step: int, num_groups: int) -> list[Entry] | None:
-        """The finished groups of oldest admission, None while the trainer has to wait for others. `num_groups`: G, or
-        fewer for a part of the batch.
+        """The `num_groups` finished groups of oldest admission; None while the trainer has to wait for others.
+        `num_groups` is G, or fewer for a part of the batch.
         """
         options, book = self._options, self._book
         if len(book.buffered_ids) < num_groups:
@@ -50,16 +50,17 @@ class BatchChoice:
 
     @property
     def _taken(self) -> int:
-        """Groups of the present step that the trainer has taken already: a batch may be taken in parts."""
+        """Groups of the current step that the trainer has taken already: a batch may be taken in parts."""
         return self._book.counts[GroupState.TRAINING]
 
     def surplus(self, step: int, num_groups: int, *, nothing_more_fits: bool) -> list[Entry]:
-        """Groups in flight that are too many once the batch (or the next part) of `step` is there. Over-sampling only:
-        every other run admits no more than its steps can train in time, or lets the policy deal with it.
+        """Groups in flight that are too many once the batch of `step`, or the next part of it, is complete. There are
+        such groups with over-sampling only: other runs admit no more than their steps can train in time, or let the
+        policy drop or mask what is late.
 
-        `nothing_more_fits`: the kept groups fill the admission rule, so nothing in flight can be kept before the next
-        weight push and none of it may hold the batch up. Only then are groups too many under policies drop and
-        token_mask, where a late group delays nothing. The youngest are chosen first, prompts aborted before come last.
+        `nothing_more_fits`: the kept groups fill the admission rule, so no group in flight can be kept before the next
+        weight push, and the batch need not wait for one. Under policies drop and token_mask a late group delays nothing
+        and is surplus in this case only. The youngest are chosen first, prompts that were aborted before last.
         """
         options, book = self._options, self._book
         if not options.oversample_groups or len(book.buffered_ids) < num_groups:
@@ -81,8 +82,8 @@ class BatchChoice:
             flying = [e for e in flying if e not in chosen]
 
     def is_too_many(self, entry: Entry, last_taken: int) -> bool:
-        """With this finished group the buffered ones alone would miss a deadline. Over-sampling under policy wait only:
-        the other policies drop or mask late tokens.
+        """With this finished group the buffered ones could not all be trained in time. Over-sampling under policy wait
+        only: the other policies drop or mask late tokens.
         """
         options, book = self._options, self._book
         if not options.oversample_groups or options.policy is not StalenessPolicy.WAIT:
@@ -92,12 +93,12 @@ class BatchChoice:
         return self._excess(kept, last_taken if self._taken else last_taken + 1, self._taken) is not None
 
     def still_fits(self, admitted_version: WeightVersion, next_step: int) -> bool:
-        """One more group of this version beside those waiting can be trained in time."""
+        """Whether one more group of this version, in addition to those waiting, can be trained in time."""
         return self._excess(self._book.waiting_by_version + Counter({admitted_version: 1}), next_step) is None
 
     def is_over_bound(self, group: Group, step: int) -> bool:
-        """Policies drop and token_mask: too old for `step`. token_mask keeps a group as long as one of its trained
-        tokens is within the bound.
+        """Whether a group is too old for `step` under policies drop and token_mask. token_mask keeps a group as long as
+        one of its trained tokens is within the bound.
         """
         masks = self._options.policy is StalenessPolicy.TOKEN_MASK
         decisive = newest_trained_version(group) if masks else group.oldest_version

@@ -1,4 +1,4 @@
-"""Which group is where, by group id, and how many: every admitted group is in exactly one state at every instant."""
+"""The state of every group by id, and the counts: every admitted group is in exactly one state at every instant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAITING = frozenset({GroupState.IN_FLIGHT, GroupState.BUFFERED})
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One group that is admitted and not final."""
+    """One admitted group whose state is not final."""
 
     slot: Slot
     state: GroupState
@@ -26,9 +26,9 @@ class Entry:
     finished_version: WeightVersion = 0
     """Version the engines held when it finished."""
     taken_s: float = 0.0
-    """When a step took it."""
+    """Loop time at which a step took it."""
     surplus: bool = False
-    """In flight beyond what a step can train in time: its result will be refused."""
+    """In flight, and no step can train it in time: its result will be refused."""
 
 
 class GroupBook:
@@ -39,7 +39,7 @@ class GroupBook:
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.counts: Counter[GroupState] = Counter()
-        """Groups by state; final states since the start."""
+        """Number of groups by state; for final states since the start."""
         self.admitted = 0
         self.buffered_ids: list[int] = []
         """Ascending: oldest admission first."""
@@ -47,13 +47,13 @@ class GroupBook:
         """Groups in flight or buffered and not surplus, by the version they were admitted at."""
 
     def carry_over(self, counts: Mapping[GroupState, int]) -> None:
-        """Final groups of an earlier process: they count as admitted."""
+        """Take over the counts of final groups of an earlier process; they count as admitted."""
         assert not self.entries and not self.admitted, "carry over before anything is admitted"
         self.counts.update(counts)
         self.admitted = sum(counts.values())
 
     def admit(self, slot: Slot, now_s: float) -> Entry:
-        """A slot was given out."""
+        """A slot was given out: its group is in flight."""
         assert slot.group_id not in self.entries, f"group {slot.group_id} is admitted twice"
         entry = Entry(slot, GroupState.IN_FLIGHT, now_s)
         self.entries[slot.group_id] = entry
@@ -79,7 +79,7 @@ class GroupBook:
             del self.entries[group_id]
 
     def mark_surplus(self, entry: Entry) -> None:
-        """A group in flight that no step can train in time any more."""
+        """Mark a group in flight that no step can train in time any more."""
         assert entry.state is GroupState.IN_FLIGHT and not entry.surplus
         entry.surplus = True
         self._leave(entry)

@@ -1,4 +1,4 @@
-"""Every wait has an owner, a deadline and a name."""
+"""A deadline for a wait, with an error that says what did not happen in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 async def within(timeout_s: float, awaitable: Awaitable[T], what: str) -> T:
     """The result, or StallError `<what> within <timeout_s> s` when it is late; `what` says which role did not do what.
-    A TimeoutError of the work itself stays one.
+    A TimeoutError that the awaitable itself raises is passed on.
     """
     deadline = asyncio.timeout(timeout_s)
     try:

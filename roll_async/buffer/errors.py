@@ -1,10 +1,10 @@
-"""What can end a wait on the buffer other than a result, and which error a group began with."""
+"""Errors that end a wait on the buffer, and the first cause of an ExceptionGroup."""
 
 from __future__ import annotations
 
 
 class EndOfData(Exception):
-    """No full batch can come any more. `leftovers` finished groups stay in the ledger untrained."""
+    """No full batch can be completed any more. `leftovers` finished groups stay in the ledger untrained."""
 
     def __init__(self, message: str, *, leftovers: int = 0) -> None:  # the default is for unpickling
         super().__init__(message)
@@ -28,7 +28,7 @@ class LedgerError(RuntimeError):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The error that a group of errors began with, or the error itself."""
+    """The first error of an ExceptionGroup, or the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

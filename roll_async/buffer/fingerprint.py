@@ -1,7 +1,7 @@
-"""What positions in the prompt stream and finished groups depend on: a resumed run must find it unchanged.
+"""The settings that positions in the prompt stream and finished groups depend on; a resumed run compares them.
 
-Ledger and checkpoint carry it. A position means another prompt when data, seed or order have changed: then resuming is
-refused. Finished groups of another size or filter cannot be used, but their positions can: they are generated again.
+They are saved with ledger and checkpoint. If data, seed or order have changed, a position means another prompt, and
+resuming is refused. If only the size or the filter of groups has changed, finished groups are generated again.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Fingerprint = Mapping[str, str]
 PROMPTS = "prompts"
 SEED = "seed"
 _POSITIONS = frozenset({PROMPTS, SEED})
-"""Changes of these make a position mean something else."""
-_LOOKED_AT = 256
+"""A change of these makes a position mean another prompt."""
+_CHECKED_PROMPTS = 256
 
 
-def mark_of(at: Callable[[int], Prompt | None]) -> str:
+def prompts_checksum(at: Callable[[int], Prompt | None]) -> str:
     """A checksum of the first prompts of a stream: their rows, tokens and order."""
-    mark = 0
-    for index in range(_LOOKED_AT):
+    checksum = 0
+    for index in range(_CHECKED_PROMPTS):
         prompt = at(index)
         if prompt is None:
-            return f"{mark:08x}, {index} prompts"
-        mark = zlib.crc32(f"{prompt.row_id}/{prompt.domain}/".encode() + prompt.token_ids.tobytes(), mark)
-    return f"{mark:08x}"
+            return f"{checksum:08x}, {index} prompts"
+        checksum = zlib.crc32(f"{prompt.row_id}/{prompt.domain}/".encode() + prompt.token_ids.tobytes(), checksum)
+    return f"{checksum:08x}"
 
 
 def changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
@@ -42,15 +42,15 @@ def changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
 
 
 def same_or_regenerate(before: Fingerprint, now: Fingerprint, *, step: int) -> bool:
-    """Whether the finished groups of the run before can be used after `step`; if not, they are generated again. Raises
-    LedgerError when positions of the stream mean other prompts.
+    """Whether the finished groups of the earlier run can be used after `step`; if not, they are generated again. Raises
+    LedgerError when positions of the stream mean other prompts now.
     """
     changed = changes(before, now)
     described = "; ".join(f"{name} {how}" for name, how in changed.items())
     if _POSITIONS & changed.keys() and (step or before):
         raise LedgerError(
-            f"the run to go on with (step {step}) had other prompts: {described}; a position in them means something "
-            "else now: set it back, or start fresh under another exp_name"
+            f"the run to resume (step {step}) had other prompts: {described}; a position in the stream means another "
+            "prompt now: restore the old value, or start a new run under another exp_name"
         )
     if changed:
         logger.warning("%s: finished groups of the earlier run cannot be used and are generated again", described)

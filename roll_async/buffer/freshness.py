@@ -1,4 +1,4 @@
-"""Ages of the trained groups, where they arose, and whether response length biased which groups were trained."""
+"""Staleness of the trained groups and where it arose, and whether their choice was biased by response length."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def newest_version(group: Group) -> WeightVersion | None:
 class LengthAudit:
     """Response lengths of generated and of trained samples: shows a bias against long answers.
 
-    An aborted answer is at least as long as its tokens so far: it counts as censored. Leaving these out would hide
-    exactly the long ones, which an early stop aborts.
+    An aborted answer is at least as long as its tokens so far: its length is censored. Without these the mean would be
+    too low, because an early stop aborts the long ones.
     """
 
     generated_samples: int = 0
-    """Finished ones,"""
+    """Finished samples."""
     generated_tokens: int = 0
-    """and their tokens."""
+    """Tokens of the finished samples."""
     trained_samples: int = 0
     trained_tokens: int = 0
     dropped_by_length: Counter[int] = field(default_factory=Counter)
     finished: Counter[int] = field(default_factory=Counter)
     """Finished samples by length."""
     censored: Counter[int] = field(default_factory=Counter)
-    """Aborted samples, by the length they had then."""
+    """Aborted samples, by their length at that time."""
     _mean: float | None = None
 
     def generated(self, group: Group) -> None:
@@ -96,8 +96,8 @@ class LengthAudit:
 
     @property
     def mean_generated(self) -> float:
-        """Mean length of the model's answers, the remainder of aborted ones estimated from the others of that length:
-        the area under the Kaplan-Meier curve. 0 without finished samples.
+        """Mean length of the model's answers; the remainder of an aborted answer is estimated from answers of at least
+        its length (the area under the Kaplan-Meier curve). 0 without finished samples.
         """
         if self._mean is None:
             self._mean = censored_mean(self.finished, self.censored)
@@ -105,7 +105,8 @@ class LengthAudit:
 
 
 def censored_mean(finished: Mapping[int, int], censored: Mapping[int, int]) -> float:
-    """Mean of values of which some are only known to be larger than a number (Kaplan-Meier, up to the largest value).
+    """Mean of values of which some are censored, that is known to be larger than a number only (Kaplan-Meier, up to the
+    largest value).
 
     Worked example: finished 1, 3, 3 and one aborted at 2. Of 4, 1 ends at 1 and 3/4 go on; of the 2 left after the
     abort both end at 3: 1 + 3/4 * (3 - 1) = 2.5.
@@ -125,19 +126,19 @@ def censored_mean(finished: Mapping[int, int], censored: Mapping[int, int]) -> f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchFreshness:
-    """Staleness of one batch, counted in trained tokens (loss mask 1, masked by age or not)."""
+    """Staleness of one batch, over all tokens of loss mask 1, those that policy token_mask takes out included."""
 
     step: int
     mean_versions: float
     max_versions: int
     in_flight_share: float
-    """Part of the age that arose while the group was generated, 0..1; 0 when nothing is stale."""
+    """Share of the staleness that arose while the group was generated, 0..1; 0 when nothing is stale."""
     queue_share: float
-    """Part that arose while it waited, finished, for the trainer."""
+    """Share that arose while the finished group waited for the trainer."""
     over_bound_fraction: float
-    """Tokens over max_versions: they leave the loss under policy token_mask, and do not occur otherwise."""
+    """Share of the tokens over max_versions: policy token_mask takes them out of the loss, others never train one."""
     stale_group_share: float
-    """Groups older than soft_versions; without soft_versions, with a token that the freshest weights did not sample."""
+    """Share of the groups older than soft_versions; without soft_versions, of those with any stale token."""
     mean_age_s: float
     """Seconds from admission to the moment the step took the group, mean over groups."""
     max_age_s: float

@@ -1,4 +1,4 @@
-"""One group as a JSON header and one block of bytes. No pickle: a ledger from elsewhere cannot run code.
+"""One group as a JSON header and one block of bytes. No pickle, so that reading a foreign ledger cannot run code.
 
 Block: prompt ids, then per sample its prompt ids (absent when equal to the prompt's), response ids (int32), behaviour
 log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each). Sizes are in the header.
@@ -68,7 +68,7 @@ def _shape_of(record: ExpertRecord) -> dict[str, object]:
 
 
 class _Reader:
-    """Cuts arrays off a block, in order."""
+    """Reads arrays from a block, in order."""
 
     def __init__(self, block: bytes) -> None:
         self._block, self._position = block, 0

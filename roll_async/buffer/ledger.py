@@ -1,9 +1,9 @@
-"""Durable log of groups: SQLite in WAL mode, one row per position of the prompt stream, and its tokens beside it until
-the step that trained them is checkpointed.
+"""Durable log of groups: SQLite in WAL mode, one row per position of the prompt stream, and in a second table its
+tokens until the step that trained them is checkpointed.
 
 A finished group is durable before it counts as buffered. "Consumed by step t" is written in the same transaction that
-records step t. A position is done, buffered, or to be generated, never two of them: it is the primary key. What is to
-be generated needs no row: every position below the first unknown one that has none.
+records step t. A position is done, buffered, or to be generated, never two of them: it is the primary key. Positions to
+be generated have no row: they are those below the first unknown position that no row names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS groups (
     rewards TEXT,                     -- JSON list, one score per sample, for readers of the file
     reason TEXT NOT NULL DEFAULT ''
 );
-CREATE TABLE IF NOT EXISTS tokens (   -- apart: a change of state must not write them again, nor need room for that
+CREATE TABLE IF NOT EXISTS tokens (   -- a table of its own, so that a change of state does not rewrite the tokens
     prompt_index INTEGER PRIMARY KEY,
     header TEXT NOT NULL,
     block BLOB NOT NULL,
@@ -51,9 +51,9 @@ CREATE INDEX IF NOT EXISTS by_step ON groups (consumed_step);
 """
 _FSYNC = {"group": "FULL", "step": "NORMAL", "never": "OFF"}
 _PAGE_BYTES = 16384
-"""A group of long samples spans many pages, and each costs; larger ones waste room on short groups."""
+"""A group of long samples spans many pages, and each costs time; larger pages waste space on short groups."""
 _WAL_PAGES = 4096
-"""64 MiB of log before it is folded into the file: a group of 16 long samples is more than half a MiB."""
+"""64 MiB of log before a WAL checkpoint: a group of 16 long samples is more than half a MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,20 +67,20 @@ class StoredGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """What a ledger says relative to a restored step."""
+    """The accounting of a ledger relative to a restored step."""
 
     buffered: tuple[StoredGroup, ...] = ()
     done: frozenset[int] = frozenset()
     """Positions trained up to the restored step, filtered, or quarantined."""
     next_index: int = 0
-    """First position the ledger knows nothing about."""
+    """First position above all that the ledger has a record of."""
     next_group_id: int = 0
     filtered: int = 0
     failed: int = 0
 
 
 class Ledger(Protocol):
-    """What the queue needs; `SqliteLedger`, or `MemoryLedger` when ledger.enable is false."""
+    """The log that the queue uses: `SqliteLedger`, or `MemoryLedger` when ledger.enable is false."""
 
     def finished(self, group: Group, prompt_index: int, version: WeightVersion) -> None: ...
 
@@ -95,7 +95,7 @@ class Ledger(Protocol):
     def prune(self, step: int) -> None: ...
 
     def fingerprint(self) -> Fingerprint:
-        """As it was remembered; empty when it never was."""
+        """The stored fingerprint; empty when none was stored."""
         ...
 
     def remember(self, fingerprint: Fingerprint) -> None: ...
@@ -156,16 +156,16 @@ class MemoryLedger:
 
 
 class SqliteLedger:
-    """One file, one process. Raises LedgerError naming the file, what was being written, and the remedy.
+    """One file, used by one process. Raises LedgerError naming the file, what was being written, and the remedy.
 
     fsync: `group`: every finished group is on the disk before it counts; `step`: at the latest with the step that
-    trains it; `never`: when the system likes, a crash of the machine may cost groups (they are generated again), not
-    the file.
+    trains it; `never`: the operating system decides, and a crash of the machine may cost groups, which are generated
+    again, but does not damage the file.
     """
 
     def __init__(self, path: str | Path, *, fsync: str = "group", can_rebuild: bool = False) -> None:
-        """`can_rebuild`: a checkpoint holds the position, so that a damaged file is moved to `PATH.damaged` and the
-        accounting begins anew from there; its finished groups are generated again.
+        """`can_rebuild`: a checkpoint holds the position. A damaged file is then moved to `PATH.damaged`, a new one
+        starts from that position, and the finished groups of the damaged one are generated again.
         """
         self._path, self._fsync, self._can_rebuild = Path(path), fsync, can_rebuild
         if fsync not in _FSYNC:
@@ -195,7 +195,7 @@ class SqliteLedger:
                 raise
 
     def _open(self) -> None:
-        # EXCLUSIVE keeps a second run out of the same folder for as long as this one lives.
+        # EXCLUSIVE keeps a second run from using the file as long as this one lives.
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
         self._db.execute(f"PRAGMA page_size={_PAGE_BYTES}")
         mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
@@ -244,7 +244,7 @@ class SqliteLedger:
 
     def trained(self, step: int, prompt_indexes: Sequence[int]) -> None:
         """Step `step` consumed these groups: the step and its groups in one transaction."""
-        if self._fsync == "step":  # a synced commit of the log makes every commit before it durable, too
+        if self._fsync == "step":  # a synchronized commit makes all earlier commits of the log durable, too
             self._db.execute("PRAGMA synchronous=FULL")
         with self._transaction(f"step {step} (prompts {', '.join(map(str, prompt_indexes[:8]))} ...)"):
             self._db.execute("INSERT INTO steps (step) VALUES (?)", (step,))
@@ -260,9 +260,10 @@ class SqliteLedger:
         self._step = step
 
     def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered:
-        """State relative to a restored step: groups that later steps consumed are available again, later verdicts are
-        undone, groups of newer weights are deleted. A ledger without a record of the step, because it was lost or the
-        step was saved without it, takes the position from the checkpoint's `state`; so does a damaged one.
+        """Go back to a restored step: groups that later steps consumed are available again, groups filtered or failed
+        later are to be generated again, and groups of newer weights are deleted. A ledger without a record of the step,
+        because it was lost or the step was saved without it, takes the position from the checkpoint's `state`; so does
+        a damaged one.
         """
         try:
             return self._restore(step, state)
@@ -301,13 +302,13 @@ class SqliteLedger:
 
     def _take_position(self, step: int, state: Mapping[str, object]) -> None:
         """Take the accounting of a checkpoint where the ledger has no record of its step. The checkpoint decides which
-        positions are done; of those the ledger keeps what it knows (an earlier step that trained them, a verdict), and
-        `step` has trained the rest.
+        positions are done. Records of these that the ledger has (an earlier step that trained them, filtered, failed)
+        stay, the others are recorded as trained by `step`.
         """
         next_index, still_open = state["next_index"], state["open"]
         assert isinstance(next_index, int) and isinstance(still_open, list)
         done = sorted(set(range(next_index)) - set(still_open))
-        logger.warning("ledger %s does not know step %d: the checkpoint's position is taken", self._path, step)
+        logger.warning("ledger %s has no record of step %d: the position of the checkpoint is used", self._path, step)
         self._db.execute("CREATE TEMP TABLE done (prompt_index INTEGER PRIMARY KEY)")
         self._db.executemany("INSERT INTO done VALUES (?)", [(index,) for index in done])
         self._db.execute("DELETE FROM groups WHERE state = 'trained' AND prompt_index NOT IN done")
@@ -365,8 +366,8 @@ class SqliteLedger:
         )
 
     def prune(self, step: int) -> None:
-        """Free the tokens of groups consumed up to a checkpointed step; their accounting stays. The space is used
-        again.
+        """Delete the tokens of groups consumed up to a checkpointed step; their accounting stays. The file reuses the
+        space.
         """
         with self._transaction(f"pruning up to step {step}"):
             self._db.execute(
@@ -375,12 +376,12 @@ class SqliteLedger:
             )
 
     def fingerprint(self) -> Fingerprint:
-        """As it was remembered; empty when it never was."""
+        """The stored fingerprint; empty when none was stored."""
         with self._naming("reading the fingerprint"):
             return dict(self._db.execute("SELECT name, value FROM facts").fetchall())
 
     def remember(self, fingerprint: Fingerprint) -> None:
-        """What the positions and groups in it depend on."""
+        """Store the fingerprint of the positions and groups in the ledger."""
         with self._transaction("the fingerprint"):
             self._db.execute("DELETE FROM facts")
             self._db.executemany("INSERT INTO facts (name, value) VALUES (?, ?)", list(fingerprint.items()))
@@ -410,7 +411,7 @@ class SqliteLedger:
             raise LedgerError(f"ledger {self._path}: {what} failed: {error}; {_remedy(error)}") from error
 
 
-def set_aside(path: str | Path) -> Path | None:
+def move_to_previous(path: str | Path) -> Path | None:
     """Move an older ledger (file, log, index) to `PATH.previous`, None when there is none. Raises LedgerError when a
     run still uses it.
     """
@@ -422,7 +423,7 @@ def set_aside(path: str | Path) -> Path | None:
 
 
 def _move(source: Path, ending: str) -> Path:
-    """File, log and index, under the name with this ending."""
+    """Rename file, log and index to the name with this ending."""
     target = source.with_name(source.name + ending)
     for suffix in ("", "-wal", "-shm"):
         part, moved = Path(f"{source}{suffix}"), Path(f"{target}{suffix}")

@@ -1,13 +1,13 @@
 """Finished groups between rollout and trainer: admission, the staleness bound, exactly-once accounting.
 
-One instance per run, on one event loop; no call holds anything across a wait. The arithmetic is in `staleness.py`, the
-counts are in `book.py`, what is durable is in `ledger.py`. Synchronous and asynchronous runs differ by the admission
+One instance per run, on one event loop; no call holds a lock across a wait. The arithmetic is in `staleness.py`, the
+counts are in `book.py`, the durable log is in `ledger.py`. Synchronous and asynchronous runs differ by the admission
 limit only.
 
 What each call waits for: `reserve` for the trainer, a weight push or a release; `take_batch` for groups in flight;
-`put` only while the kept groups already fill the admission rule (over-sampling). `take_batch` reports every
-`batch_timeout_s` and raises StallError after `stall_timeout_s` without any change; the owners of the step and of the
-push have deadlines of their own.
+`put` only while the kept groups already fill the admission rule (over-sampling). `take_batch` logs what it waits for
+every `batch_timeout_s` and raises StallError after `stall_timeout_s` without any change; the owners of the step and of
+the push have deadlines of their own.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 __all__ = ["EndOfData", "MessageQueue", "QueueClosed", "StallError", "TooManyFailures"]
 
 POOL = "pool"
-"""Key of the saved position under which `choices` stand."""
+"""Key of `choices` in the saved position."""
 _NAMED_IN_REPORTS = 8
 _ROUNDING_S = 1e-3
-"""Times of the loop are sums of floats."""
+"""Tolerance in comparing times of the loop, which are sums of floats."""
 
 
 class MessageQueue:
@@ -49,8 +49,8 @@ class MessageQueue:
         self._next_id = self._next_index = 0
         self._requeued: list[tuple[int, int]] = []  # heap of (prompt index, attempt)
         self._closed_slots: list[tuple[int, int]] = []
-        """(prompt index, attempt) of aborted surplus groups: slot and prompt are available again after the next push.
-        Under the same weights they would become surplus once more.
+        """(prompt index, attempt) of aborted surplus groups: slot and prompt are available again after the next push,
+        because under the same weights they would become surplus again.
         """
         self._done: frozenset[int] = frozenset()
         self._held: WeightVersion | None = None
@@ -64,9 +64,9 @@ class MessageQueue:
         self._progress_s = self._waits_since_s = self._reported_s = 0.0
         self._filtered_before = 0
         self.choices: Callable[[Collection[int]], Mapping[str, object]] | None = None
-        """What a pool of prompts chose and knows, to be saved with the position (`rollout/protocol.py: PromptPool`)."""
+        """Returns the state of a prompt pool, to be saved with the position (`rollout/protocol.py: PromptPool`)."""
         self.trouble: Callable[[], str] | None = None
-        """Describes what keeps the rollout from working, for reports; empty = nothing known."""
+        """Describes what keeps groups from finishing, for reports; empty = no cause is known."""
 
     @property
     def admission_limit(self) -> int:
@@ -97,7 +97,7 @@ class MessageQueue:
         return bool(waits or (drops and counts[GroupState.BUFFERED]))
 
     def _free_slots(self) -> int:
-        """min over the admission rule, the queue's own bound and soft_versions; 0 before the first weight push."""
+        """Minimum over the admission rule, max_queue_size and soft_versions; 0 before the first weight push."""
         options, counts = self._options, self._book.counts
         waiting = counts[GroupState.IN_FLIGHT] + counts[GroupState.BUFFERED]
         if self._book.finished >= self.admission_limit:
@@ -105,7 +105,7 @@ class MessageQueue:
         free = self.admission_limit + options.oversample_groups - self._book.occupying - len(self._closed_slots)
         free = min(free, options.queue_limit + options.oversample_groups - waiting)
         if waiting >= options.groups_per_batch and self._choice.num_stale(self._last_taken + 1):
-            return 0  # a batch is complete without new groups, so holding them back cannot starve the trainer
+            return 0  # a batch is complete without new groups, so the trainer does not wait for any of them
         return max(0, free)
 
     def _admit(self) -> Slot:
@@ -156,7 +156,7 @@ class MessageQueue:
         return True
 
     async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
-        """Give a slot back without a kept group. `group`: the samples generated nevertheless, for the length audit.
+        """Give a slot back without a kept group. `group`: samples that were generated, for the length audit.
 
         Raises TooManyFailures when more than `max_failed_groups` were quarantined.
         """
@@ -170,7 +170,7 @@ class MessageQueue:
         match outcome:
             case Outcome.UNUSED:
                 self._book.forget(entry)
-                self._next_index = min(self._next_index, index)  # or a checkpoint would count it as trained
+                self._next_index = min(self._next_index, index)  # otherwise a checkpoint counts it as trained
             case Outcome.REQUEUED:
                 self._book.move(entry, GroupState.DROPPED)
                 self._requeue_prompt(entry)
@@ -265,7 +265,7 @@ class MessageQueue:
             self._drop_stale(step)
         begun = bool(self._book.counts[GroupState.TRAINING])
         if self._no_more_prompts and not begun and len(self._book.buffered_ids) < self._options.groups_per_batch:
-            return None  # a step is begun only if it can be finished
+            return None  # take no part of a batch that cannot be completed
         full = self._book.finished >= self.admission_limit
         surplus = self._choice.surplus(step, num_groups, nothing_more_fits=full)
         for entry in surplus:
@@ -293,7 +293,7 @@ class MessageQueue:
         return not self._book.counts[GroupState.IN_FLIGHT] and (ended or self._stopped_reserving)
 
     async def step_trained(self, step: int) -> None:
-        """The groups taken last were consumed by `step`: one transaction with the record of the step."""
+        """`step` has trained the groups that it took: they and the step are recorded in one transaction."""
         assert step == self._last_taken, f"step {step} is not the one that was taken, {self._last_taken}"
         entries = self._book.in_state(GroupState.TRAINING)
         ended = self._no_more_prompts or self._stopped_reserving
@@ -328,8 +328,8 @@ class MessageQueue:
         self._notify()
 
     async def checkpoint_state(self, step: int) -> dict[str, object]:
-        """Plain JSON: the position in the prompt stream once `step` is trained, which always suffices to go on after
-        it. The groups that `step` took count as trained, whether that was recorded yet or not.
+        """Plain JSON: the position in the prompt stream once `step` is trained, which suffices to resume after it
+        without a ledger. The groups that `step` took count as trained, whether that is recorded yet or not.
         """
         done = GroupState.TRAINING if step == self._last_taken else None
         open_indexes = {e.slot.prompt_index for e in self._book.entries.values() if e.state is not done} | {
@@ -379,7 +379,9 @@ class MessageQueue:
         self._book.check()  # no waiter to wake before the run begins
 
     def _still_usable(self, group: Group, step: int) -> bool:
-        """Sampled by weights that exist, within the bound, and schedulable with what is buffered already."""
+        """Whether a stored group was sampled by weights that exist, is within the bound, and is schedulable together
+        with the groups buffered already.
+        """
         options = self._options
         if (newest_version(group) or 0) > step or self._book.finished >= options.admission_limit(step):
             return False
@@ -389,7 +391,9 @@ class MessageQueue:
         return oldest is None or staleness(step=step + 1, version=oldest) <= options.bound_versions
 
     def _readmit(self, index: int, group: Group, finished_version: WeightVersion) -> None:
-        """Keep the admission number, which orders deadlines; loop times of the earlier process are not comparable."""
+        """Buffer a stored group under its old admission number, which orders deadlines. Its times are shifted, because
+        loop times of the earlier process are not comparable.
+        """
         now = self._now()
         slot = Slot(group_id=group.group_id, prompt_index=index, admitted_version=group.admitted_version)
         entry = self._book.admit(slot, now)
@@ -482,7 +486,7 @@ class MessageQueue:
         who = f"groups {', '.join(names)}{more} in flight, {len(due)} of them due" if names else "no group is in flight"
         free = self._free_slots()
         filtered = self._book.counts[GroupState.FILTERED] - self._filtered_before
-        why = f"; {filtered} groups without spread were filtered meanwhile" if filtered else ""
+        why = f"; {filtered} groups without reward variance were filtered meanwhile" if filtered else ""
         if self.trouble is not None and (trouble := self.trouble()):
             why += f"; {trouble}"
         return (

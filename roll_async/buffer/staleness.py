@@ -41,8 +41,8 @@ class StalenessPolicy(str, Enum):
 
 @lru_cache(maxsize=16)
 def exact_ratio(ratio: float) -> Fraction:
-    """The number the user wrote: 0.1 is 1/10 and not the binary float beside it, which would admit one group too
-    many.
+    """The decimal number that the user wrote: 0.1 is 1/10, not the nearest binary float, with which one group too many
+    would be admitted.
     """
     return Fraction(repr(float(ratio)))
 
@@ -53,12 +53,12 @@ def staleness_bound(*, ratio: float, sync_every: int) -> int:
 
 
 KNOWN_TO_LEARN = 8
-"""Versions up to which training is known to work; what is beyond is never a default."""
+"""Staleness up to which training is known to work; a default never exceeds it."""
 
 
 def default_max_versions(*, ratio: float, sync_every: int, groups_per_batch: int, oversample_groups: int) -> int:
-    """The bound of a run that names none: what admission produces, over-sampled groups included, so that what was begun
-    beyond a batch is the next steps' head start and not aborted: ceil((1 + r) * k + o / G) - 1. Never raised beyond 8.
+    """The bound of a run that sets none: the staleness that admission produces, over-sampled groups included, so that
+    later steps can train these and need not abort them: ceil((1 + r) * k + o / G) - 1. Not raised beyond 8.
 
     Worked example: r = 1, k = 1, batches of 32 groups, 96 in flight: ceil(2 + 64 / 32) - 1 = 3.
     """
@@ -100,8 +100,8 @@ def largest_excess(
 ) -> tuple[int, WeightVersion] | None:
     """The first deadline that cannot be met if `next_step` is the first step to train these groups.
 
-    `taken`: groups `next_step` has already (a batch taken in parts). Returns (groups too many, newest version due by
-    that deadline), None when every deadline can be met.
+    `taken`: groups that `next_step` has already (a batch taken in parts). Returns (number of groups too many, newest
+    version due by that deadline), None when every deadline can be met.
     """
     total = 0
     for version in sorted(groups_by_version):

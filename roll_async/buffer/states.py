@@ -1,4 +1,4 @@
-"""What the rollout and the trainer see of the queue: slots, outcomes, options, counts."""
+"""Types of the queue's interface to rollout and trainer: slots, outcomes, options, counts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class GroupState(str, Enum):
     TRAINING = "training"  # taken by a step that is not recorded yet
     TRAINED = "trained"
     FILTERED = "filtered"
-    DROPPED = "dropped"  # discarded, its prompt comes again: over the bound, or aborted
-    FAILED = "failed"  # quarantined with its reason
+    DROPPED = "dropped"  # discarded, over the bound or aborted: its prompt is generated again
+    FAILED = "failed"  # its prompt is not used again; the reason is stored
 
 
 class Outcome(str, Enum):
     """Why a slot is given back without a finished group."""
 
-    FILTERED = "filtered"  # no training signal; the prompt does not come again
-    FAILED = "failed"  # quarantined with its reason; the prompt does not come again
-    REQUEUED = "requeued"  # aborted; the same prompt comes again
+    FILTERED = "filtered"  # no training signal; the prompt is not used again
+    FAILED = "failed"  # the prompt is not used again; the reason is stored
+    REQUEUED = "requeued"  # aborted; the same prompt is generated again
     UNUSED = "unused"  # the data ended before this prompt: the slot was never used
 
 
@@ -44,7 +44,7 @@ class Slot:
     admitted_version: WeightVersion
     """Every engine held at least this version when the slot was given out."""
     attempt: int = 0
-    """How often this prompt was admitted before."""
+    """Number of times that this prompt was admitted before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,30 +58,30 @@ class QueueOptions:
     trigger_parameter_sync_step: int = 1
     """k: training steps per weight push."""
     max_versions: int | None = None
-    """Hard bound; None = `staleness_bound`."""
+    """M: no group over it is trained; None = `default_max_versions`."""
     policy: StalenessPolicy = StalenessPolicy.WAIT
     soft_versions: int | None = None
-    """Older finished groups count as stale, and no new group starts while one waits."""
+    """Older finished groups count as stale, and no new group starts while one of them waits."""
     max_queue_size: int | None = None
-    """Groups finished and waiting, or on their way to it; None = ceil((1 + r) * W), which admission keeps by itself.
-    Over-sampling adds `oversample_groups` to it.
+    """Groups in flight or buffered; None = ceil((1 + r) * W), which the admission rule implies. Over-sampling adds
+    `oversample_groups` to it.
     """
     oversample_groups: int = 0
-    """Groups in flight beyond what the admission rule lets finish (gen_batch_size - G). The first to finish are kept;
-    what no step could train in time becomes surplus (`MessageQueue.early_stop`), the rest is the next step's head
-    start.
+    """Groups in flight in addition to those that the admission rule allows (gen_batch_size - G). The first to finish
+    are kept; groups that no step could train in time become surplus (`MessageQueue.early_stop`), the others are left
+    for the next steps.
     """
     samples_per_group: int | None = None
-    """A finished group must have this many trajectories, that of a supervised row one; None = not checked."""
+    """Trajectories that a finished group must have, or 1 if it is a supervised row; None = not checked."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """What finished groups and positions depend on, by name (`fingerprint.py`)."""
+    """Settings that finished groups and positions depend on, by name (`fingerprint.py`)."""
     batch_timeout_s: float = 30.0
     stall_timeout_s: float = 1800.0
     max_failed_groups: int = 100
 
     @classmethod
     def of(cls, config: PipelineConfig) -> QueueOptions:
-        """Admission and staleness as the config has them."""
+        """Admission and staleness as in the config."""
         a, groups = config.async_training, config.algorithm.filter_groups
         extra = groups.gen_batch_size - config.groups_per_batch if groups.enable else 0
         return cls(
@@ -122,8 +122,8 @@ class QueueOptions:
 
     @property
     def bound_versions(self) -> int:
-        """M: `max_versions`, or `default_max_versions`. 0 in a synchronous run (r = 0, k = 1), which is on-policy
-        whatever over-sampling leaves behind.
+        """M: `max_versions`, or `default_max_versions`. 0 in a synchronous run (r = 0, k = 1), which is on-policy even
+        with over-sampling.
         """
         if not self.async_generation_ratio and self.trigger_parameter_sync_step == 1:
             return 0
@@ -170,9 +170,9 @@ class QueueStats:
     dropped_stale: int
     """Part of `dropped` that was finished and over the bound."""
     dropped_surplus: int
-    """Part of `dropped` that was finished when others had filled the batch; the rest was aborted."""
+    """Part of `dropped` that had finished after others filled the batch; the rest was aborted."""
     late_results: int
-    """Results of groups that were already released, refused."""
+    """Results of groups that had been released already; they are discarded."""
     requeued_prompts: int
     """Prompts waiting to be admitted again."""
     held_version: WeightVersion | None
@@ -185,11 +185,11 @@ class QueueStats:
     trained_samples: int
     trained_tokens: int
     mean_generated_length: float = 0.0
-    """Tokens of an answer on average, aborted ones estimated (`LengthAudit.mean_generated`)."""
+    """Mean number of tokens of an answer, aborted ones estimated (`LengthAudit.mean_generated`)."""
     dropped_by_length: Mapping[int, int] = field(default_factory=dict)
     """Finished samples of dropped groups, by response length: key b counts lengths in (b / 2, b]."""
     failures: tuple[str, ...] = ()
-    """The last quarantined prompts with their reasons."""
+    """The last failed prompts with their reasons."""
 
     @property
     def length_bias(self) -> float:

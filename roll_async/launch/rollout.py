@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from roll_async.agents.groups import AgentGroups
-from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, set_aside
+from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
 from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
@@ -259,7 +259,7 @@ def _ledger(config: PipelineConfig, *, can_rebuild: bool) -> Ledger:
     ledger = config.ledger
     if config.checkpoint.resume_from is None:
         # A fresh run must not train groups of an older one; they are kept beside it, not lost.
-        set_aside(Path(ledger.path))
+        move_to_previous(Path(ledger.path))
     if not ledger.enable:
         return MemoryLedger()
     return SqliteLedger(ledger.path, fsync=ledger.fsync, can_rebuild=can_rebuild)

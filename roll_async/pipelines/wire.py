@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from roll_async.buffer.fingerprint import PROMPTS, mark_of
+from roll_async.buffer.fingerprint import PROMPTS, prompts_checksum
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
@@ -171,7 +171,7 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     manager, supervisor = roles.engines.manager, roles.engines.supervisor
     source = roles.groups(manager)
     queue = classes.queue(options.queue, roles.ledger)
-    prompts = {PROMPTS: mark_of(roles.prompts.at)}
+    prompts = {PROMPTS: prompts_checksum(roles.prompts.at)}
     queue.restore(roles.restored, roles.position, {**options.queue.fingerprint, **prompts})
     if roles.pool is not None:
         queue.choices = roles.pool.state

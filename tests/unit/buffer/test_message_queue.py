@@ -529,7 +529,7 @@ def test_a_starved_trainer_says_why_by_its_own_clock_though_groups_come_and_go(r
         taking.cancel()
         said = [r.message for r in caplog.records if "the trainer has waited" in r.message]
         assert len(said) == 9 and "waited 270 s for step 1" in said[-1]
-        assert "groups without spread were filtered meanwhile; no engine is there" in said[-1]
+        assert "groups without reward variance were filtered meanwhile; no engine is there" in said[-1]
 
     run(go())
 
