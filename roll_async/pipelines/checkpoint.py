@@ -1,10 +1,10 @@
-"""The checkpoint of a whole run: every trained role, the learner's state, the position in the prompts, under one step.
+"""The checkpoint of a whole run at one step: every trained role, the learner's state, the position in the prompts.
 
     step_00000004/actor_train/  megatron/ huggingface/ state.bin manifest.json (trainer/megatron/checkpoints.py)
-    step_00000004/critic/       the same, with gae
+    step_00000004/critic/       the same, with advantage estimator gae
     step_00000004/hf/           weights for transformers, with checkpoint.save_hf_model
 
-All of it is written beside the final name; the folder is renamed when the last role is done.
+The folder is written under a temporary name and renamed when the last role is done.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SavedQueue(Protocol):
 
 
 class LoopCheckpoint:
-    """`pipelines/protocol.py: Saves`. With `checkpoint.async_save` only the copy of the weights holds the loop up."""
+    """`pipelines/protocol.py: Saves`. With `checkpoint.async_save` the loop waits for the copy of the weights only."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class LoopCheckpoint:
         self._pending: asyncio.Task[None] | None = None
 
     async def save(self, step: int) -> None:
-        """Write the checkpoint of a step, after the one before it is complete. Raises what a save in the background
-        failed with.
+        """Write the checkpoint of a step, once the one before it is complete. Raises the error of a save in the
+        background.
         """
         await self.finish()
         position = await self._queue.checkpoint_state(step)
@@ -102,8 +102,8 @@ class LoopCheckpoint:
             LedgerError,
             RuntimeError,
             OSError,
-        ) as error:  # the checkpoint is good; the next write to the ledger says the same again
-            logger.error("the checkpoint of step %d is complete, the ledger keeps what it holds: %s", step, error)
+        ) as error:  # the checkpoint is complete; if the ledger stays broken, its next write raises
+            logger.error("the checkpoint of step %d is complete, but the ledger was not pruned: %s", step, error)
 
     async def finish(self) -> None:
         """Wait for the save in the background, if any."""
@@ -114,7 +114,7 @@ class LoopCheckpoint:
     async def close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """At the end of a run: complete the save under way, or leave it when the run failed."""
+        """At the end of a run: complete the save under way, or abandon it when the run failed."""
         if error is None:
             await self.finish()
         elif self._pending is not None:
@@ -124,8 +124,8 @@ class LoopCheckpoint:
 async def restore_loop(
     config: PipelineConfig, roles: Mapping[str, SavedRole], learner: SavedLearner, checkpoints: RunCheckpoints
 ) -> tuple[int, Mapping[str, object] | None]:
-    """Load what `checkpoint.resume_from` names: the step the run continues after (0 for a fresh run) and its position
-    in the prompt stream.
+    """Load the checkpoint that `checkpoint.resume_from` names. Returns its step (0 for a fresh run) and its position in
+    the prompt stream.
     """
     wanted = config.checkpoint.resume_from
     if wanted is None:

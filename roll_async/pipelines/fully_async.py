@@ -1,11 +1,11 @@
-"""The fully asynchronous mode: the loops of `rlvr.py` with `async_generation_ratio` > 0, and the statistics of it.
+"""The fully asynchronous mode: the loops of `rlvr.py` with `async_generation_ratio` > 0, and its statistics.
 
     FullyAsyncMain (roll_async/commands/fully_async.py)
         Rollouter --groups--> MessageQueue --batches--> FullyAsyncTrainer --weights--> ParameterSynchronizer --+
             ^                                                                                                  |
             +--------------------------------------------------------------------------------------------------+
 
-What differs from RLVR: the trainer publishes `fully_async/*` at every step, and `health.py` looks on.
+What differs from RLVR: the trainer publishes `fully_async/*` at every step, and `health.py` monitors the roles.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from roll_async.weight_sync.synchronizer import SyncReport
 
 
 class FullyAsyncTrainer(TrainLoop):
-    """Takes batches (or parts of them) from the MessageQueue as soon as they may be taken, and never waits for the
-    rollout otherwise.
+    """Takes batches (or parts of them) from the MessageQueue as soon as they may be taken; it waits for the rollout
+    nowhere else.
 
-    Sub-class it and override `_compute_custom_metrics(batch)` to publish numbers of your own; hand the class to
+    Sub-class it and override `_compute_custom_metrics(batch)` to publish metrics of your own; hand the class to
     `FullyAsyncMain`.
     """
 

@@ -1,6 +1,6 @@
-"""Looks at all components of a run while it goes: one line of statistics each interval, and the user's own monitor.
+"""Monitors all components of a run: one log line of statistics for each at every interval, and the user's own monitor.
 
-Reads only. Its lines begin with `Component Statistics`, so that they are found in the log.
+It only reads. Its lines begin with `Component Statistics`, so that they can be found in the log.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Health(Enum):
-    """How a component is."""
+    """State of health of a component."""
 
     STARTING = "starting"
     RUNNING = "running"
     WAITING = "waiting"  # for another component
-    DEGRADED = "degraded"  # goes on with less than it was started with
+    DEGRADED = "degraded"  # runs with less than it was started with, as after the loss of an engine
     STOPPED = "stopped"
 
 
@@ -37,7 +37,7 @@ class TrainerStats:
     global_steps: int
     processed_samples: int
     current_param_version: int
-    """Newest version the engines serve; -1 before the first."""
+    """Newest version that the engines serve; -1 before the first."""
     param_sync_count: int
     sync_failures: int
     state: TrainerState
@@ -45,7 +45,7 @@ class TrainerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentHealth:
-    """State of one component and what it does, in a few words."""
+    """Health of one component, with its statistics as text."""
 
     name: str
     health: Health
@@ -53,11 +53,11 @@ class ComponentHealth:
 
 
 CustomMonitor = Callable[[TrainerStats, RollouterStats], None]
-"""The user's own monitor. Numbers it wants in the metrics belong into `_compute_custom_metrics`."""
+"""The user's own monitor. Metrics are published by `_compute_custom_metrics` instead."""
 
 
 def trainer_stats(trainer: TrainLoop, sync: SyncStatus) -> TrainerStats:
-    """What S1 calls the trainer's metrics."""
+    """The statistics of the training side."""
     return TrainerStats(
         global_steps=trainer.trained,
         processed_samples=trainer.num_samples,
@@ -69,7 +69,7 @@ def trainer_stats(trainer: TrainLoop, sync: SyncStatus) -> TrainerStats:
 
 
 class HealthMonitor:
-    """`run` as a task beside the loops; cancel it at the end. Exceptions of the custom monitor end the run."""
+    """`run` is a task beside the loops that is cancelled at the end. Exceptions of the custom monitor end the run."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def _rollouter_health(stats: RollouterStats, queue: QueueStats) -> ComponentHeal
         health = Health.DEGRADED
     detail = (
         f"{stats.running_groups} groups running on {stats.num_servers} engines ({stats.lost_servers} lost, "
-        f"{stats.returned_servers} came back), {stats.total_generated_samples} samples, {stats.filtered_groups} groups "
+        f"{stats.returned_servers} returned), {stats.total_generated_samples} samples, {stats.filtered_groups} groups "
         f"filtered, {stats.generation_errors} errors, {stats.reward_outages} reward outages, "
         f"{queue.dropped_stale} groups dropped stale"
     )

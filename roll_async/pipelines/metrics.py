@@ -19,11 +19,11 @@ _GROUP_COUNTS = (
 )  # fmt: skip
 _COUNTS = ("trainer/optimizer_steps", "trainer/skipped_steps")
 CORRECTION_OFF = {"correction/kl": 0.0, "correction/ess": 1.0, "correction/rho_max": 1.0}
-"""What a step reports when no log-probs were recomputed: there is nothing to compare."""
+"""Metrics of a step that recomputed no log-probs, and has nothing to compare."""
 
 
 class StepClock:
-    """Seconds of one step, by what they were spent on; time of the running loop."""
+    """Seconds of one step by activity; time of the running loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -49,8 +49,8 @@ class StepClock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleFacts:
-    """Numbers of a batch that need no tensor."""
+class SampleStatistics:
+    """Statistics of a batch that need no tensor."""
 
     rewards: tuple[float, ...]
     accuracies: tuple[float, ...]
@@ -60,7 +60,7 @@ class SampleFacts:
     staleness_weights: tuple[int, ...]
 
 
-def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
+def sample_statistics(groups: Sequence[Group], step: int) -> SampleStatistics:
     """Rewards, lengths and token staleness of a batch trained at `step` (from weights of step - 1)."""
     samples = [s for g in groups for s in g.samples]
     trajectories = [rows for g in groups for rows in g.trajectories]
@@ -74,7 +74,7 @@ def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
                 lags.append(step - 1 - version)
                 weights.append(trained)
     rewards = [rows[0].reward for rows in trajectories if rows[0].reward is not None]
-    return SampleFacts(
+    return SampleStatistics(
         rewards=tuple(reward.score for reward in rewards),
         accuracies=tuple(accuracy(reward) for reward in rewards),
         lengths=tuple(sum(sum(s.loss_mask) for s in rows) for rows in trajectories),
@@ -85,23 +85,23 @@ def sample_facts(groups: Sequence[Group], step: int) -> SampleFacts:
 
 def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     """The part of a step's metrics that the batch alone determines."""
-    facts = sample_facts(groups, step)
-    total = sum(facts.staleness_weights)
-    weighted = sum(lag * n for lag, n in zip(facts.staleness, facts.staleness_weights, strict=True))
+    statistics = sample_statistics(groups, step)
+    total = sum(statistics.staleness_weights)
+    weighted = sum(lag * n for lag, n in zip(statistics.staleness, statistics.staleness_weights, strict=True))
     return {
         **reward_metrics(groups),
-        "reward/mean": mean(facts.rewards),
-        "reward/accuracy": mean(facts.accuracies),
-        "response/length_mean": mean(facts.lengths),
-        "response/length_max": float(max(facts.lengths, default=0)),
+        "reward/mean": mean(statistics.rewards),
+        "reward/accuracy": mean(statistics.accuracies),
+        "response/length_mean": mean(statistics.lengths),
+        "response/length_max": float(max(statistics.lengths, default=0)),
         "staleness/mean": weighted / total if total else 0.0,
-        "staleness/max": float(max(facts.staleness, default=0)),
+        "staleness/max": float(max(statistics.staleness, default=0)),
     }
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the rewards reported, as means over the samples that report it: `reward/metrics/NAME` and the seconds of
-    scoring; and with more than one domain each domain's share of the batch, score and accuracy.
+    """Metrics of the rewards, as means over the samples that report them: `reward/metrics/NAME` and the seconds of
+    scoring; with more than one domain also each domain's share of the batch, score and accuracy.
     """
     leads = [(g.prompt.domain, rows[0].reward) for g in groups for rows in g.trajectories]
     scored = [(domain, reward) for domain, reward in leads if reward is not None]
@@ -129,8 +129,8 @@ def step_metrics(
     rollout: RollouterStats,
     busy_s: Mapping[str, float],
 ) -> dict[str, float]:
-    """Everything one training step publishes; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which
-    requests ran on a replica, by its name.
+    """All metrics of one training step; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which requests
+    ran on a replica, by its name.
     """
     total = clock.total_s
     wait = clock.spent.get("wait_batch", 0.0)
@@ -177,8 +177,8 @@ def step_metrics(
 
 
 def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int) -> dict[str, float]:
-    """Share of the step in which a replica ran requests, by replica, and what is idle of all of them. A replica that
-    is lost, and ran nothing in the step, is not idle but missing: `rollout/engines`.
+    """Share of the step in which a replica ran requests, by replica, and the idle share of all. A lost replica that ran
+    nothing in the step does not count as idle; `rollout/engines` counts the live ones.
     """
     shares = {name: min(1.0, seconds / total_s) for name, seconds in busy_s.items()}
     num_there = max(num_servers, sum(share > 0 for share in shares.values()))
@@ -187,7 +187,7 @@ def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int
 
 
 def _canary_metrics(sync: SyncReport | None) -> dict[str, float]:
-    """Of a step with a push: how far the engines are from the trainer."""
+    """For a step with a push: the difference between the log-probs of engines and trainer."""
     if sync is None or sync.canary is None:
         return {}
     found = sync.canary
@@ -200,7 +200,7 @@ def _canary_metrics(sync: SyncReport | None) -> dict[str, float]:
 
 
 def _length_audit(queue: QueueStats, rollout: RollouterStats) -> dict[str, float]:
-    """Whose lengths never reached the trainer: finished samples by length, and what was cut short."""
+    """Response lengths that were generated and not trained: finished samples by length, and aborted ones."""
     return {
         **{f"length_bias/dropped_le_{length}": float(n) for length, n in sorted(queue.dropped_by_length.items())},
         "length_bias/aborted_requests": float(rollout.aborted_requests),
@@ -209,7 +209,7 @@ def _length_audit(queue: QueueStats, rollout: RollouterStats) -> dict[str, float
 
 
 def merged_reports(reports: Sequence[StepReport]) -> StepReport:
-    """The parts of one step as one report: means weighted by samples, times and counts added up."""
+    """Merges the reports of the parts of a step: means weighted by samples, times and counts added up."""
     if len(reports) == 1:
         return reports[0]
     metrics = {}
@@ -256,7 +256,7 @@ def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
 
 
 def accuracy(reward: Reward) -> float:
-    """What the reward calls right, else whether the score is above 0."""
+    """The accuracy that the reward reports, else whether the score is above 0."""
     return reward.metrics.get("acc", float(reward.score > 0))
 
 

@@ -1,7 +1,7 @@
-"""The plan of the loops, and what they need from the other roles.
+"""The plan of the loops, and the protocols of the other roles.
 
-Queue, rollouter and synchronizer may be the objects themselves or their clients, when they run in a process of their
-own (`cluster/rollout_process.py`); their counters are then as of the last answer.
+Queue, rollouter and synchronizer may be the objects themselves, or clients of objects in a process of their own
+(`cluster/rollout_process.py`); the counters of a client are those of the last answer.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ class Saves(Protocol):
     """Checkpoint of the whole loop at the end of a step."""
 
     async def save(self, step: int) -> None:
-        """May go on in the background."""
+        """Write the checkpoint of a step; writing may continue in the background."""
 
     async def finish(self) -> None:
-        """Wait for what goes on in the background; raises what it failed with."""
+        """Wait for the save in the background, and raise its error."""
 
 
 class Observes(Protocol):
-    """Where metrics go."""
+    """The receiver of metrics, trace spans and events."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One training step's metrics, see design.md section 10."""
+        """The metrics of one training step (docs_roll/metrics.md)."""
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
-        """Something that took time, in seconds of the loop."""
+        """A span of the trace, in seconds of the loop."""
 
     def event(self, name: str, **fields: float | str) -> None:
-        """Something worth a line in the log: a validation, a weight push, a stop."""
+        """An event for the log: a validation, a weight push, a stop."""
 
 
 class RunEnd(Enum):
@@ -94,7 +94,7 @@ class RunEnd(Enum):
 
     FINISHED = "finished"  # max_steps done
     END_OF_DATA = "end of data"
-    INTERRUPTED = "interrupted"  # stop asked for; state saved
+    INTERRUPTED = "interrupted"  # a stop was requested; the state is saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class RunPlan:
     groups_per_part: int
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
     rescue_timeout_s: float = 1800.0
-    """Once another role failed: seconds for the rest of the step under way, and again for its checkpoint."""
+    """After another role failed: seconds to finish the step under way, and as many again for its checkpoint."""
 
     @classmethod
     def of(cls, config: PipelineConfig, *, first_step: int) -> RunPlan:
@@ -148,7 +148,7 @@ class PipelineParts:
     observer: Observes
     validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
     dump: Callable[[int, Sequence[Group]], None] | None = None
-    """Gets the groups of every step."""
+    """Called with the groups of every step."""
 
 
 class TrainerState(Enum):

@@ -1,4 +1,4 @@
-"""The RLVR loop: generation and training side by side, coupled only by the queue and the weight push.
+"""The RLVR loop: generation and training run concurrently, coupled only by the queue and the weight push.
 
             reserve / put                  take_batch
  Rollouter ----------------> MessageQueue ------------> TrainLoop: learn -> push weights -> validate -> save
@@ -6,10 +6,10 @@
      |  pause / resume            | weights_held             |
      +----------------------------+------ synchronizer <-----+
 
-Two coroutines under one TaskGroup (and a monitor that only reads); the first failure stops all. When it is not the
-trainer's own, the step under way is finished first, and the last whole step is saved before the error is raised.
-`async_generation_ratio` 0 is the same loop: admission opens the next batch only when its weights are held. Queue: one
-producer (Rollouter), one consumer (TrainLoop), bound `max_queue_size`.
+Two coroutines under one TaskGroup (and a monitor that only reads); the first failure stops all. When another role than
+the trainer failed, the step under way is finished first, and the last whole step is saved before the error is raised.
+With `async_generation_ratio` 0 the loop is the same: the next batch is admitted only when the engines hold its weights.
+Queue: one producer (Rollouter), one consumer (TrainLoop), bound `max_queue_size`.
 
 One training step:
 
@@ -17,10 +17,10 @@ One training step:
         ^                          |
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
 
-A step is published before it is saved: a run that is killed in between repeats the step, one that is killed afterwards
-has published all of it. When another role fails, a step whose groups are all there is finished and published without a
-push, so that it can be saved (`abandon`, `rescue`). While the trainer waits for groups, restarted replicas are given
-the present weights: without them the groups might never come.
+The metrics of a step are published before it is saved: a run that is killed in between repeats the step, one that is
+killed afterwards has published all of it. When another role fails, a step whose groups have all been taken is finished
+and published without a push, so that it can be saved (`abandon`, `rescue`). While the trainer waits for groups,
+restarted replicas are given the current weights, because they may be needed to generate the groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class RLVRPipeline:
-    """Runs one training run to its end. `run` once.
+    """Runs one training run to its end; `run` is called once.
 
     `trainer`: the training side, built from the same parts and plan. `watch`: a coroutine function that monitors the
     run until it is cancelled (`pipelines/health.py`).
@@ -62,7 +62,7 @@ class RLVRPipeline:
         self.trainer = TrainLoop(parts, plan) if trainer is None else trainer
         self._first: BaseException | None = None
         self.rescued: str | None = None
-        """After an error, what became of the last whole step, in words."""
+        """After an error: text that says whether the last whole step is saved."""
 
     def request_stop(self) -> None:
         """Finish the step under way, save, and end with RunEnd.INTERRUPTED. Safe to call more than once."""
@@ -75,7 +75,7 @@ class RLVRPipeline:
 
     async def run(self) -> RunEnd:
         """Push the first weights, then generate and train until the end. Errors of any role are raised after all loops
-        stopped, the first one first; `self.rescued` says what became of the last step then.
+        stopped, the first one first; `self.rescued` then says whether the last step is saved.
         """
         try:
             return await self._run()
@@ -92,10 +92,10 @@ class RLVRPipeline:
         parts, trainer = self._parts, self.trainer
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(self._train(), name="train loop")
-            rollout = tasks.create_task(self._beside(training, parts.rollouter.run), name="rollouter")
+            rollout = tasks.create_task(self._run_beside(training, parts.rollouter.run), name="rollouter")
             watch = None
             if self._watch is not None:
-                watch = tasks.create_task(self._beside(training, self._watch), name="watch")
+                watch = tasks.create_task(self._run_beside(training, self._watch), name="watch")
             end = await training
             await parts.rollouter.stop()
             await rollout
@@ -109,9 +109,9 @@ class RLVRPipeline:
         await self._parts.synchronizer.push(self.trainer.trained)
         return await self.trainer.run()
 
-    async def _beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
-        """Run a role beside the trainer to its end. Its failure is raised when the trainer has finished the work that
-        needs no other role: the ranks would finish it anyway.
+    async def _run_beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
+        """Run a role concurrently with the trainer. Its failure is raised once the trainer has finished work that needs
+        no other role, because the ranks would finish it in any case.
         """
         running = asyncio.ensure_future(role())
         try:
@@ -127,11 +127,13 @@ class RLVRPipeline:
             running.cancel()
             await asyncio.wait({running})
             if not running.cancelled():
-                running.exception()  # the trainer may have failed by the same cause: told once, not by the collector
+                running.exception()  # marks it as retrieved: the trainer may have failed first, by the same cause
         running.result()
 
     async def _rescue(self) -> None:
-        """Save the last whole step, unless saving is what failed; a failure here hides no other."""
+        """Save the last whole step, unless a save has failed before. Errors are logged, not raised, so that they do not
+        replace the first one.
+        """
         trainer, limit_s = self.trainer, self._plan.rescue_timeout_s
         try:
             await within(limit_s, trainer.rescue(), f"step {trainer.trained} was not saved")
@@ -146,7 +148,7 @@ class RLVRPipeline:
 
 
 class TrainLoop:
-    """Consumes one batch a step until `max_steps`, the end of the data, or a stop. `run` once."""
+    """Consumes one batch a step until `max_steps`, the end of the data, or a stop; `run` is called once."""
 
     def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
         self._parts, self._plan = parts, plan
@@ -159,11 +161,11 @@ class TrainLoop:
         self.trained = plan.first_step - 1
         """Last whole step."""
         self.saved = self.trained
-        """Last step with a checkpoint, or the one the run began after."""
+        """Last step with a checkpoint, or the step after which the run began."""
         self._save_begun = self.trained
-        """A save that failed is not tried again: its writer is broken."""
+        """Last step whose save was begun. One that failed is not tried again."""
         self.mid_step = False
-        """Weights hold a part of the next step: no checkpoint can name them."""
+        """The weights contain a part of the next step, so that no checkpoint can be made of them."""
         self.num_samples = 0
         """Samples trained by this process."""
 
@@ -178,12 +180,12 @@ class TrainLoop:
 
     @property
     def finishing(self) -> bool:
-        """The present work of the trainer needs no other role, and a cancellation would waste it."""
+        """The current work of the trainer needs no other role, and cancelling would waste it."""
         return self.state is TrainerState.SAVING or (self.state is TrainerState.LEARNING and self._complete)
 
     async def rescue(self) -> None:
-        """After an error: a checkpoint of the last whole step is complete when this returns, if the weights have not
-        gone past it. Raises what the save failed with.
+        """After an error: a checkpoint of the last whole step is complete when this returns, unless the weights contain
+        a part of the next one. Raises the error of the save.
         """
         if self._save_begun < self.trained:
             await self.save()
@@ -202,14 +204,14 @@ class TrainLoop:
             self.state = TrainerState.STOPPED
 
     async def save(self) -> None:
-        """A checkpoint of the last step, unless it has one, or the weights have gone past it."""
+        """Save the last whole step, unless it is saved, or the weights contain a part of the next one."""
         if self.saved < self.trained and not self.mid_step:
             self.state, self._save_begun = TrainerState.SAVING, self.trained
             await self._parts.checkpoint.save(self.trained)
             self.saved = self.trained
 
     async def _step(self, step: int) -> RunEnd | None:
-        """One training step; why the run ends, or None to go on."""
+        """One training step. Returns why the run ends, or None to go on."""
         parts, plan, clock = self._parts, self._plan, StepClock()
         if plan.save_every and self.trained % plan.save_every == 0:
             with clock.measure("save"):
@@ -223,7 +225,7 @@ class TrainLoop:
         if consumed is None:
             return RunEnd.INTERRUPTED
         groups, report = consumed
-        self.trained, self.mid_step = step, False  # the weights hold it, whether its record succeeds or not
+        self.trained, self.mid_step = step, False  # the weights contain it, whether recording it succeeds or not
         self.num_samples += report.num_samples
         ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
         sync, validation = None, {}
@@ -238,7 +240,7 @@ class TrainLoop:
                 self.state = TrainerState.VALIDATING
                 with clock.measure("validation"):
                     validation = await self._validate(step)
-        finally:  # also when the queue is gone or the push fails: the step is whole, and may be saved
+        finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
             metrics = self._metrics(step, groups, report, sync, clock, ages)
             parts.observer.step(step, {**metrics, **validation})
             self._trace(step, groups, clock)
@@ -261,12 +263,12 @@ class TrainLoop:
             parts.observer.event("validation", step=step, **await self._validate(step))
 
     def _push_due(self, step: int) -> bool:
-        """Every k steps; before a validation, which measures the weights of its step; and the last model."""
+        """Every k steps, before a validation (which measures the weights of its step), and after the last step."""
         plan = self._plan
         return step % plan.sync_every == 0 or self._eval_due(step) or step == plan.max_steps or self._data_ended
 
     def _eval_due(self, step: int) -> bool:
-        """Every `eval_every` steps, and the last model."""
+        """Every `eval_every` steps, and after the last step."""
         plan = self._plan
         if self._parts.validate is None or not plan.eval_every:
             return False
@@ -288,7 +290,7 @@ class TrainLoop:
                 except EndOfData as end:
                     if not groups:
                         raise
-                    # The weights hold these parts: the step is whole with what there is, or nothing could be saved.
+                    # The weights contain these parts: the step ends with them, or it could not be saved.
                     parts.observer.event("short_step", step=step, groups=len(groups), leftover=str(end))
                     self._data_ended = True
                     break
@@ -302,8 +304,8 @@ class TrainLoop:
         return groups, merged_reports(reports)
 
     async def _resync_during(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
-        """The result of `work`, None when a stop came first. Meanwhile restarted replicas are given the present
-        weights: without them `work` might never end.
+        """The result of `work`, None when a stop came first. Meanwhile restarted replicas are given the current
+        weights, because `work` may need them to end.
         """
         synchronizer = self._parts.synchronizer
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
@@ -334,7 +336,7 @@ class TrainLoop:
         clock: StepClock,
         ages: BatchFreshness,
     ) -> dict[str, float]:
-        """Everything this step publishes, the user's own numbers included."""
+        """All metrics of this step, the user's own included."""
         parts = self._parts
         rollout = parts.rollouter.stats()
         before, self._busy_s = self._busy_s, rollout.busy_s_by_server
@@ -344,11 +346,11 @@ class TrainLoop:
         return {**metrics, **self._mode_metrics(ages, sync), **custom}
 
     def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
-        """Numbers of one mode of running; none here."""
+        """Metrics of the mode of the run; none here."""
         return {}
 
     def _compute_custom_metrics(self, batch: Sequence[Group]) -> Mapping[str, float] | None:
-        """Hook: more numbers of a step, by key, from the groups it trained. They go where all metrics go."""
+        """Hook: more metrics of a step, by key, from the groups that it trained. They are published like all others."""
         return None
 
     def _trace(self, step: int, groups: Sequence[Group], clock: StepClock) -> None:

@@ -1,4 +1,4 @@
-"""Trainer and engines on the same devices: who holds which memory, and how it changes hands.
+"""Trainer and engines on the same devices: they use them in turns, and each role frees its memory for the next.
 
              sleep(level), load all                    offload optimizer and gradients, wake weights
     ENGINES ------------------------> TRAINER ------------------------------------------------------> BOTH
@@ -9,10 +9,10 @@ One step of a colocated run (async_generation_ratio 0):
 
     take_batch | to_trainer -> learn | to_both -> push, commit | to_engines -> resume -> generate
 
-Whoever needs the devices asks for them: the parts below wrap queue, learner, checkpoint, validation, weight source and
-rollout, so that loop and synchronizer know nothing of it. The memory that each role reports after a change is booked by
-device (`DeviceMemory`): a role that kept what it should have given back is found there and then, by name, not by an
-out-of-memory error of its neighbour. Plain asyncio: the simulator and the tests run it on the virtual clock.
+The classes below wrap queue, learner, checkpoint, validation, weight source and rollout. Each asks for the devices
+before it needs them, so that loop and synchronizer are the same as in other runs. The memory that each role reports
+after a change of turn is recorded by device (`DeviceMemory`): a role that did not free its memory is named at once,
+before another role runs out of memory. Plain asyncio: the simulator and the tests run it on the virtual clock.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.protocol import Rollout, WeightSource
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
-"""Levels of sleep. Weights that the next push replaces anyway need not be kept."""
-_PUSHED = "actor_train"
-"""The role whose weights the engines get."""
+"""Levels of sleep of an engine. Weights that the next push replaces need not be kept."""
+_PUSHED_ROLE = "actor_train"
+"""The role whose weights are pushed to the engines."""
 _TRAINING_ONLY = tuple(kind for kind in STATE_KINDS if kind != "weights")
 
 
@@ -52,7 +52,7 @@ class SleepingReplica(Protocol):
 
 
 class Turn(Enum):
-    """Who may use the shared devices."""
+    """Which roles may use the shared devices."""
 
     ENGINES = "engines"  # weights and KV cache; the trainer has nothing there
     TRAINER = "trainer"  # all of its state; the engines have nothing there
@@ -60,7 +60,7 @@ class Turn(Enum):
 
 
 class MemoryNotGivenBack(RuntimeError):
-    """A role holds memory that belongs to another one now."""
+    """A role still holds device memory in the turn of another role."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,27 +73,27 @@ class DeviceMemory:
     devices_of: Mapping[str, tuple[int, ...]]
     """Role to devices: one per rank, all of a replica."""
     capacity_bytes: int | None = None
-    """Of each device; None = not known, then only what must be nothing is checked."""
+    """Of each device; None = not known: only roles that must hold nothing are checked."""
     held: dict[str, dict[int, int]] = field(default_factory=dict)
     """Role to bytes by device."""
     peak_bytes: int = 0
-    """Most that a device held at once, as far as reported."""
+    """Largest reported total of one device."""
 
-    def book_ranks(self, role: str, reports: Sequence[StateMemory]) -> None:
-        """What the ranks of a training role hold now."""
+    def record_ranks(self, role: str, reports: Sequence[StateMemory]) -> None:
+        """Record the memory that the ranks of a training role hold now."""
         held: dict[int, int] = {}
         for device, report in zip(self.devices_of[role], reports, strict=True):
             held[device] = held.get(device, 0) + sum(report.device_bytes.values())
-        self._book(role, held)
+        self._record(role, held)
 
-    def book_replica(self, role: str, memory: EngineMemory) -> None:
-        """What a replica holds now, evenly over its devices."""
+    def record_replica(self, role: str, memory: EngineMemory) -> None:
+        """Record the memory that a replica holds now, divided evenly over its devices."""
         devices = self.devices_of[role]
         share = -(-(memory.weights_bytes + memory.kv_cache_bytes) // len(devices))
-        self._book(role, {device: share for device in devices})
+        self._record(role, {device: share for device in devices})
 
-    def _book(self, role: str, held: dict[int, int]) -> None:
-        """Raises MemoryNotGivenBack where a device would hold more than it has."""
+    def _record(self, role: str, held: dict[int, int]) -> None:
+        """Raises MemoryNotGivenBack when the total of a device exceeds its capacity."""
         self.held[role] = held
         totals: dict[int, int] = {}
         for by_device in self.held.values():
@@ -107,15 +107,15 @@ class DeviceMemory:
                     f"device {device} has {self.capacity_bytes} bytes and its roles hold {total}: {shares}"
                 )
 
-    def demand_nothing(self, roles: Sequence[str]) -> None:
+    def check_released(self, roles: Sequence[str]) -> None:
         """Raises MemoryNotGivenBack when one of these roles holds anything."""
         for role in roles:
             if size := sum(self.held.get(role, {}).values()):
-                raise MemoryNotGivenBack(f"{role} should have given its devices back and holds {size} bytes")
+                raise MemoryNotGivenBack(f"{role} should have freed its device memory and holds {size} bytes")
 
 
 class DeviceTurns:
-    """The state machine. Transitions are asked for one after another; a failed one leaves the run to end."""
+    """The state machine of turns. Transitions run one at a time; the error of a failed one ends the run."""
 
     def __init__(
         self,
@@ -123,48 +123,48 @@ class DeviceTurns:
         replicas: Callable[[], Sequence[SleepingReplica]],
         memory: DeviceMemory,
     ) -> None:
-        """`groups`: training roles that share devices with an engine. `replicas`: those alive that share devices with a
-        training role. At first the engines have the devices, and stand still.
+        """`groups`: training roles that share devices with an engine. `replicas`: live replicas that share devices with
+        a training role. At first the engines have the devices, and are paused.
         """
         self._groups, self._replicas, self.memory = dict(groups), replicas, memory
         self._lock = asyncio.Lock()
         self.turn = Turn.ENGINES
         self.changes = 0
-        """Turns taken since the start."""
+        """Changes of turn since the start."""
         self.seconds = 0.0
-        """Spent on changing turns."""
+        """Seconds spent on changes of turn."""
 
     async def add_groups(self, groups: Mapping[str, OffloadingGroup]) -> None:
-        """Ranks that started in the trainer's turn: they hold their devices."""
-        assert self.turn is Turn.TRAINER, "ranks start in their own turn, or there is no memory for them"
+        """Add ranks that were started in the trainer's turn; they hold memory on their devices."""
+        assert self.turn is Turn.TRAINER, "ranks start in the trainer's turn: otherwise there is no memory for them"
         self._groups |= groups
-        await self._book_groups(lambda group: group.load_states())
+        await self._record_groups(lambda group: group.load_states())
 
     async def to_trainer(self, level: int = KEEP_WEIGHTS) -> None:
-        """The engines stand still and sleep, then the ranks take everything back."""
+        """Put the paused engines to sleep, then load all state of the ranks."""
         async with self._lock:
             if self.turn is Turn.TRAINER:
                 return
-            if self.turn is Turn.BOTH:  # a push failed half way: engines sleep from a whole state only
+            if self.turn is Turn.BOTH:  # a push failed half way: engines must be whole before they can sleep
                 await self._both_to_engines()
             began = asyncio.get_running_loop().time()
             replicas = list(self._replicas())
             slept = await asyncio.gather(*(replica.sleep(level) for replica in replicas))
             for replica, memory in zip(replicas, slept, strict=True):
-                self.memory.book_replica(replica.name, memory)
-            self.memory.demand_nothing([r.name for r in replicas])
-            await self._book_groups(lambda group: group.load_states())
+                self.memory.record_replica(replica.name, memory)
+            self.memory.check_released([r.name for r in replicas])
+            await self._record_groups(lambda group: group.load_states())
             self._changed(Turn.TRAINER, began)
 
     async def to_both(self) -> None:
-        """For a push: the ranks keep their weights, the engines get room for theirs."""
+        """For a push: the ranks keep only their weights on the devices, the engines allocate theirs."""
         async with self._lock:
             if self.turn is Turn.TRAINER:
                 await self._trainer_to_both()
             assert self.turn is Turn.BOTH, f"a push in the turn of the {self.turn.value}"
 
     async def to_engines(self) -> None:
-        """The ranks give everything away, then the engines have weights and KV cache. They still stand still."""
+        """Offload all state of the ranks, then give the engines weights and KV cache. They stay paused."""
         async with self._lock:
             if self.turn is Turn.TRAINER:
                 await self._trainer_to_both()
@@ -174,29 +174,29 @@ class DeviceTurns:
     async def _trainer_to_both(self) -> None:
         began = asyncio.get_running_loop().time()
         for name, group in self._groups.items():
-            kinds = _TRAINING_ONLY if name == _PUSHED else STATE_KINDS
-            self.memory.book_ranks(name, await group.offload_states(kinds))
-        self.memory.demand_nothing([name for name in self._groups if name != _PUSHED])
+            kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS
+            self.memory.record_ranks(name, await group.offload_states(kinds))
+        self.memory.check_released([name for name in self._groups if name != _PUSHED_ROLE])
         await self._wake([WEIGHTS])
         self._changed(Turn.BOTH, began)
 
     async def _both_to_engines(self) -> None:
         began = asyncio.get_running_loop().time()
-        await self._book_groups(lambda group: group.offload_states())
-        self.memory.demand_nothing(list(self._groups))
+        await self._record_groups(lambda group: group.offload_states())
+        self.memory.check_released(list(self._groups))
         await self._wake([KV_CACHE])
         self._changed(Turn.ENGINES, began)
 
-    async def _book_groups(self, change: Callable[[OffloadingGroup], Awaitable[Sequence[StateMemory]]]) -> None:
+    async def _record_groups(self, change: Callable[[OffloadingGroup], Awaitable[Sequence[StateMemory]]]) -> None:
         changed = await asyncio.gather(*(change(group) for group in self._groups.values()))
         for name, reports in zip(self._groups, changed, strict=True):
-            self.memory.book_ranks(name, reports)
+            self.memory.record_ranks(name, reports)
 
     async def _wake(self, tags: Sequence[str]) -> None:
         replicas = list(self._replicas())
         woken = await asyncio.gather(*(replica.wake(tags) for replica in replicas))
         for replica, memory in zip(replicas, woken, strict=True):
-            self.memory.book_replica(replica.name, memory)
+            self.memory.record_replica(replica.name, memory)
 
     def _changed(self, turn: Turn, began_s: float) -> None:
         self.turn, self.changes = turn, self.changes + 1
@@ -204,15 +204,15 @@ class DeviceTurns:
 
 
 class TurnRollout:
-    """`weight_sync/synchronizer.py: Rollout`: engines run again only in their own turn."""
+    """`weight_sync/protocol.py: Rollout`: engines are resumed only in their own turn."""
 
     def __init__(self, rollout: Rollout, turns: DeviceTurns, *, timeout_s: float) -> None:
-        """`timeout_s`: so long the engines may take to stand still."""
+        """`timeout_s`: how long the engines may take to pause."""
         self._rollout, self._turns, self._timeout_s = rollout, turns, timeout_s
         self._stopped = turns.turn is not Turn.ENGINES
 
     async def interrupt(self, mode: str, timeout_s: float) -> None:
-        """Engines that stand still already are left alone."""
+        """Pause the engines, unless they are paused."""
         if not self._stopped:
             await self._rollout.interrupt(mode, timeout_s)
             self._stopped = True
@@ -223,12 +223,12 @@ class TurnRollout:
         self._stopped = False
 
     async def to_trainer(self, level: int = KEEP_WEIGHTS) -> None:
-        """Stop the engines and give their devices to the trainer. Requests keep their tokens, not their KV cache."""
+        """Pause the engines and give their devices to the trainer. Requests keep their tokens, not their KV cache."""
         await self.interrupt("resume", self._timeout_s)
         await self._turns.to_trainer(level)
 
     async def to_engines(self) -> None:
-        """Let the engines generate, if they do not."""
+        """Give the engines the devices and resume them, unless they run."""
         if self._stopped:
             await self.release()
 
@@ -239,7 +239,7 @@ class TurnRollout:
 
 
 class TurnSource:
-    """`WeightSource`: engines have room for the weights before the first bucket."""
+    """`WeightSource`: the engines allocate memory for the weights before the first bucket."""
 
     def __init__(self, source: WeightSource, turns: DeviceTurns) -> None:
         self._source, self._turns = source, turns
@@ -256,8 +256,8 @@ class TurnSource:
 
 
 class TurnLearner:
-    """`Learns` in the trainer's turn. Where a push follows the step, engines drop their weights and need no host
-    memory for them.
+    """`Learns` in the trainer's turn. If a push follows the step, engines drop their weights instead of keeping a copy
+    in host memory.
     """
 
     def __init__(self, learner: Learns, rollout: TurnRollout, pushes_after: Callable[[int], bool]) -> None:
@@ -269,7 +269,7 @@ class TurnLearner:
 
 
 class TurnQueue:
-    """`Batches`: who waits for groups lets the engines generate them."""
+    """`Batches`: waiting for groups begins with the engines' turn."""
 
     def __init__(self, queue: Batches, rollout: TurnRollout) -> None:
         self._queue, self._rollout = queue, rollout
@@ -292,7 +292,7 @@ class TurnQueue:
 
 
 class TurnSaves:
-    """`Saves` in the trainer's turn; engines that generated before go on afterwards."""
+    """`Saves` in the trainer's turn; engines that generated before are resumed afterwards."""
 
     def __init__(self, saves: Saves, rollout: TurnRollout) -> None:
         self._saves, self._rollout = saves, rollout
@@ -312,7 +312,7 @@ def take_turns(parts: PipelineParts, plan: RunPlan, rollout: TurnRollout) -> Pip
     """The parts of a run whose roles share devices. Each asks for the devices before it uses them."""
 
     def pushes_after(step: int) -> bool:
-        whole = plan.groups_per_part == plan.groups_per_batch  # else engines go on within the step
+        whole = plan.groups_per_part == plan.groups_per_batch  # otherwise engines generate between the parts
         return whole and step % plan.sync_every == 0 and step < plan.max_steps
 
     validate = parts.validate

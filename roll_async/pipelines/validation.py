@@ -1,4 +1,4 @@
-"""What one validation publishes, measured as papers do: n samples per prompt, avg@n, pass@k, the standard error.
+"""The metrics of one validation, as papers report them: n samples per prompt, avg@n, pass@k, the standard error.
 
 pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k), c of n samples right   (Chen et al. 2021, arXiv 2107.03374)
 standard error = sample deviation of the prompts' means / sqrt(prompts); samples of one prompt are not independent

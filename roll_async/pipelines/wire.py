@@ -1,11 +1,11 @@
-"""Couples the roles of a run, once for all: the launcher, the rollout process, the simulator and the tests call these.
+"""Connects the roles of a run: the launcher, the rollout process, the simulator and the tests all call these functions.
 
     connect       replicas --> server manager, supervisor                   \\ where the clients of the engines are:
     wire_rollout  prompts, group source --> rollouter <--> queue <-- ledger  | the driver, or the rollout process of
                   weight source --> synchronizer --> replicas, queue        /  the fully asynchronous mode
     wire          these, learner, checkpoint, observer --> pipeline            the driver
 
-What kind of task is trained is `RolloutRoles.groups`; loop, buffer, ledger and weight push are the same for all.
+`RolloutRoles.groups` decides which kind of task is trained; loop, buffer, ledger and weight push are the same for all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Validate = Callable[[int], Awaitable[Mapping[str, float]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classes:
-    """The parts themselves, or sub-classes of them: a user's own, or a broken one that a test must find out."""
+    """The classes to build: the usual ones, a user's sub-classes, or a test's faulty sub-classes."""
 
     manager: type[AsyncLLMServerManager] = AsyncLLMServerManager
     queue: type[MessageQueue] = MessageQueue
@@ -58,7 +58,7 @@ class EngineOptions:
 
     manager: ManagerOptions
     max_restarts: int
-    """Per replica."""
+    """Restarts per replica."""
     start_timeout_s: float
     """Seconds a replica may take to start, and to resume."""
 
@@ -81,7 +81,7 @@ class Engines:
     supervisor: EngineSupervisor
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Begin to talk to the replicas, until the stack closes."""
+        """Start the manager's traffic with the replicas; it ends when the stack closes."""
         await self.manager.start()
         stack.push_async_callback(self.manager.close)
         stack.push_async_callback(self.supervisor.close)
@@ -90,7 +90,7 @@ class Engines:
 def connect(
     replicas: Sequence[Replica], restart: StartEngine, options: EngineOptions, classes: Classes = Classes()
 ) -> Engines:
-    """Whoever talks to the replicas. `restart` starts a lost one again."""
+    """The manager of the replicas and its supervisor. `restart` starts a lost replica again."""
     manager = classes.manager(replicas, options.manager)
     supervisor = EngineSupervisor(
         manager, restart, max_restarts=options.max_restarts, start_timeout_s=options.start_timeout_s
@@ -100,20 +100,20 @@ def connect(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutOptions:
-    """How the generating side works."""
+    """Options of the rollout side."""
 
     queue: QueueOptions
     sync: SyncOptions
     stop_timeout_s: float
-    """So long the end of a run waits for groups before it cuts them short."""
+    """How long the end of a run waits for groups before it cancels them."""
     budget: BudgetOptions | None = None
     """None = without dynamic sampling."""
     validation: SamplingParams | None = None
-    """How validation samples."""
+    """Sampling parameters of the validation."""
     validation_samples: int = 1
     """Samples per held-out prompt."""
     canary: CanaryOptions | None = None
-    """Whether engines compute what the trainer does is looked at after each push; None = not."""
+    """The check after each push that engines compute the same log-probs as the trainer; None = no check."""
 
     @classmethod
     def of(cls, config: PipelineConfig, transport: str) -> RolloutOptions:
@@ -132,31 +132,31 @@ class RolloutOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRoles:
-    """What the generating side of a run is made of."""
+    """The parts from which the rollout side of a run is built."""
 
     engines: Engines
     groups: Callable[[AsyncLLMServerManager], GroupSource]
-    """What turns prompts into groups on these replicas."""
+    """Makes the source that turns prompts into groups on these replicas."""
     prompts: PromptSource
-    """The stream; with a pool, what it draws from."""
+    """The prompt stream; with a pool, the stream that it draws from."""
     weights: WeightSource
     """The trainer's ranks."""
     ledger: Ledger
     validation: Sequence[Prompt] = ()
     """Held-out prompts; none = no validation."""
     restored: int = 0
-    """Step of the checkpoint the run goes on after; 0 = a fresh run."""
+    """Step of the checkpoint from which the run is resumed; 0 = a fresh run."""
     position: Mapping[str, object] | None = None
-    """Its position in the prompts (`MessageQueue.checkpoint_state`)."""
+    """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
     turns: DeviceTurns | None = None
-    """Of trainer and engines on shared devices; None = they share none."""
+    """The turns of trainer and engines on shared devices; None = they share none."""
     pool: PromptPool | None = None
     """Chooses prompts by past pass rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSide:
-    """The generating side of a run, coupled."""
+    """The connected rollout side of a run."""
 
     queue: MessageQueue
     rollouter: Rollouter
@@ -231,19 +231,19 @@ def _validation(source: GroupSource, prompts: Sequence[Prompt], options: Rollout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """How long the loop runs, and who looks on."""
+    """The plan of the loop, and its monitor."""
 
     plan: RunPlan
     monitor_interval_s: float | None = None
-    """Seconds between two looks at the health of all components; None = no monitor."""
+    """Seconds between two reports of the health of all components; None = no monitor."""
     custom_monitor: CustomMonitor | None = None
 
 
 def wire(
     roles: PipelineParts, options: RunOptions, classes: Classes = Classes(), turns: TurnRollout | None = None
 ) -> RLVRPipeline:
-    """The pipeline of one run. Of the generating side `roles` holds the objects of `wire_rollout`, or their clients.
-    `turns`: of `wire_rollout`, too.
+    """The pipeline of one run. `roles` holds the objects of the rollout side that `wire_rollout` made, or clients of
+    them; `turns` is from `wire_rollout`, too.
     """
     if turns is not None:
         roles = take_turns(roles, options.plan, turns)

@@ -157,10 +157,10 @@ def test_a_reference_on_the_same_devices_goes_with_the_trainer_and_gives_its_wei
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"replica_keeps": (KV_CACHE,)}, "actor_infer-0 should have given its devices back and holds 10 bytes"),
-        ({"replica_keeps": (WEIGHTS,)}, "actor_infer-0 should have given its devices back and holds 6 bytes"),
+        ({"replica_keeps": (KV_CACHE,)}, "actor_infer-0 should have freed its device memory and holds 10 bytes"),
+        ({"replica_keeps": (WEIGHTS,)}, "actor_infer-0 should have freed its device memory and holds 6 bytes"),
         ({"ranks_keep": ("optimizer",)}, "device 0 has 9 bytes and its roles hold 10: {'actor_infer-0': 3"),
-        ({"ranks_keep": ("weights",), "capacity": None}, "actor_train should have given its devices back and holds 6"),
+        ({"ranks_keep": ("weights",), "capacity": None}, "actor_train should have freed its device memory and holds 6"),
     ],
 )
 def test_memory_that_was_kept_is_found_by_name_at_once(run, faults, message):
