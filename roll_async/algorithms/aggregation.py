@@ -89,13 +89,9 @@ def aggregate(
     return total / denominators.normalizer_length if mode == "seq-mean-token-sum-norm" else total
 
 
-def reduce_metrics(
-    *, parts: Sequence[dict[str, Tensor]], denominators: Denominators, others: Mapping[str, Denominators] | None = None
-) -> dict[str, float]:
-    """Merge loss metrics of micro-batches and ranks: `_max`/`_min` keys by max/min, others summed, then per token.
-    `others`: counts for keys that begin with `NAME/`.
-
-    Reads the tensors: call it after the step. An extreme that is still infinite (nothing was valid) is left out.
+def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Metrics of micro-batches and ranks as one: `_max`/`_min` keys by max/min, others summed. Reads the tensors: call
+    it after the step.
     """
     merged: dict[str, float] = {}
     for part in parts:
@@ -107,8 +103,20 @@ def reduce_metrics(
                 merged[key] = min(merged.get(key, math.inf), value)
             else:
                 merged[key] = merged.get(key, 0.0) + value
+    return merged
+
+
+def reduce_metrics(
+    *,
+    parts: Sequence[Mapping[str, Tensor]],
+    denominators: Denominators,
+    others: Mapping[str, Denominators] | None = None,
+) -> dict[str, float]:
+    """The merged metrics of a loss, sums per token. `others`: counts for keys that begin with `NAME/`. An extreme that
+    is still infinite (nothing was valid) is left out.
+    """
     result = {}
-    for key, value in merged.items():
+    for key, value in merge_metrics(parts).items():
         tokens = (others or {}).get(key.partition("/")[0], denominators).global_tokens
         if key.endswith(("_max", "_min")):
             if math.isfinite(value):

@@ -11,13 +11,19 @@ changes nothing about the weight of the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from roll_async.algorithms.aggregation import Denominators, aggregate, count_denominators
-from roll_async.algorithms.correction import interpolate_proximal
+from roll_async.algorithms.aggregation import (
+    Denominators,
+    aggregate,
+    count_denominators,
+    merge_metrics,
+    reduce_metrics,
+)
+from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics, interpolate_proximal
 from roll_async.algorithms.kl import kl_estimate
 from roll_async.algorithms.logprobs import TokenLogprobs
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
@@ -37,6 +43,10 @@ class LossSettings:
     kl_estimator: str = "k3"
     cross_entropy_coef: float = 1.0
     ppo_epochs: int = 1
+    proximal_logprobs: str = "reuse"
+    """Where they come from when a micro-batch has none: interpolated, or else its own forward pass."""
+    correction: CorrectionOptions = field(default_factory=lambda: CorrectionOptions(weight_level="none"))
+    """For micro-batches without proximal log-probs, whose weights are not known before."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> LossSettings:
@@ -52,6 +62,8 @@ class LossSettings:
             kl_estimator=algorithm.kl_estimator,
             cross_entropy_coef=algorithm.cross_entropy_coef,
             ppo_epochs=algorithm.ppo_epochs,
+            proximal_logprobs=config.source_of_proximal,
+            correction=algorithm.correction,
         )
 
 
@@ -91,14 +103,18 @@ def policy_loss(
     """
     f, masks = fields, part_masks(fields, mask)
     supervised, mask = masks["cross_entropy"], masks["policy"]
-    proximal = f.get("proximal_logprobs")
+    proximal, weights, corrected = f.get("proximal_logprobs"), f.get("correction_weights"), {}
     if proximal is None:
-        proximal = interpolate_proximal(
-            logprobs_BT=current.logprobs,
-            behaviour_logprobs_BT=f["behaviour_logprobs"],
-            version_lag_BT=f["version_lag"],
+        proximal = _proximal_of(f, mask, current, settings)
+        correction = correct(
+            train_logprobs_BT=proximal,
+            rollout_logprobs_BT=f["behaviour_logprobs"],
             mask_BT=mask,
+            options=settings.correction,
+            segment_ids_BT=f.get("segment_ids"),
+            version_lag_BT=f["version_lag"],
         )
+        weights, corrected = correction.weights, correction.sums
     inputs = PolicyLossInputs(
         logprobs=current.logprobs,
         proximal_logprobs=proximal,
@@ -121,8 +137,8 @@ def policy_loss(
             weights_BT=weights,
         )
 
-    loss = total("policy", per_token, f.get("correction_weights"))
-    metrics = dict(metrics)
+    loss = total("policy", per_token, weights)
+    metrics = {**metrics, **corrected}
     if "cross_entropy_mask" in f:
         loss = loss + settings.cross_entropy_coef * total("cross_entropy", -current.logprobs)
         metrics["cross_entropy/loss"] = -torch.where(supervised, current.logprobs.detach(), 0).sum()
@@ -141,3 +157,25 @@ def policy_loss(
         if settings.entropy_coef > 0:
             loss = loss - settings.entropy_coef * total("policy", current.entropy)
     return loss, metrics
+
+
+def _proximal_of(fields: Mapping[str, Tensor], mask: Tensor, current: TokenLogprobs, settings: LossSettings) -> Tensor:
+    """[B,T] proximal log-probs of a micro-batch that was not scored before the step."""
+    if settings.proximal_logprobs != "interpolate":
+        return current.logprobs.detach()
+    return interpolate_proximal(
+        logprobs_BT=current.logprobs,
+        behaviour_logprobs_BT=fields["behaviour_logprobs"],
+        version_lag_BT=fields["version_lag"],
+        mask_BT=mask,
+    )
+
+
+def step_metrics(parts: Sequence[Mapping[str, Tensor]], counts: Mapping[str, Denominators]) -> dict[str, float]:
+    """Published metrics of an optimizer step from those of all its micro-batches. `counts`: of the rows that were
+    computed, by part of the loss.
+    """
+    own = [{key: x for key, x in part.items() if not key.startswith("correction/")} for part in parts]
+    published = reduce_metrics(parts=own, denominators=counts["policy"], others=counts)
+    sums = merge_metrics([{key: x for key, x in part.items() if key.startswith("correction/")} for part in parts])
+    return published | correction_metrics(sums=sums) if sums else published

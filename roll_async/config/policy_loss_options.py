@@ -284,3 +284,6 @@ POLICY_LOSS_OPTIONS: dict[str, type] = {
     "kpop": KpopOptions,
     "vespo": VespoOptions,
 }
+
+SELECTS_TOKENS = ("clip_cov", "kl_cov", "m2po")
+"""Losses that choose tokens by the log-probs of the whole batch."""

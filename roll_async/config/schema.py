@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Literal
 
 from roll_async.config.fields import bounded, derived, option, required, section
+from roll_async.config.policy_loss_options import SELECTS_TOKENS
 from roll_async.config.schema_algorithm import AlgorithmConfig, FilterGroupsConfig, OverlongBufferConfig
 from roll_async.config.schema_async import (
     AsyncTrainingConfig,
@@ -191,6 +192,32 @@ class PipelineConfig:
     def optimizer_steps_per_batch(self) -> int:
         """Optimizer steps of one training step."""
         return self.mini_batches_per_batch * self.algorithm.ppo_epochs
+
+    @property
+    def proximal_needed_early(self) -> str | None:
+        """What needs the proximal log-probs before the forward pass of the step; None = that pass may give them."""
+        a, early = self.algorithm, "which needs them before the step"
+        steps = self.async_training.require_batches * a.ppo_epochs
+        reasons = (
+            (steps > 1, f"{steps} optimizer steps on the rows of a forward pass"),
+            (a.token_kl_coef > 0, f"token_kl_coef, {early}"),
+            (a.distill_coef > 0, f"distill_coef, {early}"),
+            (a.adv_estimator == "optimal_token_baseline", f"adv_estimator {a.adv_estimator}, {early}"),
+            (a.pg_variant in SELECTS_TOKENS, f"pg_variant {a.pg_variant}, {early}"),
+            (a.correction.normalise != "none", f"correction.normalise {a.correction.normalise}, {early}"),
+            (
+                self.actor_train.model_args.lora_dropout > 0,
+                "lora_dropout, whose training forward pass is not the policy",
+            ),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
+
+    @property
+    def source_of_proximal(self) -> str:
+        """algorithm.proximal_logprobs with auto resolved."""
+        if self.algorithm.proximal_logprobs != "auto":
+            return self.algorithm.proximal_logprobs
+        return "reuse" if self.proximal_needed_early is None else "recompute"
 
     @property
     def num_servers(self) -> int:

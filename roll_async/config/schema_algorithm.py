@@ -55,8 +55,10 @@ class AlgorithmConfig:
     """Options of that loss."""
     ppo_epochs: int = bounded(1, ">= 1")
     """Passes over a batch."""
-    proximal_logprobs: Literal["recompute", "interpolate", "behaviour"] = "recompute"
-    """A forward pass at the start of the step; an interpolation by staleness; the engine's log-probs."""
+    proximal_logprobs: Literal["auto", "recompute", "reuse", "interpolate", "behaviour"] = "auto"
+    """Log-probs of the weights before the step: a forward pass of their own (recompute); the step's own forward pass,
+    the same numbers where it takes one optimizer step (reuse; auto where possible, else recompute); an interpolation by
+    staleness; the engine's."""
     correction: CorrectionOptions = section(CorrectionOptions)
     """Weights and rejections for the difference between trainer and engine."""
     loss_agg_mode: Literal[

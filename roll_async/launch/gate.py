@@ -31,7 +31,7 @@ from roll_async.weight_sync.transports import SENDERS, transport_of
 
 def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
     """The config at `path` if a launcher would start it. Raises ConfigError with everything that is in the way: of the
-    loader, C001 to C151, or of the gate, C201 a setting that is not there yet or would have no effect, C202 devices and
+    loader, C001 to C152, or of the gate, C201 a setting that is not there yet or would have no effect, C202 devices and
     transport, C203 parallel sizes against the model.
     """
     loaded = load_with_warnings(path, overrides, pipeline)

@@ -10,6 +10,7 @@ row-wise happens in the ranks, micro-batch by micro-batch. Shape letters: B rows
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -35,8 +36,11 @@ from roll_async.trainer.protocol import (
     TokenRows,
     TrainerGroup,
     ValueRows,
+    mini_batch_ranges,
 )
 from roll_async.trainer.selection import select_tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,8 @@ class LearnerOptions:
     pg_options: object
     correction: CorrectionOptions
     proximal_logprobs: str = "recompute"
+    """reuse: only for steps of one optimizer step, else recompute; never auto."""
+    mini_batch_rows: int = 1
     norm_mean_type: str = "none"
     norm_std_type: str = "none"
     reward_shift: float = 0.0
@@ -91,10 +97,14 @@ class LearnerOptions:
         """What shapes the training signal, as the config has it; algorithm keys of the same name as they are."""
         algorithm = config.algorithm
         same = {f.name for f in fields(cls)} & {f.name for f in fields(type(algorithm))}
-        values = {name: getattr(algorithm, name) for name in same - {"adv_options"}}
+        values = {name: getattr(algorithm, name) for name in same - {"adv_options", "proximal_logprobs"}}
         staleness = config.async_training.staleness
+        if algorithm.proximal_logprobs == "auto" and config.proximal_needed_early is not None:
+            logger.info("proximal log-probs take a forward pass of their own: %s", config.proximal_needed_early)
         return cls(
             **values,
+            proximal_logprobs=config.source_of_proximal,
+            mini_batch_rows=config.mini_batch_size,
             domains=config.domains,
             loss_parts=config.loss_parts,
             response_length=config.longest_response,
@@ -194,7 +204,8 @@ class Learner:
         evidence = credit.Evidence(row_mask=compared, values=values, logprobs=known, squares=squares)
         signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
         policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
-        metrics = {**signal.metrics, **correction}
+        reused = proximal is None and options.proximal_logprobs == "reuse"
+        metrics = {**signal.metrics, **correction, "trainer/proximal_reused": float(reused)}
         if parts.critic is not None:
             assert values is not None
             value_rows = ValueRows(
@@ -213,16 +224,19 @@ class Learner:
         )
 
     async def _proximal(self, batch: TrainBatch, rows: TokenRows) -> Tensor | None:
-        """[B,T] log-probs of the weights at the start of the step; None when each micro-batch interpolates its own."""
-        match self._options.proximal_logprobs:
+        """[B,T] log-probs of the weights at the start of the step; None when each micro-batch makes its own."""
+        source = self._options.proximal_logprobs
+        if source == "reuse" and len(mini_batch_ranges(len(batch.lengths), self._options.mini_batch_rows)) > 1:
+            source = "recompute"
+        match source:
             case "recompute":
                 return await self._parts.actor.compute_logprobs(replace(rows, experts=self._replayed(batch)))
             case "behaviour":
                 return batch.behaviour_logprobs
-            case "interpolate":
+            case "interpolate" | "reuse":
                 return None
             case other:
-                raise ValueError(f"proximal_logprobs {other!r}: expected recompute, interpolate or behaviour")
+                raise ValueError(f"proximal_logprobs {other!r}: expected recompute, reuse, interpolate or behaviour")
 
     def _replayed(self, batch: TrainBatch) -> ExpertRows | None:
         """The engines' choice of experts, where the actor is to take it too."""

@@ -36,8 +36,8 @@ class PolicyRows:
     behaviour_logprobs: Tensor  # [B,T] float32
     proximal_logprobs: (
         Tensor | None
-    )  # [B,T] float32; None = the loss interpolates inside each micro-batch (algorithm.proximal_logprobs)
-    correction_weights: Tensor | None  # [B,T] float32 of algorithms.correction.correct; None = 1
+    )  # [B,T] float32; None = each micro-batch makes and corrects its own (algorithm.proximal_logprobs)
+    correction_weights: Tensor | None  # [B,T] float32 of algorithms.correction.correct
     scores: Tensor  # [B] float32, raw outcome scores (topr)
     version_lag: Tensor  # [B,T] int64, staleness of each token in steps, 0 where masked
     ref_logprobs: Tensor | None = None  # [B,T]
@@ -48,6 +48,14 @@ class PolicyRows:
     reference_kl_mask: Tensor | None = None  # [B,T] bool, tokens of distilled rows; None = those of the policy part
     experts: ExpertRows | None = None
     """Choice of experts to replay; None = the model's own."""
+
+
+def mini_batch_ranges(num_rows: int, mini_batch_rows: int) -> list[range]:
+    """Rows of each optimizer step, of equal size: trajectories of several rows make a batch that is no multiple of a
+    mini-batch.
+    """
+    parts = max(1, round(num_rows / mini_batch_rows))
+    return [range(num_rows * i // parts, num_rows * (i + 1) // parts) for i in range(parts)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,7 +108,7 @@ def test_gae_trains_actor_and_critic(run):
     assert all(m["critic/grad_norm"] > 0 for m in metrics)
 
 
-@pytest.mark.parametrize("proximal", ["recompute", "interpolate", "behaviour"])
+@pytest.mark.parametrize("proximal", ["auto", "recompute", "interpolate", "behaviour"])
 @pytest.mark.parametrize("variant", ["decoupled_ppo", "tis"])
 def test_every_source_of_proximal_logprobs_trains(run, proximal, variant):
     run(

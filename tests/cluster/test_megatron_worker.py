@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from megatron_cases import WholeBatchWorker
 
+from roll_async.algorithms.correction import CorrectionOptions, correct
 from roll_async.algorithms.objective import LossSettings
 from roll_async.config.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron.ranks import RankSpec
@@ -126,6 +127,36 @@ def test_the_split_into_micro_batches_does_not_change_a_step(start, tmp_path, sp
     assert math.isclose(first["trainer/grad_norm"], second["trainer/grad_norm"], rel_tol=1e-4)
     assert first["policy/clip_high"] == pytest.approx(second["policy/clip_high"])
     assert (before - after).abs().max() < 1e-3  # Adam turns rounding of tiny gradients into steps
+
+
+@pytest.mark.parametrize(("dtype", "band_low"), [("fp32", None), ("fp32", 0.6), ("bf16", None)])
+def test_the_own_forward_as_proximal_policy_gives_the_same_weights_bit_for_bit(start, tmp_path, dtype, band_low):
+    """Against log-probs scored before each step, with the same micro-batches: five steps of stale, corrected data."""
+    folder = model_folder(tmp_path / "in", tied=True)
+    options = CorrectionOptions(weight_level="token", weight_upper=1.5, band_low=band_low)
+    rows, policy = batch()
+    policy = dataclasses.replace(policy, proximal_logprobs=None)
+    results = {}
+    for mode in ("recompute", "reuse"):
+        loss = LossSettings(pg_variant="ppo", pg_options=PpoOptions(), correction=options)
+        worker = start(folder, dtype=dtype, loss=loss, scoring_rows=4)
+        steps, behaviour = [], worker.compute_logprobs(rows)
+        for step in range(1, 6):
+            stale = dataclasses.replace(policy, behaviour_logprobs=behaviour)
+            if mode == "recompute":
+                proximal = worker.compute_logprobs(rows)
+                weights = correct(
+                    train_logprobs_BT=proximal, rollout_logprobs_BT=behaviour, mask_BT=rows.mask, options=options
+                ).weights.float()
+                stale = dataclasses.replace(stale, proximal_logprobs=proximal, correction_weights=weights)
+            steps.append(worker.update_policy(stale, step))
+        results[mode] = steps, {name: x.clone() for name, x in worker.export_named_tensors()}
+    (before, expected), (after, found) = results["recompute"], results["reuse"]
+    for one, other in zip(before, after, strict=True):
+        assert {key: other[key] for key in one} == one
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert after[-1]["correction/kept_fraction"] < 1 or band_low is None, "rejection has something to do"
+    assert after[0]["correction/kl"] == 0 != after[-1]["correction/kl"]
 
 
 def test_rows_without_advantage_are_left_out_and_the_step_stays_the_same(start, tmp_path):

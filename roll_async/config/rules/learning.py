@@ -1,4 +1,4 @@
-"""Rules about what is learned (C105, C141 to C150)."""
+"""Rules about what is learned (C105, C141 to C150, C152)."""
 
 from dataclasses import asdict
 
@@ -89,4 +89,15 @@ def weights_of_one(config: PipelineConfig) -> Findings:
         yield "C150", "algorithm.correction", "all weights would be 1"
 
 
-RULES = (overlong, needed_roles, agentic_only, double_correction, roles, weights_of_one)
+def proximal_before_the_step(config: PipelineConfig) -> Findings:
+    """C152."""
+    mode, normalise = config.algorithm.proximal_logprobs, config.algorithm.correction.normalise
+    reason = config.proximal_needed_early if mode == "reuse" else None
+    if mode == "interpolate" and normalise != "none":
+        reason = f"correction.normalise {normalise}, which needs them before the step"
+    if reason is not None:
+        message = f"{mode} is not possible with {reason}; use auto or recompute"
+        yield "C152", "algorithm.proximal_logprobs", message
+
+
+RULES = (overlong, needed_roles, agentic_only, double_correction, roles, weights_of_one, proximal_before_the_step)

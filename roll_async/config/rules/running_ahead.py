@@ -59,7 +59,7 @@ def behaviour_logprobs(config: PipelineConfig) -> Findings:
         reasons.append(f"async_generation_ratio={number(config.async_generation_ratio)}")
     if a.pg_options.ratio_base == "behaviour":
         reasons.append("ratio_base behaviour")
-    if a.proximal_logprobs != "recompute":
+    if a.proximal_logprobs in ("interpolate", "behaviour"):
         reasons.append(f"proximal_logprobs {a.proximal_logprobs}")
     if a.correction.is_on:
         reasons.append("algorithm.correction")

@@ -9,6 +9,9 @@ from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.config.schema_async import InterruptConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 
+_AT_THE_START = ("auto", "recompute", "reuse")
+"""Sources of proximal log-probs that are those of the weights before the step."""
+
 
 def find_warnings(config: PipelineConfig, root: Node) -> list[Diagnostic]:
     """All warnings of a valid config, in the order of their ids."""
@@ -23,14 +26,14 @@ def ratio_is_one(config: PipelineConfig) -> Findings:
         config.is_async
         and config.optimizer_steps_per_batch == 1
         and a.pg_options.ratio_base == "proximal"
-        and a.proximal_logprobs == "recompute"
+        and a.proximal_logprobs in _AT_THE_START
         and a.correction.weight_level == "none"
         and not isinstance(a.pg_options, DecoupledPpoOptions)
     )
     if uncorrected:
         message = (
-            "the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs recompute and"
-            " correction.weight_level none; staleness is not corrected"
+            "the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs"
+            f" {a.proximal_logprobs} and correction.weight_level none; staleness is not corrected"
         )
         yield "W02", "algorithm.correction.weight_level", message
 
@@ -39,7 +42,7 @@ def penalty_is_zero(config: PipelineConfig) -> Findings:
     """W10: a penalty on the distance from the policy that the batch starts from, and never leaves before it ends."""
     a = config.algorithm
     has_penalty = isinstance(a.pg_options, Kimi15Options | KlCovOptions)
-    at_the_start = a.pg_options.ratio_base == "proximal" and a.proximal_logprobs == "recompute"
+    at_the_start = a.pg_options.ratio_base == "proximal" and a.proximal_logprobs in _AT_THE_START
     if has_penalty and at_the_start and config.optimizer_steps_per_batch == 1:
         message = (
             f"the penalty of {a.pg_variant} is zero: with one optimizer step per batch the weights are those of"

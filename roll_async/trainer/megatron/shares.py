@@ -20,7 +20,7 @@ from roll_async.trainer.megatron.micro_batches import StepRows
 from roll_async.trainer.megatron.partition import Parts, RowPlan, plan_rows
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shapes import padded_length
-from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
+from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows, mini_batch_ranges
 
 _POLICY_FIELDS = (
     "advantages",
@@ -91,7 +91,7 @@ class BatchSplitter:
     def policy(self, rows: PolicyRows) -> list[Share]:
         """Of a step of the actor: rows without a gradient are sent to no rank."""
         fields = {name: x for name in _POLICY_FIELDS if (x := getattr(rows, name)) is not None}
-        parts = [(part, self._rows_to_train(rows, part)) for part in self._mini_batches(len(rows.lengths))]
+        parts = [(part, self._rows_to_train(rows, part)) for part in self._mini_batches(rows)]
         return self._shares(
             self._step_rows(rows, fields), parts, self._settings.micro_batch_rows, self._loss.normalizer_length
         )
@@ -104,7 +104,7 @@ class BatchSplitter:
             mask=rows.mask,
             fields={"old_values": rows.old_values, "returns": rows.returns},
         )
-        parts = [(part, part) for part in self._mini_batches(len(rows.lengths))]
+        parts = [(part, part) for part in self._mini_batches(rows)]
         return self._shares(step, parts, self._settings.micro_batch_rows)
 
     def supervised(self, rows: TokenRows) -> list[Share]:
@@ -121,10 +121,8 @@ class BatchSplitter:
         experts = rows.experts if self._settings.router_replay else None
         return StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields, experts=experts)
 
-    def _mini_batches(self, count: int) -> list[range]:
-        """Of equal size: trajectories of several rows make a batch that is no multiple of a mini-batch."""
-        parts = max(1, round(count / self._settings.mini_batch_rows))
-        return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+    def _mini_batches(self, rows: PolicyRows | ValueRows) -> list[range]:
+        return mini_batch_ranges(len(rows.lengths), self._settings.mini_batch_rows)
 
     def _rows_to_train(self, rows: PolicyRows, part: range) -> list[int]:
         """The rows of a mini-batch with a gradient. Where every answer of a group has the same score, all

@@ -18,9 +18,9 @@ from roll_async.trainer.megatron import cpu_shim
 
 cpu_shim.install()
 
-from roll_async.algorithms.aggregation import Denominators, aggregate, reduce_metrics  # noqa: E402
+from roll_async.algorithms.aggregation import Denominators, aggregate  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
-from roll_async.algorithms.objective import policy_loss  # noqa: E402
+from roll_async.algorithms.objective import policy_loss, step_metrics  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
@@ -253,13 +253,12 @@ class MegatronWorker:
             stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
         self._optimizer_steps += 1
         loss, parts = self._collect(losses, parts)
-        seen = mini_batch.computed
         return {
             "trainer/loss": loss,
             "trainer/grad_norm": float(grad_norm) if grad_norm is not None else 0.0,
             "trainer/learning_rate": rate,
             "trainer/skipped_steps": float(not stepped),
-            **reduce_metrics(parts=parts, denominators=seen["policy"], others=seen),
+            **step_metrics(parts, mini_batch.computed),
             **(self._replay.metrics() if self._replay is not None else {}),
         }
 

@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from roll_async.algorithms.aggregation import AGGREGATION_MODES
+from roll_async.algorithms.correction import CorrectionOptions, RejectionRule, correct, correction_metrics
 from roll_async.algorithms.logprobs import TokenLogprobs
-from roll_async.algorithms.objective import LossSettings, count_parts, policy_loss
-from roll_async.config.policy_loss_options import PpoOptions, VanillaOptions
+from roll_async.algorithms.objective import LossSettings, count_parts, policy_loss, step_metrics
+from roll_async.config.policy_loss_options import (
+    DecoupledPpoOptions,
+    GspoOptions,
+    Kimi15Options,
+    PpoOptions,
+    VanillaOptions,
+)
 
 LENGTH = 10
 
@@ -135,3 +142,59 @@ def test_the_gradient_is_that_of_finite_differences(make_batch):
         return policy_loss(fields, mask, current, settings, denominators)[0]
 
     assert torch.autograd.gradcheck(loss, (torch.where(mask, logprobs, 0).requires_grad_(),))
+
+
+CORRECTIONS = (
+    CorrectionOptions(weight_level="none"),
+    CorrectionOptions(weight_level="token", weight_upper=1.2, band_low=0.7),
+    CorrectionOptions(rejections=(RejectionRule(statistic="k1", aggregation="sequence_mean", high=1.1),)),
+)
+
+
+@pytest.mark.parametrize("options", CORRECTIONS, ids=["none", "token", "rejections"])
+@pytest.mark.parametrize(
+    "loss",
+    [PpoOptions(), DecoupledPpoOptions(), GspoOptions(), Kimi15Options()],
+    ids=["ppo", "decoupled", "gspo", "kimi"],
+)
+def test_the_own_forward_is_the_proximal_policy_and_is_corrected_like_it(make_batch, loss, options):
+    """Bit for bit what log-probs of the same weights, scored before the step, give: loss, gradient and metrics."""
+    fields, mask, logprobs = mixed(make_batch, 4)
+    del fields["proximal_logprobs"]
+    policy = fields["policy_mask"]
+    corrected = correct(
+        train_logprobs_BT=logprobs, rollout_logprobs_BT=fields["behaviour_logprobs"], mask_BT=policy, options=options,
+        version_lag_BT=fields["version_lag"],
+    )  # fmt: skip
+    assert options == CORRECTIONS[0] or not torch.equal(corrected.keep, policy), "some tokens are rejected"
+    scored = {"proximal_logprobs": torch.where(mask, logprobs, 0), "correction_weights": corrected.weights}
+    name = {DecoupledPpoOptions: "decoupled_ppo", GspoOptions: "gspo", Kimi15Options: "kimi15"}.get(type(loss), "ppo")
+    settings = LossSettings(pg_variant=name, pg_options=loss, normalizer_length=LENGTH, correction=options)
+    expected = evaluate({**fields, **scored}, mask, logprobs, settings)
+    found = evaluate(fields, mask, logprobs, settings)
+    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+    counts = count_parts(fields, mask, range(len(mask)), LENGTH)
+    parts = [{key: torch.as_tensor(value) for key, value in found[2].items()}]
+    published = step_metrics(parts, counts)
+    wanted = correction_metrics(sums=corrected.sums)
+    assert {key: published[key] for key in wanted} == pytest.approx(wanted)
+    assert published["policy/ratio_max"] == 1 if name == "ppo" else True
+
+
+def test_metrics_of_the_correction_are_those_of_all_micro_batches_together(make_batch):
+    fields, mask, logprobs = mixed(make_batch, 5)
+    del fields["proximal_logprobs"]
+    settings = LossSettings(pg_variant="ppo", pg_options=PpoOptions(), correction=CORRECTIONS[1])
+    counts = count_parts(fields, mask, range(len(mask)), 1)
+
+    def published(splits):
+        parts = []
+        for rows in splits:
+            current = TokenLogprobs(logprobs=logprobs[rows], entropy=None)
+            own = {name: x[rows] for name, x in fields.items()}
+            parts.append(policy_loss(own, mask[rows], current, settings, counts)[1])
+        return step_metrics(parts, counts)
+
+    whole = published([list(range(7))])
+    assert whole["correction/rho_max"] > 1 > whole["correction/kept_fraction"] > 0
+    assert published([[0, 1, 2], [3], [4, 5, 6]]) == pytest.approx(whole)

@@ -84,6 +84,9 @@ RLVR_CASES = [
     ("C150", {"pg_variant": "clip_cov", "algorithm": {"pg_options": {"cov_low": 6}}}, "algorithm.pg_options: 6 exceeds 5"),
     ("C150", {"correction": {"rejections": [{**REJECT, "low": 2, "high": 1}]}}, "algorithm.correction.rejections.0: 2 exceeds 1"),
     ("C150", {"proximal_logprobs": "behaviour", "correction": {"weight_level": "token"}}, "algorithm.correction: all weights would be 1"),
+    ("C152", {"proximal_logprobs": "reuse", "ppo_epochs": 2}, "algorithm.proximal_logprobs: reuse is not possible with 2 optimizer steps on the rows of a forward pass; use auto or recompute"),
+    ("C152", {"proximal_logprobs": "reuse", "correction": {"normalise": "token"}}, "algorithm.proximal_logprobs: reuse is not possible with correction.normalise token, which needs them before the step; use auto or recompute"),
+    ("C152", {"proximal_logprobs": "interpolate", "correction": {"normalise": "token"}}, "algorithm.proximal_logprobs: interpolate is not possible with correction.normalise token, which needs them before the step; use auto or recompute"),
     ("C151", {"async_training.generation_timeout": 1800}, "async_training.generation_timeout: 1800 is never reached: fault.stall_timeout ends the wait after 1800; use < 1800, or raise fault.stall_timeout"),
     ("C151", {"fault.stall_timeout": 60, "fault.env_timeout": 100}, "fault.env_timeout: 100 is never reached: fault.stall_timeout ends the wait after 60; use < 60, or raise fault.stall_timeout"),
     ("C151", {"async_training.interrupt.timeout": 400}, "async_training.interrupt.timeout: 400 is never reached: async_training.sync_timeout ends the wait after 300; use < 300, or raise async_training.sync_timeout"),
@@ -136,7 +139,7 @@ def test_all_errors_of_the_phase_come_at_once_in_order(files):
 
 
 W = [
-    ("W02", {"async_generation_ratio": 1, "correction": {"weight_level": "none"}}, "algorithm.correction.weight_level: the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs recompute and correction.weight_level none; staleness is not corrected"),
+    ("W02", {"async_generation_ratio": 1, "correction": {"weight_level": "none"}}, "algorithm.correction.weight_level: the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs auto and correction.weight_level none; staleness is not corrected"),
     ("W03", {"actor_infer.model_args": {"dtype": "fp16"}}, "actor_infer.model_args.dtype: actor_infer dtype fp16 differs from actor_train dtype bf16: expect log-prob mismatch"),
     ("W04", {"actor_infer.generating_args.top_p": 0.9}, "actor_infer.generating_args.top_p: top_p=0.9, top_k=-1 sample from a truncated distribution; log-probs are renormalised over the kept tokens on both sides"),
     ("W05", {f"{TRAIN}.sequence_parallel": True}, f"{TRAIN}.sequence_parallel: sequence_parallel has no effect with tensor_model_parallel_size 1"),
@@ -221,3 +224,32 @@ def test_a_step_environment_has_no_fixed_batch_to_check(files):
 )
 def test_the_default_weight_level_never_corrects_twice(files, edits, level):
     assert load(files.rlvr(edits)).algorithm.correction.weight_level == level
+
+
+@pytest.mark.parametrize(
+    ("edits", "reason"),
+    [
+        ({}, None),
+        ({"ppo_epochs": 2}, "2 optimizer steps on the rows of a forward pass"),
+        ({"token_kl_coef": 0.1, "reference": MEGATRON_INFER}, "token_kl_coef, which needs them before the step"),
+        ({"distill_coef": 0.1, "teacher": MEGATRON_INFER}, "distill_coef, which needs them before the step"),
+        ({"adv_estimator": "optimal_token_baseline"}, "adv_estimator optimal_token_baseline, which needs them before the step"),
+        ({"pg_variant": "kl_cov"}, "pg_variant kl_cov, which needs them before the step"),
+        ({"pg_variant": "m2po"}, "pg_variant m2po, which needs them before the step"),
+        ({"actor_train.model_args": {"lora_rank": 4, "lora_dropout": 0.1}}, "lora_dropout, whose training forward pass is not the policy"),
+        ({"correction": {"band_low": 0.5}}, None),
+        ({"kl_loss_coef": 0.1, "reference": MEGATRON_INFER}, None),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_steps_own_log_probs_unless_something_needs_them_before(files, edits, reason):
+    config = load(files.rlvr(edits))
+    assert config.algorithm.proximal_logprobs == "auto" and config.proximal_needed_early == reason
+    assert config.source_of_proximal == ("reuse" if reason is None else "recompute")
+    explicit = load(files.rlvr({**edits, "proximal_logprobs": "recompute"}))
+    assert explicit.source_of_proximal == "recompute"
+
+
+def test_parts_of_one_mini_batch_reuse_their_own_forward(files):
+    edits = {"actor_train.training_args": {"gradient_accumulation_steps": 1}, "async_training.require_batches": 1}
+    config = load(files.rlvr(edits))
+    assert config.mini_batches_per_batch > 1 and config.source_of_proximal == "reuse"

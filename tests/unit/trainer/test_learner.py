@@ -136,6 +136,18 @@ def test_the_proximal_logprobs_come_from_where_they_are_said_to(build, mode, cal
         assert rows.proximal_logprobs[rows.mask].tolist() == pytest.approx([wanted] * 4)
 
 
+@pytest.mark.parametrize(("mini_batch_rows", "calls"), [(2, ["update 1"]), (1, ["logprobs", "update 1"])])
+def test_the_steps_own_forward_is_the_proximal_policy_when_it_is_the_only_one(build, mini_batch_rows, calls):
+    """Rows of trajectories vary in number: a batch of more mini-batches than one is scored first."""
+    trial = Trial(shift=0.1, proximal_logprobs="reuse", mini_batch_rows=mini_batch_rows)
+    rows = trial.step([build.group(0)])
+    assert [call for _, call in trial.log] == calls
+    reused = len(calls) == 1
+    assert (rows.proximal_logprobs is None, rows.correction_weights is None) == (reused, reused)
+    assert trial.report.metrics["trainer/proximal_reused"] == float(reused)
+    assert ("correction/kl" in trial.report.metrics) is not reused, "the ranks measure what they correct"
+
+
 @pytest.mark.parametrize(("shift", "weight"), [(0.0, 1.0), (0.2, 1.2214028), (3.0, 2.0)])
 def test_the_correction_weighs_tokens_by_the_mismatch_and_truncates(build, shift, weight):
     rows = Trial(shift=shift).step([build.group(0)])
