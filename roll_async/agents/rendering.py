@@ -112,7 +112,11 @@ class TemplateRenderer:
 
     def encode(self, text: str) -> array:
         """[n] int32."""
-        return array("i", self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Only the ids: every further list of a long text is one more that the garbage collector walks through.
+        found = self._tokenizer(
+            text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+        )
+        return array("i", found["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Marks included."""

@@ -183,11 +183,12 @@ async def serve(args: argparse.Namespace) -> dict:
     from roll_async.agents.gateway.server import Endpoint, PolicyGateway
     from roll_async.agents.rendering import TemplateRenderer
     from roll_async.agents.session import Session, SessionOptions
+    from roll_async.cluster.garbage import start_without_collections
     from roll_async.schema import SamplingParams
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, start_without_collections(settled=True):  # as a driver starts
         tokenizer = tokenizer_of(Path(folder))
-    engine, renderer = Engine(tokenizer, args.engine_s), TemplateRenderer(tokenizer)  # type: ignore[arg-type]
+        engine, renderer = Engine(tokenizer, args.engine_s), TemplateRenderer(tokenizer)  # type: ignore[arg-type]
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering")
     options = SessionOptions(
         sampling=SamplingParams(max_new_tokens=1000), max_turns=TURNS + 1, max_context=2 * args.long_tokens
