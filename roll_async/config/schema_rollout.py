@@ -148,8 +148,8 @@ class EnvConfig:
     """One world."""
 
     env_type: str = required()
-    """frozen_lake, sokoban, countdown, math, qa, text_game, gymnasium, minigrid, textarena, reasoning_gym, or a dotted
-    path to a world or an agent."""
+    """frozen_lake, sokoban, countdown, math, qa, text_game, gymnasium, minigrid, textarena, reasoning_gym; command or
+    http_agent, an agent in a process of its own; or a dotted path to a world or an agent."""
     manager: Literal["traj", "step"] = "traj"
     """One sample per trajectory, or per turn."""
     max_steps: int = bounded(10, ">= 1")

@@ -26,8 +26,10 @@ WORLDS = {
     "minigrid": "roll_async.envs.wrappers.any_minigrid.MinigridWorld",
     "textarena": "roll_async.envs.wrappers.any_textarena.TextArenaWorld",
     "reasoning_gym": "roll_async.envs.wrappers.any_reasoning_gym.ReasoningGymWorld",
+    "command": "roll_async.agents.external.CommandAgent",
+    "http_agent": "roll_async.agents.external.HttpAgent",
 }
-"""By `env_type`. The last three need their extra (pip install "roll_async[minigrid]" and so on)."""
+"""By `env_type`. Three wrappers need their extra (pip install "roll_async[minigrid]" and so on)."""
 
 
 @dataclass(frozen=True)
