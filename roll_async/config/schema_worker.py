@@ -15,8 +15,9 @@ class ModelArguments:
 
     model_name_or_path: str = derived()
     """HF name or folder; default: pretrain (critic: reward_pretrain)."""
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Number format of weights and activations; bf16 needs no loss scaling."""
+    dtype: Literal["bf16", "fp16", "fp32"] = derived()
+    """Number format of weights and activations; bf16 needs no loss scaling. Default: bf16; fp32 for a run on CPUs
+    without instructions for bf16."""
     attn_implementation: Literal["auto", "sdpa", "fa2"] = "auto"
     """Kernel of hf_infer (fa2 = flash attention, auto = sdpa), and fa2 of Transformer Engine; other strategies choose
     for themselves."""

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 from dataclasses_json import dataclass_json
 
+from roll_async.config import processor
 from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
 from roll_async.config.correction_options import carries_behaviour_policy
 from roll_async.config.loading.node import Plain
@@ -74,7 +75,10 @@ def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> N
     _default(config.checkpoint, "output_dir", f"{root}/checkpoints")
     if isinstance(config, RLVRConfig):
         _fill_rlvr(config)
+    on_devices = any(worker.device_mapping is not None for _, worker in config.roles())
+    dtype = "bf16" if on_devices or processor.multiplies_bf16() else "fp32"
     for role, worker in config.roles():
+        _default(worker.model_args, "dtype", dtype)
         _fill_worker(worker, config.reward_pretrain if role == "critic" else config.pretrain)
     _fill_generation(config)
     if isinstance(config, AgenticConfig):

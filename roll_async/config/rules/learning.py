@@ -96,7 +96,7 @@ def proximal_before_the_step(config: PipelineConfig) -> Findings:
     if mode == "interpolate" and normalise != "none":
         reason = f"correction.normalise {normalise}, which needs them before the step"
     if reason is not None:
-        message = f"{mode} is not possible with {reason}; use auto or recompute"
+        message = f"{mode} is not possible with {reason}; use auto"
         yield "C152", "algorithm.proximal_logprobs", message
 
 

@@ -1,5 +1,6 @@
 """Warnings W02 to W12: allowed, but probably not intended."""
 
+from roll_async.config import processor
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.node import Node, find
 from roll_async.config.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
@@ -154,6 +155,17 @@ def on_cpu(config: PipelineConfig) -> Findings:
             yield "W09", f"{role}.device_mapping", message
 
 
+def emulated(config: PipelineConfig) -> Findings:
+    """W13."""
+    workers = list(config.roles())
+    if processor.multiplies_bf16() or any(worker.device_mapping is not None for _, worker in workers):
+        return
+    for role, worker in workers:
+        if worker.model_args.dtype == "bf16":
+            yield "W13", f"{role}.model_args.dtype", "bf16 is emulated by this CPU and slower than fp32; set it to fp32"
+
+
 _RULES = (
     ratio_is_one, dtypes, truncation, sequence_parallel, unused, discarding, without_effect, on_cpu, penalty_is_zero,
+    emulated,
 )  # fmt: skip

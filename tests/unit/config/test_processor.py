@@ -1,0 +1,43 @@
+"""Precision follows what the processor computes by itself."""
+
+import pytest
+
+from roll_async.config import processor
+from roll_async.config.api import load_with_warnings
+
+NATIVE = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 fma\n"
+PLAIN = "processor\t: 0\nflags\t\t: fpu avx2 avx512f fma\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
+
+
+def test_the_instructions_are_read_from_what_linux_tells():
+    assert processor.tells_bf16(NATIVE) and processor.tells_bf16(ARM)
+    assert not processor.tells_bf16(PLAIN) and not processor.tells_bf16("")
+
+
+@pytest.fixture(params=[True, False], ids=["native", "emulated"])
+def native(request, monkeypatch):
+    monkeypatch.setattr(processor, "multiplies_bf16", lambda: request.param)
+    return request.param
+
+
+ON_CPU = {"actor_train.device_mapping": None, "actor_infer.device_mapping": None}
+
+
+def test_a_run_on_cpus_takes_bf16_where_the_cpu_has_it(files, native):
+    loaded = load_with_warnings(files.rlvr(ON_CPU))
+    wanted = "bf16" if native else "fp32"
+    assert {worker.model_args.dtype for _, worker in loaded.config.roles()} == {wanted}
+    assert not [w for w in loaded.warnings if w.id == "W13"]
+
+
+def test_a_run_on_devices_takes_bf16_whatever_the_cpu_has(files, native):
+    config = load_with_warnings(files.rlvr({})).config
+    assert {worker.model_args.dtype for _, worker in config.roles()} == {"bf16"}
+
+
+def test_bf16_that_the_cpu_emulates_is_warned_of(files, native):
+    loaded = load_with_warnings(files.rlvr({**ON_CPU, "actor_train.model_args": {"dtype": "bf16"}}))
+    found = [str(w) for w in loaded.warnings if w.id == "W13"]
+    assert len(found) == (0 if native else 1)
+    assert native or "actor_train.model_args.dtype: bf16 is emulated by this CPU" in found[0]
