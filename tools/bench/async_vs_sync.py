@@ -102,6 +102,9 @@ def main() -> None:
     parser.add_argument("--setting", choices=list(SETTINGS), default="long_tail")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(args.assets), Path(scratch) / "model")
         args.overrides = [f"pretrain={scratch}/model", *COMMON, *SETTINGS[args.setting], *args.overrides]

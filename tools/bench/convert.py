@@ -119,6 +119,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shard-mb", type=int, default=500)
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     torch.set_num_threads(1)
     options = ConversionOptions(file_bytes=args.shard_mb * 1_000_000)
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:

@@ -106,6 +106,9 @@ def main() -> None:
     if args.case:
         print("RESULT", json.dumps(asyncio.run(measure(args.folder, CASES[args.case], args))), flush=True)
         return
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         for case in CASES:

@@ -106,6 +106,9 @@ def main() -> None:
     if args.case:
         case(args)
         return
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     shape = {"vocabulary": args.vocabulary, "chunk": args.chunk, "dtype": args.dtype, "device": args.device}
     for name, chunks, tokens in (("plain", 3, args.tokens), ("truncated", 8, args.truncated_tokens)):
         command = [

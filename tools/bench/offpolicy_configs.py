@@ -27,6 +27,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--output", default="output/offpolicy_configs")
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import load
     from tools.sweep import Sweep

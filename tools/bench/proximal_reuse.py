@@ -178,6 +178,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     for name in args.sizes:
         for micro_batching in args.micro_batching:
             print(json.dumps(compare(name, micro_batching, args.rounds)), flush=True)

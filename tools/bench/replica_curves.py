@@ -30,6 +30,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", default="output/replica_curves")
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     ends = {count: curves(count, args) for count in args.replicas}
     few, many = (ends[count] for count in args.replicas)
     error = math.sqrt(sum(statistics.variance(e) / len(e) for e in (few, many))) if args.seeds > 1 else math.inf

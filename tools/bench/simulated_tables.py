@@ -109,6 +109,9 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--overtaking", action="store_true")
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     if args.overtaking:
         overtaking(args.steps, args.seed, args.seeds)
         return

@@ -174,6 +174,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     for name in args.sizes:
         for mode in args.modes:
             print(json.dumps(compare(name, mode, args.rounds)), flush=True)

@@ -4,7 +4,8 @@ in turn.
     python tools/bench/vs_trl.py [--steps 40] [--assets output/demo_assets] [--venv FOLDER] [key=value ...]
 
 TRL gets a virtual environment of its own, made here. Both runs may use all cores, each with the settings that make it
-fastest on a CPU: TRL in float32 (`--trl-bf16`: in bfloat16, which is slower there), ours the demo's file with SETTINGS.
+fastest on a CPU: TRL in float32 (`--trl-bf16`: in bfloat16, which is slower there), ours the demo's file with SETTINGS
+and a trainer in bfloat16 where the processor has instructions for it, else in float32.
 samples/s leaves out start-up and the first 5 steps; accuracy is measured afterwards by the same code for both:
 temperature 1 on the held-out problems, 5 samples each.
 """
@@ -23,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 5
 
 SETTINGS = (
-    "actor_train.model_args.dtype=bf16",  # float32 main weights and optimizer; the engine stays in float32
     "algorithm.proximal_logprobs=behaviour",  # one optimizer step a batch: TRL computes no old log-probs either
     "async_training.interrupt.mode=keep",
     "actor_infer.strategy_args.strategy_config.enable_prefix_caching=false",  # prompts are 8 tokens long
@@ -94,8 +94,12 @@ def run_trl(python: str, assets: Path, output: Path, steps: int, rate: float, dt
 
 def run_ours(assets: Path, output: Path, steps: int, rate: float, overrides: list[str]) -> dict:
     """The same of our run."""
+    from roll_async.config.processor import multiplies_bf16
+
+    dtype = "bf16" if multiplies_bf16() else "fp32"  # float32 main weights, optimizer and engine in both cases
     command = [
         sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", "rlvr_config_async_cpu.yaml",
+        f"actor_train.model_args.dtype={dtype}",
         f"pretrain={assets}/model", f"actor_train.data_args.file_name={assets}/train.jsonl",
         f"validation.data_args.file_name={assets}/validation.jsonl", f"output_dir={output}", "exp_name=ours",
         f"max_steps={steps}", f"actor_train.training_args.learning_rate={rate}", "eval_steps=0", "save_steps=0",
@@ -122,6 +126,9 @@ def main() -> None:
     parser.add_argument("--trl-bf16", action="store_true")
     parser.add_argument("overrides", nargs="*", help="more settings of ours, key=value")
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     python = Path(args.venv) / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", args.venv], check=True)

@@ -77,6 +77,9 @@ def main() -> None:
     parser.add_argument("--network-gb-s", type=float, default=50.0)
     parser.add_argument("--bucket-mib", type=int, default=1024)
     args = parser.parse_args()
+    from roll_async.config.processor import machine_line
+
+    print(machine_line(args), flush=True)
     links = Links(network=args.network_gb_s * 1e9)
     for model, devices, tensor, pipeline in CASES:
         sizes = MODELS[model]

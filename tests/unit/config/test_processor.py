@@ -1,5 +1,8 @@
 """Precision follows what the processor computes by itself."""
 
+import argparse
+import json
+
 import pytest
 
 from roll_async.config import processor
@@ -11,8 +14,20 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
 
 
 def test_the_instructions_are_read_from_what_linux_tells():
-    assert processor.tells_bf16(NATIVE) and processor.tells_bf16(ARM)
-    assert not processor.tells_bf16(PLAIN) and not processor.tells_bf16("")
+    assert "avx512_bf16" in processor.flags(NATIVE) and "bf16" in processor.flags(ARM)
+    assert processor.flags(PLAIN) == ["fpu", "avx2", "avx512f", "fma"] and processor.flags("") == []
+
+
+@pytest.mark.parametrize(("cpuinfo", "native"), [(NATIVE, True), (ARM, True), (PLAIN, False), ("", False)])
+def test_bf16_is_native_where_the_processor_has_instructions_for_it(monkeypatch, cpuinfo, native):
+    monkeypatch.setattr(processor, "_told", lambda: cpuinfo)
+    assert processor.multiplies_bf16() is native
+
+
+def test_a_measurement_begins_with_the_processor_and_the_settings():
+    line = json.loads(processor.machine_line(argparse.Namespace(steps=3, run=print)))
+    assert line["name"] == "machine" and line["settings"] == {"steps": 3}
+    assert line["cores"] >= 1 and line["cpu"] and line["torch"] and line["bf16"] in ("native", "emulated")
 
 
 @pytest.fixture(params=[True, False], ids=["native", "emulated"])
