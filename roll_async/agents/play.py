@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class Play:
 
     async def _step(self, node: int, action: str) -> Observation:
         after = await self._world.step(action)
-        self._session.tree.judge(node, reward=after.reward)
+        self._session.tree.judge(node, reward=_finite(after.reward))
         return after
 
     def _total(self) -> float:
@@ -195,6 +196,7 @@ async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpo
             result = await agent.run(task, endpoint)  # type: ignore[attr-defined]
         if not isinstance(result, AgentResult):
             raise TypeError(f"run() returned {type(result).__name__}, not AgentResult")
+        _finite(result.reward)
     except TimeoutError:
         session.end(Outcome.TRUNCATED_TIME, f"the limit of {max_seconds:g} s is reached")
         result = None
@@ -220,6 +222,13 @@ async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpo
 def state_key(state: str) -> int:
     """A digest of a state, equal in every process."""
     return zlib.crc32(state.encode())
+
+
+def _finite(reward: float) -> float:
+    """One reward that is no finite number would make the gradient of the whole batch one."""
+    if not math.isfinite(reward):
+        raise GraderFailed(f"the reward is {reward}")
+    return reward
 
 
 def _as_text(call: ToolCall) -> str:

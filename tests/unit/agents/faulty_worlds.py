@@ -53,6 +53,14 @@ class Quick(Faulty):
     quick = True
 
 
+class Unjudged(Quick):
+    """Its grader divided zero by zero."""
+
+    def step(self, action):
+        text, reward, ended, truncated, info = super().step(action)
+        return text, float("nan") if ended else reward, ended, truncated, info
+
+
 class Lookup:
     """A tool with one function."""
 
@@ -90,3 +98,11 @@ class BrokenAgent:
 
     async def run(self, task, endpoint):
         raise KeyError("config")
+
+
+class UnjudgedAgent(TwoTurnAgent):
+    """Its grader divided zero by zero."""
+
+    async def run(self, task, endpoint):
+        await super().run(task, endpoint)
+        return AgentResult(reward=float("nan"))

@@ -161,6 +161,16 @@ def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(to
     run_groups(tokenizer, work, env_type="faulty_worlds.Faulty", values=values, group_size=2, retries=8)
 
 
+@pytest.mark.parametrize("env_type", ["faulty_worlds.Unjudged", "faulty_worlds.UnjudgedAgent"])
+def test_a_reward_that_is_no_finite_number_is_a_failure_of_the_grader(tokenizer, env_type):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.FAILED and outcome.group is None
+        assert "grader_error: the reward is nan" in outcome.reason
+
+    run_groups(tokenizer, work, env_type=env_type, retries=1)
+
+
 def test_a_world_that_always_fails_fails_its_group_with_its_reason(tokenizer):
     async def work(groups, tasks, manager):
         outcome = await groups.run_group(tasks.at(0), group_id=0)
