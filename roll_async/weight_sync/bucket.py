@@ -1,8 +1,8 @@
 """Flat blocks of HF-named tensors: what a trainer exports and an engine loads.
 
 A block is one contiguous piece of memory of one trainer rank with a table of contents; the blocks that all ranks
-publish at the same time are a bucket. Where the bytes are is the transport's business: `location` names a file in
-shared memory, an address to pull from, or a device handle.
+publish at the same time are a bucket. Each transport says where the bytes of a block are: its `location` names a file
+in shared memory, an address to pull from, or a device handle.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TensorSlot:
     dtype: str
     """torch name without the module: float32, bfloat16, float16."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     cut: Cut | None = None
-    """Which part of it is here; None = all of it."""
+    """Which part of it this slot holds; None = all of it."""
     ranks: tuple[int, ...] = (0,)
     """Tensor-parallel ranks of an engine that keep it."""
     offset: int
@@ -34,12 +34,12 @@ class TensorSlot:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of the part that is here."""
+        """Shape of the part that this slot holds."""
         return self.shape if self.cut is None else self.cut.of(self.shape)
 
     @property
     def num_elements(self) -> int:
-        """Of the part that is here."""
+        """Elements of that part."""
         return math.prod(self.part_shape)
 
 
@@ -48,11 +48,11 @@ class Block:
     """The bytes that one trainer rank publishes at a time, and their table of contents."""
 
     source: int
-    """Rank of the trainer."""
+    """Trainer rank that publishes it."""
     slots: tuple[TensorSlot, ...]
     num_bytes: int
     location: str
-    """Where a receiver finds the bytes; each transport says what it writes here."""
+    """Where a receiver finds the bytes, in a format of the transport."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,23 +64,23 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Total of all blocks."""
         return sum(block.num_bytes for block in self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePlan:
-    """Announces one weight version before its buckets come."""
+    """Describes one weight version; it is sent before the buckets."""
 
     version: WeightVersion
     transport: str
     verify: str
     """full, sample or none: how much of each tensor the digest reads."""
     layout: EngineLayout = EngineLayout()
-    """Of every replica: which rank keeps what."""
+    """Which rank keeps which part, the same in every replica."""
     attempt: int = 1
-    """Of the push, from 1."""
+    """Number of the attempt of the push, from 1."""
     replica: str = ""
-    """Whom this copy of the plan is for; empty = nobody receives from it."""
+    """Name of the replica that gets this copy of the plan; empty = the trainer's own copy."""
     upstream: str | None = None
-    """The replica ahead, which passes the weights on; None = this one is the first."""
+    """Name of the replica that relays the weights to this one; None = it pulls from the trainer."""

@@ -1,11 +1,11 @@
-"""Proof by function: after a push every engine scores the same prompts, and the trainer's own log-probs must agree.
+"""A functional check after each push: all engines score the same prompts and must agree with the trainer's log-probs.
 
 A digest proves that an engine holds the bytes that were sent. It does not prove that the engine computes with them: an
 adapter that was never merged, experts in another order, a tied head that kept its old copy, rope scaling that was
 ignored all pass it, and the run then learns from samples of another policy.
 
     begin(version): the trainer scores the canary before it exports
-    check(version): engines score it after the swap -> CanaryReport, with an alarm for whatever does not agree
+    check(version): engines score it after the swap -> CanaryReport, with an alarm for each replica that differs
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from roll_async.weight_sync.protocol import UpdatedReplica, WeightSource
 logger = logging.getLogger(__name__)
 
 BANDS = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.1}
-"""Largest mean |difference| of log-probs, in nats, that the rounding of a dtype explains: engine and trainer add up in
+"""Largest mean |difference| of log-probs, in nats, that the rounding of a dtype explains: engine and trainer sum in
 different orders.
 """
 QUANTIZED_BAND = 0.5
-_STILL = 0.01
-"""Share of the band: a trainer that moved by less need not move an engine of a coarser dtype."""
+_UNCHANGED = 0.01
+"""Share of the band: if the trainer's log-probs changed by less, those of an engine of a coarser dtype may not change.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryOptions:
-    """How functions are compared."""
+    """Options of the check."""
 
     prompts: int
-    """The first ones of the training data."""
+    """Number of prompts: the first ones of the training data."""
     band: float
     """Largest mean |difference| in nats."""
     stop: bool = False
@@ -47,7 +48,7 @@ class CanaryOptions:
     """The trainer trains an adapter, which the export merges."""
     timeout_s: float = 60.0
     max_tokens: int = 256
-    """Of a prompt; the rest is left out."""
+    """Tokens of a prompt that are scored; the rest is left out."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> CanaryOptions | None:
@@ -69,29 +70,31 @@ class CanaryOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryReport:
-    """What one version's canary showed."""
+    """Result of the check of one version."""
 
     difference: Mapping[str, float] = field(default_factory=dict)
-    """Replica to its mean |log-prob - the trainer's|, in nats; without those that did not answer."""
+    """Replica to mean |its log-prob - the trainer's|, in nats; replicas that did not answer are left out."""
     moved: float | None = None
-    """Mean |change| of the trainer's own log-probs since the version before; None at the first."""
+    """Mean |change| of the trainer's own log-probs since the previous version; None at the first."""
     alarms: tuple[str, ...] = ()
 
 
 class EngineMismatch(RuntimeError):
-    """An engine computes something else than the trainer (weight_sync.on_mismatch: stop)."""
+    """An engine computes other log-probs than the trainer (weight_sync.on_mismatch: stop)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scores:
-    """Log-probs of all rows, end to end, under one version."""
+    """Log-probs of all rows, concatenated, under one version."""
 
     version: WeightVersion
     values: array
 
 
 class Canary:
-    """Keeps the scores of the version before, to tell an engine that stood still from one that errs."""
+    """Keeps the scores of the previous version, to tell an engine that kept its old weights from one that computes
+    wrongly.
+    """
 
     def __init__(self, rows: Sequence[Sequence[int]], source: WeightSource, options: CanaryOptions) -> None:
         self._rows, self._source, self._options = [list(row) for row in rows], source, options
@@ -100,15 +103,15 @@ class Canary:
         self._engines: dict[str, _Scores] = {}
 
     async def begin(self, version: WeightVersion) -> None:
-        """The trainer's log-probs of `version`; before it exports, while its weights are on its devices."""
+        """Score with the trainer under `version`, before it exports, while its weights are on its devices."""
         values = _flat(await self._source.score(self._rows))
         if self._trainer is None or self._trainer.version != version:
             self._before = self._trainer
         self._trainer = _Scores(version=version, values=values)
 
     async def check(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> CanaryReport:
-        """Compare replicas that serve `version`. A replica that does not answer is a warning: others look after its
-        life. Raises EngineMismatch as the options say.
+        """Compare replicas that serve `version`. A replica that does not answer is warned of only: the server manager
+        detects dead replicas. Raises EngineMismatch with the option `stop`.
         """
         trainer = self._trainer
         assert trainer is not None and trainer.version == version, "check without begin"
@@ -141,11 +144,11 @@ class Canary:
     def _judge(
         self, name: str, scores: Mapping[str, array], difference: Mapping[str, float], moved: float | None
     ) -> str | None:
-        """What is wrong with one replica, with the suspect."""
+        """The alarm for one replica, with the suspected cause; None when it agrees."""
         mine, band = scores[name], self._options.band
         earlier, before = self._engines.get(name), self._before
         weights = "adapter" if self._options.adapter else "weights"
-        if earlier is not None and moved is not None and moved > _STILL * band and mine == earlier.values:
+        if earlier is not None and moved is not None and moved > _UNCHANGED * band and mine == earlier.values:
             return (
                 f"{name} scores exactly as at version {earlier.version}, while the trainer moved by {moved:.2g} nats. "
                 f"Suspect: {weights} that arrived and are not the ones it computes with"
@@ -165,7 +168,7 @@ class Canary:
 
 
 def canary_rows(prompts: Sequence[Sequence[int]], options: CanaryOptions) -> list[list[int]]:
-    """What is scored: the prompts that have two tokens, cut to `max_tokens`."""
+    """The rows to score: the prompts of at least two tokens, truncated to `max_tokens`."""
     return [list(p[: options.max_tokens]) for p in prompts if len(p) > 1]
 
 

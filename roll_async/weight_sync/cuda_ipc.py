@@ -1,8 +1,7 @@
-"""Between roles that share GPUs, link by link: the sender's own device memory where the receiver sits on the same
-device, NCCL elsewhere.
+"""Transport between roles that share GPUs: CUDA IPC where the receiver is on the sender's device, NCCL elsewhere.
 
-In a colocated run a trainer rank shares its device with an engine rank that keeps a part of what it holds, and engine
-ranks on other devices keep the rest: no one way serves both.
+In a colocated run the engine rank on a trainer rank's device keeps a part of what that holds, and engine ranks on other
+devices keep the rest, so that both ways are needed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DEVICE_ARGUMENT = 6
 
 
 def device_name() -> str:
-    """What identifies this process's GPU in every process that sees it, whatever number it has there."""
+    """An identifier of this process's GPU that is the same in every process, whatever device index it has there."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
@@ -39,7 +38,7 @@ def handle_of(data: Tensor) -> str:
 
 
 class DeviceWriter:
-    """Fills a block once and publishes both ways to it. `location`: JSON of device, memory handle and link."""
+    """Fills a block once and publishes it both ways. `location`: JSON of device, memory handle and link."""
 
     def __init__(self, links: LinkWriter, *, device: str, handle: Callable[[Tensor], str]) -> None:
         self._links, self._device, self._handle = links, device, handle
@@ -75,13 +74,13 @@ class IpcReader:
 
     def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
         arguments = list(pickle.loads(base64.b64decode(block.location)))
-        # Each process numbers the devices it may see from 0, so the sender's number means nothing here.
+        # Each process numbers its visible devices from 0, so the sender's device index is not valid here.
         arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
         yield from unpack(block, rebuild_cuda_tensor(*arguments), rank)
         torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Nothing to do: the mapping goes with the last view."""
+        """Nothing to do: the mapping ends with the last view."""
 
 
 def writer() -> DeviceWriter:

@@ -1,7 +1,8 @@
-"""Proof that a replica holds what the trainer sent: a digest over names, types, shapes, places and bytes.
+"""Proof that a replica holds what the trainer sent: a digest over names, types, shapes, positions and bytes.
 
-It is a sum over the pieces, so their order is free: several trainer ranks send at once, and each engine rank receives
-its own selection. The trainer adds up what it sent to each engine rank; the replica answers for its ranks in order.
+It is a sum over the pieces, so their order does not matter: several trainer ranks send at once, and each engine rank
+receives its own selection. The trainer sums over what it sent to each engine rank; the replica reports the digests of
+its ranks in order.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Digest:
             raise ValueError(f"weight_sync.verify {verify!r} is not one of {' | '.join(VERIFY_LEVELS)}")
         self._verify = verify
         self.total = 0
-        """Of everything added so far, below 2**128."""
+        """Sum of everything added so far, below 2**128."""
 
     def update(self, slot: TensorSlot, data: Tensor) -> None:
-        """Add one piece. `data`: its bytes, uint8 [num_bytes], on any device; only what is read leaves it."""
+        """Add one piece. `data`: its bytes, uint8 [num_bytes], on any device; only bytes that are read are copied."""
         self.add(self.of(slot, data))
 
     def add(self, value: int) -> None:
@@ -72,16 +73,16 @@ def of_replica(ranks: Iterable[str]) -> str:
 
 
 def of_trainer(sources: Sequence[Sequence[int]]) -> str:
-    """The same text from what each trainer rank sent to each engine rank: [trainer rank][engine rank]."""
+    """The same text from the digests of what each trainer rank sent: [trainer rank][engine rank]."""
     return of_replica(f"{sum(sent) % _MODULUS:032x}" for sent in zip(*sources, strict=True))
 
 
 def _fold(data: Tensor) -> bytes:
     """8 bytes per MiB of `data`: sum of word * weight modulo 2**64, and the bytes that fill no word.
 
-    The weights are odd, so a change within one word of a MiB always shows; other damage goes unseen once in about
-    2**63. Nine times as fast on a CPU as a cryptographic hash, which guards against forgery, not needed here, and
-    computed where the data lies.
+    The weights are odd, so a change within one word of a MiB is always detected; other damage is missed once in about
+    2**63. On a CPU it is nine times as fast as a cryptographic hash, which would guard against forgery, not needed
+    here. It is computed on the device of the data.
     """
     whole = data.numel() // _WORD_BYTES * _WORD_BYTES
     if data.data_ptr() % _WORD_BYTES or data.storage_offset() % _WORD_BYTES:

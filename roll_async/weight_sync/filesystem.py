@@ -1,4 +1,4 @@
-"""Through files in a folder that every host sees: the last resort, where hosts share nothing faster than a disk."""
+"""Transport by files in a folder that every host sees, for hosts that share nothing faster than a disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_async.weight_sync.shm import FileWriter
 
 
 class FolderWriter:
-    """`FileWriter` in one folder, flushed to the disk before another host is told. `location`: the file's path."""
+    """`FileWriter` in one folder; a file is flushed to the disk before it is announced. `location`: the file's path."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder).resolve()

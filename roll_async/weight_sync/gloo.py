@@ -1,4 +1,4 @@
-"""Host memory to host memory over TCP, for engines on other hosts than the trainer."""
+"""Transport from host memory to host memory over TCP, for engines on other hosts than the trainer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class HostMedium:
         return dist.ProcessGroupGloo(store, rank, 2, timeout)  # type: ignore[return-value]
 
     @contextmanager
-    def lane(self) -> Iterator[None]:
+    def transfer_stream(self) -> Iterator[None]:
         yield
 
-    def settle(self) -> None:
-        """Nothing is under way."""
+    def synchronize(self) -> None:
+        """Nothing to do: host memory is written synchronously."""
 
 
 def writer() -> LinkWriter:

@@ -1,8 +1,8 @@
 """Which part of each tensor an engine rank keeps, and where a trainer rank's part must be cut for that.
 
 Both sides cut Hugging Face tensors along one dimension: tensor parallelism splits a projection by output rows or by
-input columns, the vocabulary by rows. Whatever is not known to be cut is kept whole by every rank, so a name that is
-missing here costs bytes and nothing else.
+input columns, the vocabulary by rows. A tensor that this module does not know is sent whole to every rank, so a missing
+name costs bytes and is no error.
 
 Worked example: 8 rows of `q_proj` on 2 trainer ranks (0-3, 4-7) for an engine with 4 ranks: the first trainer rank
 sends rows 0-1 to engine rank 0 and rows 2-3 to engine rank 1, and no engine rank receives a row that it does not keep.
@@ -58,7 +58,7 @@ class EngineLayout:
     num_kv_heads: int = 1
     """Key-value heads of the model; with fewer than ranks, several ranks keep the same head."""
     expert_parallel: bool = False
-    """Experts are spread whole over the ranks instead of being cut; every rank then receives all of them."""
+    """Whole experts are distributed over the ranks instead of being cut; every rank then receives all of them."""
 
     def kept(self, name: str, shape: Sequence[int], rank: int) -> Cut | None:
         """The part of an HF tensor that tensor-parallel rank `rank` keeps; None = all of it."""
@@ -92,7 +92,7 @@ class EngineLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fragment:
-    """A part of a tensor that travels in one piece."""
+    """A part of a tensor that is sent in one piece."""
 
     cut: Cut | None
     """None = the whole tensor."""
@@ -101,7 +101,7 @@ class Fragment:
 
 
 def fragments(layout: EngineLayout, name: str, shape: Sequence[int], held: Cut | None) -> list[Fragment]:
-    """The part `held` of a tensor, cut where the parts of the engine's ranks begin. What no rank keeps is left out.
+    """The part `held` of a tensor, cut where the parts of the engine's ranks begin. Rows that no rank keeps are skipped.
 
     Ranks that cut the tensor along another dimension than `held` does receive all of it.
     """

@@ -1,15 +1,15 @@
-"""Point to point between processes, with relays: what `gloo` and `nccl` have in common.
+"""Point-to-point transfer between processes, relayed from replica to replica: the common part of `gloo` and `nccl`.
 
     trainer rank --link--> rank j of replica 0 --link--> rank j of replica 1 --link--> ...
 
 Receivers pull. A link is a TCP connection for control messages and a two-rank group for bytes. The receiver asks for
 its segments of a block; the serving side answers chunk by chunk, and announces each chunk by a message before either
-side uses the group. So no receive is ever pending on a device while its sender is still busy, and a trainer never waits
-for one.
+side uses the group. So no receive is pending on a device while its sender is still busy, and a trainer never waits for
+a receiver.
 
-A receiver serves what it has received, chunk by chunk while more comes, to the replica behind it: a push takes the
-time of one copy plus one chunk per replica, and the trainer sends once however many replicas there are. When an
-upstream replica fails, its successor pulls from the trainer.
+A receiver relays what it has received to the next replica, chunk by chunk while it still receives: a push takes the
+time of one copy plus one chunk per replica, and the trainer sends once, however many replicas there are. When an
+upstream replica fails, the replica downstream of it pulls from the trainer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHUNK_BYTES = 16 << 20
 _NUM_BUFFERS = 2
 """Blocks that a device transport keeps: the one being pulled and the one being filled."""
 _GROUP_TIMEOUT = timedelta(minutes=10)
-"""Of one chunk; the deadline of a push is the synchronizer's."""
+"""For one chunk; the deadline of a push is the synchronizer's."""
 _UPSTREAM_WITHIN_S = 10.0
 """How long a replica waits for its upstream replica before it pulls from the trainer."""
 _SEND, _RECEIVE = 0, 1
@@ -50,22 +50,22 @@ _Segments = list[tuple[int, int]]
 
 
 class Medium(Protocol):
-    """Where the bytes of a transport lie and how they cross: the only difference between gloo and NCCL."""
+    """Where the bytes of a transport are and how they are transferred: the only difference between gloo and NCCL."""
 
     device: torch.device
     keeps_memory: bool
     """Received blocks stay valid until the update ends (host memory), not only until the block after next."""
 
     def group(self, store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
-        """A group of two."""
+        """A process group of two ranks."""
         ...
 
-    def lane(self) -> AbstractContextManager[None]:
-        """Around transfers of one thread: on a device, a stream of its own, finished when the block ends."""
+    def transfer_stream(self) -> AbstractContextManager[None]:
+        """Context of one thread's transfers: on a device, a CUDA stream of its own that is synchronized at the end."""
         ...
 
-    def settle(self) -> None:
-        """Wait until what this thread has written to the device's memory is there."""
+    def synchronize(self) -> None:
+        """Wait until all that this thread wrote to device memory has arrived."""
 
 
 class _Published:
@@ -82,7 +82,7 @@ class _Published:
             self.changed.notify_all()
 
     def wait(self, end: int) -> bool:
-        """Until the bytes before `end` are there; False when they will not come."""
+        """Wait until the bytes before `end` are there; False when they will not come."""
         with self.changed:
             self.changed.wait_for(lambda: self.ready >= end or self.failed, timeout=_GROUP_TIMEOUT.total_seconds())
             return self.ready >= end
@@ -95,7 +95,7 @@ class _Published:
 
 
 class LinkServer:
-    """Serves blocks by key to whoever asks, one thread per link, and tells replicas each other's addresses."""
+    """Serves blocks by key, one thread per link, and tells replicas the addresses of their upstream replicas."""
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
@@ -124,7 +124,7 @@ class LinkServer:
             self._changed.notify_all()
 
     def withdraw(self, keys: Sequence[str]) -> None:
-        """Serve them no more."""
+        """Stop serving these blocks."""
         with self._changed:
             for key in keys:
                 self._blocks.pop(key, None)
@@ -156,7 +156,7 @@ class LinkServer:
             self._links.discard(link)
 
     def _address_of(self, name: str) -> str | None:
-        """The address of another replica's server, which may start a moment later."""
+        """The address of another replica's server; waits for it, because that may start later than this one."""
         with self._changed:
             self._changed.wait_for(lambda: name in self._addresses, timeout=_UPSTREAM_WITHIN_S)
             return self._addresses.get(name)
@@ -175,7 +175,7 @@ class LinkServer:
                 channel.signal(_FAILED)
                 return
             channel.signal(_READY)
-            with self._medium.lane():
+            with self._medium.transfer_stream():
                 group.send([chunk], _RECEIVE, 0).wait()
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class LinkWriter:
             self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._medium.device)
         data = self._buffers[slot]
         pack(planned, data)
-        self._medium.settle()  # the serving threads send on streams of their own
+        self._medium.synchronize()  # the serving threads send on streams of their own
         block = _Published(data[:num_bytes], segments=None)
         block.ready = num_bytes
         key = uuid.uuid4().hex
@@ -220,7 +220,7 @@ class LinkWriter:
 
 
 class LinkReader:
-    """Pulls what one engine rank keeps of each block, from the replica ahead or from the trainer, and serves it on."""
+    """Pulls what one engine rank keeps of each block, from the upstream replica or the trainer, and relays it."""
 
     def __init__(self, medium: Medium, plan: UpdatePlan, rank: int) -> None:
         self._medium, self._plan, self._rank = medium, plan, rank
@@ -237,7 +237,7 @@ class LinkReader:
         source = self._link(address)
         if self._server is None and self._plan.replica:
             self._join_chain(source)
-        memory = torch.empty(_room(segments), dtype=torch.uint8, device=self._medium.device)
+        memory = torch.empty(_num_bytes(segments), dtype=torch.uint8, device=self._medium.device)
         published = _Published(memory, segments)
         if self._server is not None:
             self._server.publish(key, published)
@@ -261,7 +261,7 @@ class LinkReader:
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
             logger.warning(
-                "Parameter sync: %s pulls from the trainer instead of its upstream replica: %s", self._me, reason
+                "Parameter sync: %s pulls from the trainer instead of its upstream replica: %s", self._own_name, reason
             )
             self._upstream.close()
             self._upstream = None
@@ -271,7 +271,7 @@ class LinkReader:
     def _join_chain(self, source: _Link) -> None:
         """Publish the address that the downstream replica pulls from, and connect to the upstream one."""
         self._server = LinkServer(self._medium)
-        source.channel.write({"of": self._me, "address": self._server.address})
+        source.channel.write({"of": self._own_name, "address": self._server.address})
         if self._plan.upstream is None:
             return
         source.channel.write({"address_of": self._name_of(self._plan.upstream)})
@@ -280,7 +280,7 @@ class LinkReader:
             self._upstream = _Link(self._medium, address)
 
     @property
-    def _me(self) -> str:
+    def _own_name(self) -> str:
         return self._name_of(self._plan.replica)
 
     def _name_of(self, replica: str) -> str:
@@ -311,8 +311,8 @@ class _Link:
         self._group: dist.ProcessGroup | None = None
 
     def pull(self, key: str, into: _Published, *, waits: bool) -> None:
-        """Fill `into`. `waits`: the other side may be about to get the block itself. Raises RuntimeError when it does
-        not have it, OSError when it is gone.
+        """Fill `into`. `waits`: wait for the block, which the other side may not have received yet. Raises RuntimeError
+        when the other side does not have it, OSError when the connection is lost.
         """
         assert into.segments is not None
         self.channel.write({"key": key, "segments": into.segments, "waits": waits})
@@ -322,7 +322,7 @@ class _Link:
             if self.channel.expect() != _READY:
                 gone = f"block {key[:8]} of {self._address}"
                 raise RuntimeError(f"{gone} is not there any more: a newer one took its place")
-            with self._medium.lane():
+            with self._medium.transfer_stream():
                 self._group.recv([into.data[begin:end]], _SEND, 0).wait()
             into.advance(end)
 
@@ -378,7 +378,7 @@ def _segments(block: Block, rank: int) -> _Segments:
 
 
 def _steps(segments: _Segments) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Chunk by chunk: its place in the whole block, and where the segments lie one after the other."""
+    """For each chunk: its range in the block, and its range where the segments are stored without gaps."""
     at = 0
     for start, stop in segments:
         for begin in range(start, stop, CHUNK_BYTES):
@@ -388,15 +388,15 @@ def _steps(segments: _Segments) -> Iterator[tuple[tuple[int, int], tuple[int, in
         at = -(-at // ALIGNMENT) * ALIGNMENT
 
 
-def _room(segments: _Segments) -> int:
-    """Bytes that the segments take one after the other."""
+def _num_bytes(segments: _Segments) -> int:
+    """Bytes of all segments together."""
     return max((end for _, (_, end) in _steps(segments)), default=0)
 
 
 def _unpacked(
     block: Block, rank: int, segments: _Segments, data: Tensor
 ) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-    """What `packing.py: unpack` gives, of segments that lie one after the other."""
+    """As `packing.py: unpack`, from segments that are stored without gaps."""
     shifts, at = [], 0
     for start, stop in segments:
         shifts.append((start, stop, at - start))
@@ -410,10 +410,10 @@ def _unpacked(
 
 
 def reachable_host() -> str:
-    """The address other hosts reach this one by; loopback when the run is confined to it."""
+    """The address at which other hosts reach this one; loopback when the run is confined to it."""
     if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":
         return "127.0.0.1"
-    if known := os.environ.get("ROLL_ASYNC_HOST_IP"):  # what the cluster's own processes call this host
+    if known := os.environ.get("ROLL_ASYNC_HOST_IP"):  # set by `cluster/`: the address of this host in the cluster
         return known
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,4 +1,6 @@
-"""Device memory to device memory, for engines on other GPUs than the trainer's (NCCL refuses two ranks on one)."""
+"""Transport from device memory to device memory, for engines on other GPUs than the trainer's (NCCL refuses two ranks
+on one GPU).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from roll_async.weight_sync.links import LinkReader, LinkWriter
 class DeviceMedium:
     """`links.py: Medium` of this process's GPU.
 
-    `wait()` of an NCCL operation does not hold the thread, it makes the thread's current stream wait. Each transfer has
-    a stream of its own, so the default stream, on which the trainer computes, never waits for another process.
+    `wait()` of an NCCL operation does not block the thread, it makes the thread's current stream wait. Each transfer
+    has a stream of its own, so the default stream, on which the trainer computes, never waits for another process.
     """
 
     keeps_memory = False
@@ -31,13 +33,13 @@ class DeviceMedium:
         return dist.ProcessGroupNCCL(store, rank, 2, options)  # type: ignore[return-value]
 
     @contextmanager
-    def lane(self) -> Iterator[None]:
+    def transfer_stream(self) -> Iterator[None]:
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
 

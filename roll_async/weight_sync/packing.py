@@ -18,15 +18,15 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """What one trainer rank holds of an HF tensor."""
+    """The part of an HF tensor that one trainer rank holds."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     cut: Cut | None
     """Which part of it this rank holds; None = all of it."""
     tensor: Tensor
-    """That part."""
+    """The part itself."""
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> TensorPart:
@@ -35,7 +35,7 @@ class TensorPart:
 
 
 PlannedBlock = Sequence[tuple[TensorSlot, Tensor]]
-"""The tensors of one block beside their places in it."""
+"""The tensors of one block with their slots in it."""
 
 
 def plan_blocks(parts: Iterable[TensorPart], layout: EngineLayout, block_bytes: int) -> Iterator[PlannedBlock]:
@@ -68,7 +68,7 @@ def plan_blocks(parts: Iterable[TensorPart], layout: EngineLayout, block_bytes: 
 
 
 def _placed(pending: PlannedBlock) -> PlannedBlock:
-    """With their places: what the same engine ranks keep lies side by side, so that it can be read in one go."""
+    """Assign offsets. Tensors that the same engine ranks keep are adjacent, so that one transfer reads them."""
     placed, offset = [], 0
     for slot, tensor in sorted(pending, key=lambda piece: piece[0].ranks):
         placed.append((replace(slot, offset=offset), tensor))
@@ -106,12 +106,12 @@ def size_of(planned: PlannedBlock) -> int:
 
 
 def pack(planned: PlannedBlock, target: Tensor) -> None:
-    """Copy the tensors to their places. `target`: uint8 [>= size_of(planned)], on any device."""
+    """Copy the tensors to their slots. `target`: uint8 [>= size_of(planned)], on any device."""
     for slot, tensor in planned:
         place = target[slot.offset : slot.offset + slot.num_bytes]
         if tensor.is_contiguous() or not slot.num_bytes:
             place.copy_(flat_bytes(tensor))
-        else:  # straight to its place, without a contiguous copy in between
+        else:  # directly to its slot, without a contiguous copy in between
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 

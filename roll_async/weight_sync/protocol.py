@@ -1,4 +1,4 @@
-"""Whom a weight push talks to."""
+"""Protocols of the roles that take part in a weight push."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightSource(Protocol):
         ...
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
-        """Log-prob of every token of each row but the first, given those before it, under the present weights, at
+        """Log-prob of every token of each row but the first, given those before it, under the current weights, at
         temperature 1.
         """
         ...
@@ -40,12 +40,12 @@ class UpdatedReplica(Protocol):
     async def commit(self, version: WeightVersion) -> None: ...
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
-        """As `WeightSource.score`, under the weights served."""
+        """As `WeightSource.score`, under the weights that are served."""
         ...
 
 
 class Rollout(Protocol):
-    """The user of the replicas, which stops them for a push."""
+    """Pauses and resumes all replicas for a push."""
 
     async def interrupt(self, mode: str, timeout_s: float) -> None: ...
 

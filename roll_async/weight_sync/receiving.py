@@ -1,7 +1,7 @@
-"""The engine's end of every transport: one rank takes its pieces out of the blocks and puts its tensors together.
+"""The engine's end of every transport: one rank takes its pieces out of the blocks and assembles its tensors.
 
-An engine's loader expects whole tensors and takes its own part out of each. A tensor of which only that part has come
-is therefore handed over in its whole shape, with the rest of the memory never touched.
+An engine's loader expects whole tensors and takes its own part out of each. A tensor of which only that part was
+received is therefore passed in its whole shape, and the rest of its memory is never touched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class BlockReader(Protocol):
     """One transport's receiving end, for one weight update."""
 
     def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-        """(slot, bytes uint8 [num_bytes], tensor) of what engine rank `rank` keeps; views. Host transports keep them
-        valid, device transports until the block after next.
+        """(slot, bytes uint8 [num_bytes], tensor) of each piece that engine rank `rank` keeps, as views. Those of host
+        transports stay valid, those of device transports until the block after next.
         """
         ...
 
@@ -35,8 +35,8 @@ class Receiver:
     """One weight update on one engine rank."""
 
     def __init__(self, plan: UpdatePlan, reader: BlockReader, *, rank: int = 0, keeps_memory: bool) -> None:
-        """`rank`: tensor-parallel rank of the engine. `keeps_memory`: what the reader returned stays valid until the
-        update is closed; otherwise pieces are copied.
+        """`rank`: tensor-parallel rank of the engine. `keeps_memory`: the reader's views stay valid until the update is
+        closed; otherwise pieces are copied.
         """
         self._plan, self._reader, self._rank, self._keeps_memory = plan, reader, rank, keeps_memory
         self._digest = Digest(plan.verify)
@@ -45,7 +45,7 @@ class Receiver:
         self._complete: list[_Pieces] = []
 
     def take(self, bucket: Bucket) -> None:
-        """Take in what this rank keeps of a bucket."""
+        """Receive the pieces of a bucket that this rank keeps."""
         for block in bucket.blocks:
             for slot, raw, tensor in self._reader.read(block, self._rank):
                 self._digest.update(slot, raw)
@@ -64,23 +64,23 @@ class Receiver:
             self._complete.append(self._incomplete.pop(name))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that are complete and were not asked for before, in whole shape; put together one at a time."""
+        """Complete tensors that were not returned before, in whole shape; assembled one at a time."""
         complete, self._complete = self._complete, []
         for pieces in complete:
             yield pieces[0][0].name, _assembled(pieces)
 
     @property
     def incomplete(self) -> list[str]:
-        """Names of tensors of which a part has not come."""
+        """Names of tensors of which a part was not received."""
         return sorted(self._incomplete)
 
     @property
     def digest(self) -> str:
-        """Of everything taken in."""
+        """Digest of everything received."""
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """Give up the connection and what was taken in."""
+        """Release the connection and the received pieces."""
         self._reader.close()
         self._incomplete, self._complete = {}, []
 

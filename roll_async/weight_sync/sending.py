@@ -1,5 +1,5 @@
-"""The trainer's end of every transport: each rank's tensors become blocks, and a writer puts each where receivers find
-it. No rank needs another one for that.
+"""The trainer's end of every transport: each rank packs its own tensors into blocks, and a writer publishes them to the
+receivers. No rank needs another one for that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roll_async.weight_sync.packing import PlannedBlock, TensorPart, plan_blocks
 
 
 class BlockWriter(Protocol):
-    """One transport's sending end. Lives as long as the process, so that memory and connections serve every version."""
+    """One transport's sending end. It lives as long as the process: all versions share memory and connections."""
 
     def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
         """Publish block `index` of a version; (location, its bytes: uint8 [>= num_bytes]).
@@ -26,11 +26,11 @@ class BlockWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back memory, files and connections."""
+        """Release memory, files and connections."""
 
 
 class BlockSender:
-    """What one trainer rank sends of one weight version."""
+    """Sends one trainer rank's part of one weight version."""
 
     def __init__(
         self, parts: Iterable[TensorPart], plan: UpdatePlan, block_bytes: int, writer: BlockWriter, *, source: int
@@ -41,7 +41,7 @@ class BlockSender:
         self._digest = Digest(plan.verify)
         self._index = 0
         self.sent = [0] * plan.layout.tensor
-        """Digest of what went to each engine rank so far, see `digest.py: of_trainer`."""
+        """Digest of the pieces sent to each engine rank so far, see `digest.py: of_trainer`."""
 
     def next_block(self) -> Block | None:
         """Publish the next block; None when this rank has sent all of its own."""
@@ -51,7 +51,7 @@ class BlockSender:
         index, self._index = self._index, self._index + 1
         num_bytes = size_of(planned)
         location, data = self.writer.write(index, planned, num_bytes)
-        for slot, _ in planned:  # over the bytes as written: what receivers will read
+        for slot, _ in planned:  # the digest is over the written bytes, which are those that receivers read
             piece = self._digest.of(slot, data[slot.offset : slot.offset + slot.num_bytes])
             for rank in slot.ranks:
                 self.sent[rank] += piece
@@ -60,5 +60,5 @@ class BlockSender:
         )
 
     def close(self) -> None:
-        """Close the writer, too: nothing more is sent."""
+        """Close the writer: nothing more is sent."""
         self.writer.close()

@@ -1,8 +1,8 @@
-"""Through shared memory of one host: the sender fills one file per block, receivers map them; nothing is copied twice.
+"""Transport by shared memory of one host: the sender fills one file per block, which receivers map without a copy.
 
-The files are kept for the next version: fresh pages cost several times the copy into them. They live in /dev/shm (a
-temporary folder where that is missing or full) and carry the run's marker in their name: the reaper removes them
-after a kill.
+The files are kept for the next version, because fresh pages cost several times the copy into them. They are in /dev/shm
+(a temporary folder where that is missing or full), and their names contain the run's marker, by which the reaper
+removes them after a kill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE_PREFIX = "roll_async-"
 
 
 def shared_folder() -> Path:
-    """Where shared files live."""
+    """The folder of shared files."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -46,7 +46,7 @@ class MappedFile:
             self.close()
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                # Without it a full /dev/shm shows as a killed process at the first write.
+                # Otherwise the first write to a full /dev/shm kills the process.
                 os.posix_fallocate(handle, 0, num_bytes)
                 self._map = mmap.mmap(handle, num_bytes)
             except OSError:
@@ -57,8 +57,8 @@ class MappedFile:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Remove the file; whoever maps it keeps its view."""
-        # The mapping itself goes with the last tensor over it; an exported buffer must not be closed.
+        """Remove the file; existing mappings of it stay valid."""
+        # The mapping itself ends with the last tensor over it; an exported buffer must not be closed.
         self._map = None
         self.path.unlink(missing_ok=True)
 
@@ -95,7 +95,7 @@ class FileWriter:
                         f"weight sync: {reason}; it must hold one copy of the weights: enlarge it (docker: --shm-size)"
                     ) from error
                 self._folders.pop(0)
-                logger.warning("weight sync: %s; going on in %s", reason, self._folders[0])
+                logger.warning("weight sync: %s; continuing in %s", reason, self._folders[0])
                 self._files[index] = MappedFile(self._folders[0] / f"{self._stem}-{index}")
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class FileWriter:
 
 
 class FileReader:
-    """Maps the sender's files; private views, so nothing written here reaches the sender."""
+    """Maps the sender's files privately, so that a write here does not change the sender's."""
 
     def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
         if not any(rank in slot.ranks for slot in block.slots):
@@ -115,7 +115,7 @@ class FileReader:
         yield from unpack(block, torch.frombuffer(mapped, dtype=torch.uint8), rank)
 
     def close(self) -> None:
-        """Nothing to do: a mapping goes with the last tensor over it."""
+        """Nothing to do: a mapping ends with the last tensor over it."""
 
 
 def reader(plan: UpdatePlan, rank: int) -> FileReader:

@@ -2,10 +2,10 @@
 
     trainer.export_weights --bucket--> replica 0..n-1 (concurrently) ; the next bucket is gathered while this one loads
 
-With a staged transport engines generate while the weights travel and stop only for the swap; a transfer that fails
-leaves them on the version they serve. Other transports load into the served weights, so engines are stopped first.
-Either way a replica serves a version only after it proved that it holds it. A replica that keeps failing is removed and
-reported, the run goes on with the others, and the replica may rejoin with the next push.
+With a staged transport engines generate during the transfer and are paused only for the swap; a transfer that fails
+leaves them on the version they serve. Other transports load into the served weights, so engines are paused first.
+Either way a replica serves a version only after its digest proved that it holds it. A replica that keeps failing is
+removed and reported, the run goes on with the others, and a restarted replica may rejoin with the next push.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _LIVENESS_INTERVAL_S = 1.0
 
 
 Replica = TypeVar("Replica", bound=UpdatedReplica)
-"""The owner's type of replicas; `readmit` gets the same objects back."""
+"""The owner's type of replicas; `readmit` is called with the same objects."""
 
 
 class SyncState(Enum):
-    """What a push is doing."""
+    """Phase of a push."""
 
     IDLE = "idle"
-    PAUSING = "pausing"  # engines finish or abort what they run
-    TRANSFERRING = "transferring"  # buckets travel
-    VERIFYING = "verifying"  # replicas prove what they hold
+    PAUSING = "pausing"  # engines finish or abort their requests
+    TRANSFERRING = "transferring"  # buckets are sent and loaded
+    VERIFYING = "verifying"  # digests of the replicas are compared
     WAITING_TO_RETRY = "waiting_to_retry"
-    COMMITTING = "committing"  # proved weights become the served ones
+    COMMITTING = "committing"  # verified weights become the served ones
     RESUMING = "resuming"
 
 
@@ -58,12 +58,12 @@ class SyncOptions:
     interrupt_timeout_s: float = 30.0
     max_retries: int = 3
     timeout_s: float = 300.0
-    """Of one attempt to transfer, and of the swap."""
+    """Limit of one attempt to transfer, and of the swap."""
     retry_delay_s: float = 1.0
 
     @classmethod
     def of(cls, config: PipelineConfig, transport: str) -> SyncOptions:
-        """How a weight push goes, as the config has it. `transport`: what `choose_transport` chose."""
+        """Options of a weight push as in the config. `transport`: the result of `choose_transport`."""
         a = config.async_training
         return cls(
             transport=transport,
@@ -83,17 +83,17 @@ class SyncReport:
     version: WeightVersion
     total_s: float
     pause_s: float
-    """Until the engines were paused."""
+    """Seconds until the engines were paused."""
     transfer_s: float
-    """Until every replica had proved what it holds, all attempts together."""
+    """Seconds until the digests of all replicas were verified, all attempts together."""
     stopped_s: float
-    """From the interruption to the end of the push: no engine generated."""
+    """Seconds from the interruption to the end of the push, in which no engine generated."""
     num_bytes: int
     attempts: int
     replicas: int
     """Replicas that serve the version."""
     canary: CanaryReport | None = None
-    """What they compute with it; None = not looked."""
+    """The functional check of the version; None = not made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class SyncStatus:
 
     state: SyncState
     version: WeightVersion | None
-    """Newest version the engines serve."""
+    """Newest version that the engines serve."""
     target: WeightVersion | None
     """Version being pushed."""
     attempt: int
@@ -124,11 +124,13 @@ class _Push(Generic[Replica]):
     version: WeightVersion
     started_s: float
     waiting: list[Replica]
-    """Still to be given the weights."""
+    """Replicas that do not hold the weights yet."""
     late: list[Replica] = field(default_factory=list)
-    """Missed the deadline of a call: not tried again in this push, so that no second time-out is spent on them."""
+    """Replicas that missed the deadline of a call; this push does not try them again, which would cost a second
+    time-out.
+    """
     proved: list[Replica] = field(default_factory=list)
-    """Hold the weights, serve them after their commit."""
+    """Replicas whose digest is verified; they serve the weights after their commit."""
     serving: list[Replica] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     attempt: int = 0
@@ -171,7 +173,7 @@ class ParameterSynchronizer(Generic[Replica]):
         self.version: WeightVersion | None = None
 
     def status(self) -> SyncStatus:
-        """A snapshot of the present push and the counters."""
+        """A snapshot of the current push and the counters."""
         push = self._push
         return SyncStatus(
             state=self._state,
@@ -201,9 +203,9 @@ class ParameterSynchronizer(Generic[Replica]):
         await self._returned.wait()
 
     async def resync_returned(self, version: WeightVersion) -> None:
-        """Give restarted replicas the trainer's present weights, between pushes; the others go on generating.
+        """Give restarted replicas the trainer's current weights, between pushes; the others continue generating.
 
-        `version`: the newest that the present weights are known to contain. It may be newer than what the others serve.
+        `version`: the newest whose training the current weights contain in full. The others may serve an older one.
         """
         assert self._push is None, f"resync_returned with version {version} during a push"
         now = asyncio.get_running_loop().time()
@@ -221,8 +223,8 @@ class ParameterSynchronizer(Generic[Replica]):
     async def push(self, version: WeightVersion) -> SyncReport:
         """Bring every replica to `version`.
 
-        Raises SyncFailed when none got there, ConnectionError when none is left, EngineMismatch when one computes
-        something else with it and the run shall not go on so.
+        Raises SyncFailed when no replica holds it after all retries, ConnectionError when none is left, EngineMismatch
+        when one computes other log-probs and `weight_sync.on_mismatch` is stop.
         """
         assert self._push is None, f"push of version {version} during the push of another"
         waiting = [*self._replicas(), *self._returning.values()]
@@ -252,7 +254,9 @@ class ParameterSynchronizer(Generic[Replica]):
             self._enter(SyncState.IDLE)
 
     async def _transfer_and_commit(self, push: _Push[Replica]) -> None:
-        """Transfer with retries, then swap. What fails the swap is transferred again as long as attempts are left."""
+        """Transfer with retries, then swap. A replica whose swap fails is given the weights again while attempts are
+        left.
+        """
         attempts = self._options.max_retries + 1
         while True:
             while push.waiting and push.attempt < attempts:
@@ -264,7 +268,7 @@ class ParameterSynchronizer(Generic[Replica]):
                 break
 
     async def _continue_without_engines(self, push: _Push[Replica]) -> None:
-        """No engine holds the version: the push fails, unless a restarted replica is expected, which then gets this
+        """No engine holds the version: the push fails, unless a replica is being restarted, which is then given this
         version or a newer one.
         """
         if not self._expects_return():
@@ -274,12 +278,12 @@ class ParameterSynchronizer(Generic[Replica]):
         logger.warning("Parameter sync: no engine holds version %d; restarted replicas will get it", push.version)
 
     async def _remove_failed(self, push: _Push[Replica]) -> None:
-        """Remove the replicas that do not hold the version; those that died are being restarted already."""
+        """Remove the replicas that do not hold the version. Dead ones have been removed already."""
         for replica in self._still_alive([*push.waiting, *push.late], push):
             reason = push.failures[replica.name]
             logger.error("Parameter sync: %s is removed: %s", replica.name, reason)
             self._removed[replica.name] = None
-            if self._returning.get(replica.name, replica) is replica:  # else its restarted successor waits for weights
+            if self._returning.get(replica.name, replica) is replica:  # otherwise a restarted one has its name
                 self._returning.pop(replica.name, None)
                 await self._remove(replica.name, reason)
 
@@ -299,15 +303,15 @@ class ParameterSynchronizer(Generic[Replica]):
         started = loop.time()
         try:
             failures = await self._transfer(push)
-        except TimeoutError:  # of the trainer: no replica can have the version
+        except TimeoutError:  # the trainer was late: no replica can have the version
             failures = {r.name: f"the trainer sent nothing within {self._limit}" for r in push.waiting}
         push.transfer_s += loop.time() - started
         tried, push.waiting = push.waiting, []
         push.proved += self._sort(push, tried, failures, relayed=True)
 
     def _still_alive(self, replicas: Sequence[Replica], push: _Push[Replica]) -> list[Replica]:
-        """Without the replicas lost since the push began: dead, or removed because they did not pause. Compares
-        identities: a dead replica may have been restarted under its name, without these weights.
+        """These replicas without those lost since the push began: dead, or removed because they did not pause. Compares
+        identities: a dead replica may have been restarted under the same name, without these weights.
         """
         alive = self._alive_ids()
         push.failures.update({r.name: "lost during the push" for r in replicas if id(r) not in alive})
@@ -378,7 +382,7 @@ class ParameterSynchronizer(Generic[Replica]):
         push.pause_s = loop.time() - push.interrupted_s
 
     async def _commit(self, push: _Push[Replica]) -> None:
-        """Swap on every replica that proved the version; the others keep waiting."""
+        """Swap on every replica whose digest is verified; the others wait for the next attempt."""
         self._enter(SyncState.COMMITTING)
         proved, push.proved = self._still_alive(push.proved, push), []
         failures: dict[str, str] = {}
@@ -388,7 +392,7 @@ class ParameterSynchronizer(Generic[Replica]):
         push.serving += self._sort(push, proved, failures, relayed=False)
 
     async def _readmit_serving(self, push: _Push[Replica]) -> None:
-        """Hand over returning replicas that now serve the version."""
+        """Call `readmit` for restarted replicas that now serve the version."""
         for replica in [r for r in push.serving if self._returning.get(r.name) is r]:
             await self._readmit(self._returning.pop(replica.name))
             self._removed.pop(replica.name, None)
@@ -416,10 +420,10 @@ class ParameterSynchronizer(Generic[Replica]):
     async def _each(
         self, replicas: Sequence[Replica], failures: dict[str, str], call: Callable[[Replica], Awaitable[None]]
     ) -> None:
-        """Call all replicas concurrently. One that is not done at the deadline has failed for this push; the others get
-        a new deadline. Once half of them are done, the rest has three times as long, or `_STRAGGLER_S`: one hung load
-        must not hold the trainer and the others for a whole `sync_timeout`. A replica that was removed meanwhile is not
-        waited for. An error of a replica is its failure.
+        """Call all replicas concurrently. One that is not done at the deadline has failed for this push, and later calls
+        have a new deadline. Once half of them are done, the rest have three times as long, at least
+        `_STRAGGLER_S`, so that one hung load does not hold up the others for a whole `sync_timeout`. The wait for a
+        replica ends when it is removed. Errors of replicas go to `failures`.
         """
         if not replicas:
             return
@@ -465,7 +469,7 @@ class ParameterSynchronizer(Generic[Replica]):
 
 
 def _chained(plan: UpdatePlan, replicas: Sequence[UpdatedReplica], attempt: int) -> dict[str, UpdatePlan]:
-    """The plan for each replica: a relay chain in which every one may pass the weights on to the next."""
+    """The plan for each replica: in a chain, in which each may relay the weights to the next."""
     plans, upstream = {}, None
     for replica in replicas:
         plans[replica.name] = replace(plan, attempt=attempt, replica=replica.name, upstream=upstream)

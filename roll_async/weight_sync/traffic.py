@@ -1,8 +1,8 @@
 """How many bytes of a weight push cross which kind of link, and how long that takes at given bandwidths.
 
-Arithmetic over tensor shapes, for models and clusters that are not there; `tools/bench/weight_traffic.py` prints it.
-The rules are those of the push itself: `layout.py` for what an engine rank
-keeps, every holder of a tensor sends its share of it, replicas pass the weights on in a chain (`links.py`).
+Arithmetic over tensor shapes, for models and clusters that are not at hand; `tools/bench/weight_traffic.py` prints it.
+The rules are those of the push itself: `layout.py` says what an engine rank keeps, every trainer rank that holds a
+tensor sends its share, and replicas relay the weights in a chain (`links.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HfTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the whole tensor."""
         return math.prod(self.shape) * self.element_bytes
 
 
@@ -36,32 +36,32 @@ class Links:
     """Bandwidths in bytes per second and fixed costs in seconds."""
 
     network: float = 50e9
-    """Of one rank's network port, each way; 400 Gb/s are 50e9."""
+    """Bandwidth of one rank's network port, each way; 400 Gb/s are 50e9."""
     round_s: float = 0.005
-    """Of one bucket: the calls to all ranks."""
+    """Fixed cost of one bucket: the calls to all ranks."""
     chunk_bytes: int = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """One push."""
+    """Bytes and rounds of one push."""
 
     model_bytes: int
     sent_most: int
-    """By the trainer rank that sends most, to the first replica."""
+    """Bytes that the trainer rank with the largest share sends to the first replica."""
     received_most: int
-    """By the engine rank that keeps most; it passes the same on to the next replica."""
+    """Bytes that the engine rank with the largest share receives, and relays to the next replica."""
     replicas: int
     rounds: int
     """Buckets."""
 
     @property
     def gathered_bytes(self) -> int:
-        """What one rank would send without a plan: the whole model to every engine rank of every replica."""
+        """Bytes that one rank would send if it gathered the model and sent it to every engine rank of every replica."""
         return self.model_bytes * self.replicas
 
     def seconds(self, links: Links) -> float:
-        """The slowest link, one chunk more for each replica of the chain, and the calls of every bucket."""
+        """Time on the slowest link, plus one chunk for each replica of the chain, plus the calls of every bucket."""
         busiest = max(self.sent_most, self.received_most) / links.network
         return busiest + (self.replicas - 1) * links.chunk_bytes / links.network + self.rounds * links.round_s
 
@@ -75,8 +75,8 @@ def traffic(
     replicas: int,
     bucket_bytes: int,
 ) -> Traffic:
-    """The bytes of one push. Layers lie on pipeline stages evenly, the embedding on the first, the head on the last;
-    the ranks of a stage hold its tensors in parts or in copies and share the sending.
+    """The bytes of one push. Layers are distributed evenly over pipeline stages, the embedding on the first, the head
+    on the last; the ranks of a stage hold parts or copies of its tensors and share the sending.
     """
     tensors = list(tensors)
     num_layers = 1 + max((int(found[1]) for t in tensors if (found := _LAYER.search(t.name))), default=0)

@@ -1,4 +1,4 @@
-"""How weights travel, by name, and which way a device mapping asks for."""
+"""The transports of weights by name, and the choice of one for a device mapping."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECEIVERS: dict[str, str] = {
     "cuda_ipc": "roll_async.weight_sync.cuda_ipc.reader",
 }
 STAGED = frozenset({"shm", "filesystem", "gloo"})
-"""They deliver into host memory beside the served weights: engines generate meanwhile and stop only for the swap."""
+"""Transports into host memory beside the served weights: engines generate meanwhile, and pause only for the swap."""
 
 
 def transport_of(config: PipelineConfig) -> tuple[str, str]:
@@ -51,16 +51,16 @@ def choose_transport(
     num_gpus_per_node: int,
     into_devices: bool = True,
 ) -> tuple[str, str]:
-    """(transport, reason). Devices None: CPU. `into_devices`: the engine's workers take weights in themselves; where a
-    front end hands them on (SGLang), they go through host memory. Raises ValueError when the wanted transport cannot
-    connect the roles.
+    """(transport, reason). Devices None: CPU. `into_devices`: the engine's workers receive weights themselves; where
+    the engine's front end passes them on (SGLang), they go through host memory. Raises ValueError when the wanted
+    transport cannot connect the roles.
     """
     trainer, engines = set(trainer_devices or ()), set(engine_devices or ())
     nodes, shared = sorted({d // num_gpus_per_node for d in trainer | engines}), sorted(trainer & engines)
     if wanted == "auto":
         if trainer and engines and not into_devices:
             name = "gloo" if len(nodes) > 1 else "shm"
-            return name, "the engine's front end takes the weights in and hands them to its workers"
+            return name, "the engine's front end receives the weights and passes them to its workers"
         if shared:
             return "cuda_ipc", f"actor_train and actor_infer share devices {shared}"
         if trainer and engines:
@@ -92,10 +92,10 @@ def open_sender(
     previous: BlockSender | None = None,
     folder: str | None = None,
 ) -> BlockSender:
-    """Start sending what one trainer rank, `source`, holds of a weight version.
+    """Start sending the part of a weight version that trainer rank `source` holds.
 
-    `previous`: the sender of the version before; its memory, files and connections are used again. `folder`: where the
-    transport `filesystem` puts its files.
+    `previous`: the sender of the previous version, whose memory, files and connections are reused. `folder`: for the
+    files of the transport `filesystem`.
     """
     from roll_async.weight_sync.sending import BlockSender
 

@@ -177,7 +177,7 @@ class StreamMedium(HostMedium):
         return StreamGroup(super().group(store, rank, timeout), self.current)
 
     @contextmanager
-    def lane(self):
+    def transfer_stream(self):
         if not self._lanes:
             yield
             return
@@ -189,7 +189,7 @@ class StreamMedium(HostMedium):
             del self._local.stream
             stream.close()
 
-    def settle(self):
+    def synchronize(self):
         self.default.synchronize()
 
 

@@ -136,7 +136,7 @@ def test_a_folder_without_room_is_left_for_the_next_one_and_without_one_the_erro
     with caplog.at_level(logging.WARNING):
         location, data = writer.write(0, planned, size_of(planned))
     assert Path(location).parent == tmp_path and len(data) >= size_of(planned)
-    assert "/proc has" in caplog.text and f"going on in {tmp_path}" in caplog.text
+    assert "/proc has" in caplog.text and f"continuing in {tmp_path}" in caplog.text
     writer.close()
     with pytest.raises(ValueError, match="/proc has .* needs .* enlarge it"):
         shm.FileWriter(folders=(Path("/proc"),)).write(0, planned, size_of(planned))
