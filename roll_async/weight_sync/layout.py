@@ -101,7 +101,7 @@ class Fragment:
 
 
 def fragments(layout: EngineLayout, name: str, shape: Sequence[int], held: Cut | None) -> list[Fragment]:
-    """The part `held` of a tensor, cut where the parts of the engine's ranks begin. Rows that no rank keeps are skipped.
+    """The part `held` of a tensor, cut where the parts of the engine's ranks begin. Rows no rank keeps are skipped.
 
     Ranks that cut the tensor along another dimension than `held` does receive all of it.
     """
