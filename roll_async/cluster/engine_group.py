@@ -1,4 +1,4 @@
-"""Engine replicas as Ray actors, and the client the scheduler and the synchronizer talk to.
+"""Engine replicas as Ray actors, and their client for the scheduler and the synchronizer.
 
 AsyncLLMServerManager -- RayEngineClient.submit / collect --> EngineReplica (EngineHost over one Engine)
 ParameterSynchronizer -- RayEngineClient.begin_update ... commit -->      "
@@ -17,8 +17,8 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import call, over
-from roll_async.cluster.folders import demand_model
+from roll_async.cluster.errors import call, wait_ended
+from roll_async.cluster.folders import require_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import use_node_address
 from roll_async.cluster.node_pool import NodePool
@@ -33,19 +33,19 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 T = TypeVar("T")
 
 _CONCURRENT_CALLS = 64
-"""Calls open at once on one replica: one collect, a few submits and aborts, never one per request."""
+"""Concurrent calls on one replica: one collect, a few submits and aborts, never one per request."""
 
 _GONE_WITHIN_S = 60.0
 
 _CPU_NICENESS = 5
-"""Where trainer and engines share cores, the trainer comes first: the engines work ahead, and what they do meanwhile on
-the cores that are left costs nobody a step.
+"""Niceness of engines on CPU: where trainer and engines share cores, the trainer comes first, because the engines
+generate ahead and a step must not wait for them.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOrder:
-    """What a replica is started from."""
+class EngineSpec:
+    """All that is needed to start a replica."""
 
     strategy: str
     """vllm, sglang or hf_infer."""
@@ -54,7 +54,7 @@ class EngineOrder:
     rpc_timeout_s: float
     """Seconds of one call, the start included."""
     after: tuple[ProcessId, ...] = ()
-    """Processes of the replica that was here before: it starts when they are gone."""
+    """Processes of the lost replica that it replaces: it starts when they have ended."""
 
 
 @ray.remote(max_restarts=0)
@@ -69,9 +69,11 @@ class EngineReplica:
         return use_node_address()
 
     async def start(self, after: Sequence[ProcessId]) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
-        """Load the model, when the processes of `after` have given their memory back. Also what runs then."""
+        """Load the model once the processes of `after` have ended and freed their memory. Returns also the processes
+        of this replica.
+        """
         await until_gone(after, _GONE_WITHIN_S)
-        demand_model(self._settings.model_folder)
+        require_model(self._settings.model_folder)
         if self._settings.device == "cpu":
             os.nice(_CPU_NICENESS)
         with start_without_collections():
@@ -99,15 +101,15 @@ class EngineReplica:
         await self._host.resume()
 
     async def sleep(self, level: int) -> EngineMemory:
-        """What it still holds."""
+        """Returns the memory that it still holds."""
         await self._engine.sleep(level)
         memory = self._engine.memory()
-        if level == 1 and self._settings.device == "cpu":  # the weights wait where they are: in host memory
+        if level == 1 and self._settings.device == "cpu":  # the weights are in host memory already
             memory = replace(memory, weights_bytes=0, host_weights_bytes=memory.weights_bytes)
         return memory
 
     async def wake(self, tags: Sequence[str]) -> EngineMemory:
-        """What it then holds."""
+        """Returns the memory that it then holds."""
         await self._engine.wake(tags)
         return self._engine.memory()
 
@@ -137,7 +139,7 @@ class EngineReplica:
 
 
 def replica_name(placement: ProcessPlacement) -> str:
-    """How a replica is called in logs, errors and metrics, also after a restart."""
+    """Name of a replica in logs, errors and metrics; it stays the same after a restart."""
     return f"actor_infer-{placement.index}"
 
 
@@ -150,31 +152,31 @@ class RayEngineClient:
         self.name, self.host = name, host
         self.capabilities = capabilities
         self.processes: tuple[ProcessId, ...] = ()
-        """The actor's and those of its engine, on the replica's node."""
+        """The actor's process and those of its engine, on the replica's node."""
         self._actor, self._rpc_timeout_s = actor, rpc_timeout_s
 
     @classmethod
     async def start(
-        cls, order: EngineOrder, placement: ProcessPlacement, pool: NodePool, number: int = 0
+        cls, spec: EngineSpec, placement: ProcessPlacement, pool: NodePool, number: int = 0
     ) -> RayEngineClient:
-        """Start the process and load the model. `number`: how often this replica was started before. Raises ValueError
-        for what the user can fix, StallError when it is not up in time.
+        """Start the process and load the model. `number`: earlier starts of this replica. Raises ValueError for what
+        the user can fix, StallError when it is not up in time.
         """
         name = replica_name(placement)
-        options = pool.options(placement, dict(order.env))
-        unique = f"{name}.{number}" if number else name  # Ray may still know the dead one by its name
-        settings = replace(order.settings, device=placement.device)
+        options = pool.options(placement, dict(spec.env))
+        unique = f"{name}.{number}" if number else name  # Ray may still have the dead actor under its name
+        settings = replace(spec.settings, device=placement.device)
         replicas = EngineReplica.options(**options, name=unique, max_concurrency=_CONCURRENT_CALLS)
-        actor = replicas.remote(order.strategy, settings)
+        actor = replicas.remote(spec.strategy, settings)
         assert isinstance(actor, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
-            host = await call(name, "node_address", actor.node_address.remote(), timeout_s=order.rpc_timeout_s)
-            started = actor.start.remote(order.after)
-            capabilities, processes = await call(name, "start", started, timeout_s=order.rpc_timeout_s)
+            host = await call(name, "node_address", actor.node_address.remote(), timeout_s=spec.rpc_timeout_s)
+            started = actor.start.remote(spec.after)
+            capabilities, processes = await call(name, "start", started, timeout_s=spec.rpc_timeout_s)
         except BaseException:
             ray.kill(actor)
             raise
-        client = cls(name, actor, capabilities, host, rpc_timeout_s=order.rpc_timeout_s)
+        client = cls(name, actor, capabilities, host, rpc_timeout_s=spec.rpc_timeout_s)
         client.processes = processes
         return client
 
@@ -182,7 +184,7 @@ class RayEngineClient:
         await self._ask("submit", self._actor.submit.remote(list(requests)))
 
     async def collect(self) -> EngineReport:
-        """Waits for news. How long a replica may have none is the manager's to say (generation_timeout)."""
+        """Waits for a report, without a deadline of its own: that is the manager's (generation_timeout)."""
         return await call(self.name, "collect", self._actor.collect.remote(), timeout_s=None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -224,7 +226,7 @@ class RayEngineClient:
         return await self._ask("score", self._actor.score.remote(rows))
 
     async def _ask(self, what: str, ref: Awaitable[T]) -> T:
-        """A replica that does not answer is lost like one that died: ConnectionError."""
+        """A replica that does not answer in time is treated as dead: ConnectionError."""
         try:
             return await call(self.name, what, ref, timeout_s=self._rpc_timeout_s)
         except StallError as error:
@@ -232,7 +234,7 @@ class RayEngineClient:
 
     async def close(self) -> None:
         """End the engine's own child processes, then the actor."""
-        await over([self._actor.close.remote()], timeout_s=10)
+        await wait_ended([self._actor.close.remote()], timeout_s=10)
         self.kill()
 
     def kill(self) -> None:

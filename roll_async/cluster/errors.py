@@ -1,4 +1,4 @@
-"""Ray's failures in the words of this project."""
+"""Failures of Ray calls as this project's errors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ async def call(
     timeout_s: float | None,
     own: tuple[type[BaseException], ...] = (),
 ) -> T:
-    """Await the remote call `what`. A dead process is a RoleGone, one that does not answer within `timeout_s`
-    (fault.rpc_timeout; the time the call waits behind others counts) a StallError, a failed call raises the role's own
-    error named by role; those of the types `own` as they are.
+    """Await the remote call `what`. Raises RoleGone for a dead process, StallError when there is no answer within
+    `timeout_s` (fault.rpc_timeout; time in the actor's queue counts), and the error of a failed call with the role's
+    name; errors of the types `own` are raised unchanged.
 
-    `timeout_s` None is for calls that wait for something to happen, not for an answer; who uses it says who owns that
-    wait.
+    `timeout_s` None is for calls that wait for an event. The caller's docstring says who owns the deadline then.
     """
     try:
         if timeout_s is None:
@@ -59,9 +58,9 @@ def _last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-async def over(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
-    """Wait until these calls are over, whatever came of them; not for ever. Their errors are nobody's: an actor that is
-    ended meanwhile would otherwise leave a traceback on the console.
+async def wait_ended(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+    """Wait up to `timeout_s` until these calls have ended, with or without an error. Their errors are marked as
+    retrieved: an actor that is killed meanwhile would otherwise leave a traceback on the console.
     """
     calls = [asyncio.wrap_future(ref.future()) for ref in refs]
     for each in calls:

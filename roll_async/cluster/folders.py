@@ -1,7 +1,7 @@
-"""Folders that more than one process uses: the same name must mean the same files in every one of them.
+"""Folders that several processes use: a path must name the same files in each of them.
 
-A Ray worker starts in a folder of the raylet's, on any node. So every path of a config becomes absolute before a role
-sees it, and at the start each rank shows that what the driver wrote is where the rank will write.
+A Ray worker starts in a folder of the raylet's, on any node. So every path of a config is made absolute before a role
+gets it, and at the start each rank checks that it sees the file which the driver wrote into each folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Config = TypeVar("Config", bound=PipelineConfig)
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
-    """The config with every path absolute; relative ones are meant from `base`. A model name stays as it is unless a
-    file or folder of that name exists: it may be the name of a model hub.
+    """The config with every path absolute; relative ones are relative to `base`. A model name is left unchanged unless
+    a file or folder of that name exists: it may be a name on a model hub.
     """
 
     def there(path: str) -> str:
@@ -63,7 +63,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedFolders:
-    """Folders that driver and ranks write into, and a file of this run in each of them, which a rank must see, too."""
+    """Folders that driver and ranks write into, and a file of this run in each of them that every rank must see."""
 
     mark: str
     """Name of the file."""
@@ -71,7 +71,7 @@ class SharedFolders:
     """(config key, absolute folder)."""
 
     def problems(self) -> list[str]:
-        """What this process does not see, with remedy; empty when all is well."""
+        """Folders that this process does not share or cannot write, with remedy; empty = none."""
         host = socket.gethostname()
         remedy = "put it on a file system that all nodes share, under the same name"
         found = []
@@ -83,7 +83,7 @@ class SharedFolders:
         return found
 
 
-def demand_model(folder: str) -> None:
+def require_model(folder: str) -> None:
     """Raises ValueError when an absolute model folder is not on the host of this process."""
     if os.path.isabs(folder) and not (Path(folder) / "config.json").is_file():
         raise ValueError(

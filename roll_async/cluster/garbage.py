@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def start_without_collections(*, settled: bool = False) -> Iterator[None]:
-    """Imports and model loading make a million objects that live as long as the process. Looking through them again
-    and again costs a role two seconds of its start; one look at the end is enough.
+    """Imports and model loading make a million objects that live as long as the process. Repeated collections over them
+    cost a role two seconds of its start; one at the end is enough.
 
-    `settled`: what is there at the end stays to the end, and is never looked at again. For event loops: a full
-    collection would hold up everything they do for a third of a second.
+    `settled`: objects that exist at the end live as long as the process and are left out of later collections. For
+    event loops, which a full collection would block for a third of a second.
     """
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""By which address and interface the other nodes reach a role process.
+"""The address and interface by which other nodes reach a role process.
 
-Gloo and NCCL look the host's name up, and on many hosts it is 127.0.1.1, or an address of another network. Ray knows
-better: its nodes talk to each other. What it says is handed on before a library is asked to connect.
+Gloo and NCCL resolve the host's name, which on many hosts gives 127.0.1.1, or an address of another network. The
+address that Ray's nodes use works, so it is set before a library connects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 address; None when it is none of this host's (behind a NAT)."""
+    """Name of the network interface with this IPv4 address; None when this host has none such (behind a NAT)."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family is socket.AF_INET and a.address == address for a in addresses):
             return name
@@ -26,8 +26,8 @@ def interface_of(address: str) -> str | None:
 
 
 def use_node_address() -> str:
-    """Make this process and its children speak to others by the address Ray knows its node by. Returns it. What the
-    user set (`system_envs`) stays; a run on one machine is confined to loopback already.
+    """Make this process and its children use the address that Ray has for its node. Returns it. Variables that the user
+    set (`system_envs`) are not changed; a run on one machine is confined to loopback already.
     """
     address = ray.util.get_node_ip_address()
     if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":

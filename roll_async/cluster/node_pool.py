@@ -19,15 +19,16 @@ from roll_async.cluster.placement import GrantedNode, ProcessPlacement, gpu_node
 logger = logging.getLogger(__name__)
 
 _GPU_SHARE = 0.001
-"""Ray accounts GPUs per process; roles may share a device, so each takes a sliver and CUDA_VISIBLE_DEVICES says which.
+"""Ray accounts GPUs per process. Roles may share a device, so each process requests a small share, and
+CUDA_VISIBLE_DEVICES names its devices.
 """
 _POLL_S = 0.2
 _SAY_EVERY_S = 10.0
 
 
 class NodePool:
-    """Placement group with one bundle per GPU node of the device mappings, each on a machine of its own; CPU roles go
-    anywhere. Pickled after `reserve`, it serves other processes of the run, too.
+    """Placement group with one bundle per GPU node of the device mappings, each on a machine of its own; CPU roles are
+    placed on any node. Pickled after `reserve`, it can be used in other processes of the run.
     """
 
     def __init__(self, placements: Sequence[ProcessPlacement]) -> None:
@@ -38,9 +39,8 @@ class NodePool:
         self._group: PlacementGroup | None = None
 
     async def reserve(self, timeout_s: float) -> None:
-        """Wait until the nodes are ours. What this cluster never has is refused at once with a ValueError; what others
-        use now, or an autoscaler may start, is waited for, with a line now and then. Raises StallError after
-        `timeout_s`.
+        """Wait until the nodes are reserved. Raises ValueError at once for nodes that this cluster never has. Nodes
+        that are in use, or that an autoscaler may start, are waited for, with log lines; StallError after `timeout_s`.
         """
         self._refuse_impossible()
         if not self._needs:
@@ -59,13 +59,13 @@ class NodePool:
             logger.info("node %d is %s: GPUs %s", need.node, address, dict(node.devices))
 
     def release(self) -> None:
-        """Give the nodes back."""
+        """Release the nodes."""
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
 
     def _refuse_impossible(self) -> None:
-        """Raises ValueError for what neither this cluster nor its autoscaler has."""
+        """Raises ValueError for nodes that neither this cluster nor its autoscaler has."""
         most = cluster_state.get_max_resources_from_cluster_config() or {}
         there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = sum(resources.get("CPU", 0) for resources in there)
@@ -105,7 +105,7 @@ class NodePool:
     def _view(self, group: PlacementGroup, bundle: int, num_gpus: float) -> asyncio.Future[tuple[str, list[str], int]]:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": strategy}
-        return asyncio.wrap_future(_look.options(**options).remote().future())  # type: ignore[attr-defined]
+        return asyncio.wrap_future(_inspect.options(**options).remote().future())  # type: ignore[attr-defined]
 
     def options(self, placement: ProcessPlacement, env: dict[str, str]) -> dict[str, object]:
         """Ray actor options of one process."""
@@ -122,7 +122,7 @@ class NodePool:
 
 
 @ray.remote
-def _look() -> tuple[str, list[str], int]:
+def _inspect() -> tuple[str, list[str], int]:
     """(address, GPUs that Ray gave to this task, cores it may use) of a node."""
     visible = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return ray.util.get_node_ip_address(), list(visible), len(os.sched_getaffinity(0))

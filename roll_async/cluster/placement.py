@@ -1,7 +1,7 @@
 """Device mappings to processes: which node, which GPUs, how many threads. Nothing here touches Ray or a device.
 
-`device_mapping` null: `world_size` CPU processes. Else device id d is GPU d % num_gpus_per_node of node d //
-num_gpus_per_node. These are names: which machine is node 0, and which of its GPUs are meant, is what the cluster gives
+`device_mapping` null: `world_size` CPU processes. Otherwise device id d is GPU d % num_gpus_per_node of node d //
+num_gpus_per_node. These are logical ids: the cluster decides which machine is node 0, and which of its GPUs are used
 (`node_pool.py`).
 A process of a training role owns one device; a replica of an engine owns tensor * pipeline devices.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _MOST_THREADS = 8
-"""Of a process with a GPU: what it computes on the host gains nothing from more."""
+"""Threads of a process with a GPU: its computations on the host do not gain from more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class ProcessPlacement:
     """Ids on its node; empty on CPU."""
     num_threads: int
     pretended: bool = False
-    """The GPUs are Ray's word only: the process computes on the CPU. For tests of layouts without devices."""
+    """The GPUs exist in Ray's accounting only, and the process computes on the CPU. For tests of layouts."""
 
     @property
     def device(self) -> str:
@@ -37,13 +37,13 @@ class ProcessPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrantedNode:
-    """What the cluster gave for one node of the device mappings."""
+    """The machine and GPUs that the cluster gave for one node of the device mappings."""
 
     address: str
     devices: Mapping[int, str]
     """GPU id of the device mappings on this node -> value for CUDA_VISIBLE_DEVICES: an index or a UUID."""
     num_threads: int
-    """Of each process there."""
+    """Threads of each process there."""
 
 
 def process_env(placement: ProcessPlacement, granted: GrantedNode | None) -> dict[str, str]:
@@ -107,14 +107,14 @@ class NodeNeed:
     """One node of the device mappings."""
 
     node: int
-    """Its number there."""
+    """Its number in the device mappings."""
     gpu_ids: tuple[int, ...]
-    """The ids that any role uses, ascending."""
+    """GPU ids that any role uses, ascending."""
     num_processes: int
 
     def granted(self, address: str, visible: Sequence[str], num_cores: int) -> GrantedNode:
         """The k-th GPU in use is the k-th that the cluster gave. `visible`: indices or UUIDs; `num_cores`: cores that
-        our processes share there.
+        the processes of the run share there.
         """
         in_order = sorted(visible, key=lambda name: (0, int(name)) if name.isdigit() else (1, 0))
         return GrantedNode(
@@ -125,7 +125,7 @@ class NodeNeed:
 
 
 def gpu_nodes(placements: Sequence[ProcessPlacement]) -> tuple[NodeNeed, ...]:
-    """What the processes need, by node. Processes of several roles may share a GPU."""
+    """The GPUs that the processes need, by node. Processes of several roles may share a GPU."""
     needs = []
     for node in sorted({p.node for p in placements if p.gpu_ids}):
         there = [p for p in placements if p.node == node and p.gpu_ids]
@@ -135,9 +135,9 @@ def gpu_nodes(placements: Sequence[ProcessPlacement]) -> tuple[NodeNeed, ...]:
 
 
 def shortage(needs: Sequence[NodeNeed], num_gpus_there: Sequence[int]) -> str | None:
-    """Why nodes with so many GPUs can not hold the device mappings, whatever else runs there; None when they can.
+    """Why nodes with these numbers of GPUs cannot hold the device mappings even when idle; None when they can.
 
-    Every node of the mappings is a machine of its own: the largest goes to the largest.
+    Every node of the mappings is a machine of its own: the largest is placed on the largest.
     """
     wanted = sorted((len(need.gpu_ids) for need in needs), reverse=True)
     there = sorted((count for count in num_gpus_there if count), reverse=True)

@@ -1,9 +1,9 @@
-"""Ends every process of a run when its driver is gone, however the driver went.
+"""Ends every process of a run when its driver has ended, in whatever way.
 
-Ray's agents outlive a killed driver by a minute or more, engines start children of their own. They are known by two
-marks: one variable inherited from the driver (Ray overwrites it in processes it renames), and open files in the
-folder of the embedded Ray session. This process waits for the end of its standard input, which the kernel closes when
-the driver dies, also by SIGKILL, then ends whatever still carries a mark, and removes its files of shared memory.
+Ray's agents outlive a killed driver by a minute or more, engines start children of their own. They are recognized by
+two marks: an environment variable inherited from the driver (Ray overwrites it in processes that it renames), and open
+files in the folder of the embedded Ray session. This process waits for the end of its standard input, which the kernel
+closes when the driver dies, also by SIGKILL, then ends all processes with a mark and removes their shared memory files.
 Run as `python -m roll_async.cluster.reaper MARKER`; each input line is a folder.
 """
 
@@ -24,12 +24,12 @@ import psutil
 MARKER_VARIABLE = "ROLL_ASYNC_RUN"
 _GRACE_S = 2.0
 _SPARED = (os.getpid(), os.getppid())
-"""This process and the driver, which is alive when a run ends in order."""
+"""This process and the driver, which is still alive when a run ends regularly."""
 
 
 @contextmanager
 def reaper() -> Iterator[Callable[[str], None]]:
-    """Mark this process's future children and guard them for the length of the block.
+    """Mark this process's future children, and end those that are left after the block.
 
     Yields a function that adds a folder: processes that hold files open in it belong to the run, too.
     """
@@ -53,7 +53,7 @@ def reaper() -> Iterator[Callable[[str], None]]:
 
 
 def marked_processes(marker: str, folders: Sequence[str]) -> list[psutil.Process]:
-    """Processes of the run besides its driver; ones we may not look into are not ours."""
+    """Processes of the run besides its driver; a process that may not be inspected belongs to another user."""
     return [p for p in psutil.process_iter() if p.pid not in _SPARED and _is_marked(p, marker, folders)]
 
 
@@ -77,7 +77,7 @@ def main() -> None:
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=_GRACE_S)
-    for folder in ("/dev/shm", tempfile.gettempdir()):  # memory until the next boot, of who could not clean up
+    for folder in ("/dev/shm", tempfile.gettempdir()):  # shared memory stays allocated until the next boot otherwise
         for file in Path(folder).glob(f"roll_async-{marker}-*"):  # see weight_sync/shm.py, too large to import here
             file.unlink(missing_ok=True)
 

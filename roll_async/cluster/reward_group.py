@@ -1,8 +1,8 @@
 """Reward workers behind a Ray actor: text is decoded and scored there, never in the driver.
 
-Traffic is batched both ways, like that of the engines: `submit` carries what finished in the same moment, `collect`
-brings back whatever is scored. A slow sample or domain holds back nobody, because answers are not tied to the call
-their question came in.
+Traffic is batched both ways, like that of the engines: `submit` carries samples that finished at the same time,
+`collect` returns all that are scored. A slow sample or domain does not delay others, because an answer need not come
+with the answers to the questions it was submitted with.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleFailed, call, over
-from roll_async.cluster.folders import demand_model
+from roll_async.cluster.errors import RoleFailed, call, wait_ended
+from roll_async.cluster.folders import require_model
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
 from roll_async.schema import Prompt, Reward, Sample
@@ -29,7 +29,7 @@ _COALESCE_S = 0.005
 _ANSWER_COALESCE_S = 0.02
 """Batching window of answers while others are being scored: a message costs a millisecond of a core."""
 _CONCURRENT_CALLS = 64
-"""Calls open at once on the host: one collect, and a submit per moment."""
+"""Concurrent calls on the host: one collect, and one submit per batching window."""
 _FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 30.0
 Question = tuple[int, Prompt, Sample]
 Answer = tuple[int, Reward | None, str]
@@ -52,7 +52,7 @@ class RewardHost:
         from roll_async.prompts.tokenizer import load_tokenizer
         from roll_async.rewards.router import RewardRouter
 
-        demand_model(self._tokenizer_folder)
+        require_model(self._tokenizer_folder)
         self._tokenizer = load_tokenizer(self._tokenizer_folder)
         self._router = RewardRouter(self._rewards)
         await self._router.start()
@@ -75,7 +75,7 @@ class RewardHost:
         self._news.set()
 
     async def collect(self) -> tuple[list[Answer], list[str]]:
-        """Wait for at least one answer, then a moment for others; with what the user should be told."""
+        """Wait for at least one answer, and one batching window for more. Returns also warnings for the user."""
         await self._news.wait()
         await asyncio.sleep(_ANSWER_COALESCE_S if self._tasks else 0)
         self._news.clear()
@@ -89,7 +89,7 @@ class RewardHost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostPlan:
-    """What a reward host is started from, again after it died."""
+    """All that is needed to start a reward host, also after it died."""
 
     rewards: Mapping[str, RewardConfig]
     tokenizer_folder: str
@@ -121,7 +121,7 @@ class HostPlan:
 class RayScorer:
     """`rollout/protocol.py: Scorer` over one RewardHost at a time.
 
-    A host that dies is an outage for what it was asked, and another one is started; the scheduler asks again.
+    When a host dies, its open questions fail as an outage, which the scheduler retries, and another host is started.
     """
 
     def __init__(self, host: ActorHandle, plan: HostPlan) -> None:
@@ -161,13 +161,13 @@ class RayScorer:
                 submitted = self._host.submit.remote(batch)
                 await call("rewards", "submit", submitted, timeout_s=self._plan.rpc_timeout_s)
             except StallError:
-                ray.kill(self._host)  # it answers nobody; the reader sees it die, and starts another
-            except ConnectionError as error:  # whether the host is gone for good, the reader finds out
+                ray.kill(self._host)  # it does not answer; the reader sees it die, and starts another
+            except ConnectionError as error:  # the reader sees the host die, too, and starts another
                 self._answer([(number, None, str(error)) for number, _, _ in batch])
 
     async def _read(self) -> None:
-        """Answers to those who wait, for as long as the scorer lives; also over the death of a host. It waits for news
-        without a deadline: each sample has one of its own (`ScoringOptions.reward_timeout_s`).
+        """Read answers until the scorer is closed, over restarts of the host. It waits for answers without a deadline:
+        each sample has one of its own (`ScoringOptions.reward_timeout_s`).
         """
         while True:
             try:
@@ -179,7 +179,7 @@ class RayScorer:
                         logger.warning("%s", notice)
             except ConnectionError as error:
                 self._lose(str(error))
-            await self._revive()
+            await self._restart()
 
     def _answer(self, answers: Sequence[Answer]) -> None:
         for number, reward, problem in answers:
@@ -191,8 +191,8 @@ class RayScorer:
             else:
                 result.set_result(reward)
 
-    async def _revive(self) -> None:
-        """Start hosts until one lives; how long that may take is the patience of those who ask."""
+    async def _restart(self) -> None:
+        """Start hosts until one is up. There is no limit here: those that wait for a score have their own."""
         pause_s = _FIRST_RESTART_S
         while self._gone is not None:
             self.restarts += 1
@@ -215,5 +215,5 @@ class RayScorer:
     async def close(self) -> None:
         """Stop the worker processes."""
         self._reading.cancel()
-        await over([self._host.close.remote()], timeout_s=5)
+        await wait_ended([self._host.close.remote()], timeout_s=5)
         ray.kill(self._host)

@@ -1,4 +1,4 @@
-"""What role processes say: a file per role in the run folder, and what is logged at the start also in run.log."""
+"""Output of role processes: a file per role in the run folder; log lines of the start are also in run.log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FOLDER_VARIABLE = "ROLL_ASYNC_LOG_FOLDER"
 
 
 def open_role_log() -> None:
-    """Everything this process and its children write to standard output and error, libraries in C included, goes to
-    `logs/NAME.log` of the run folder, NAME as the role is called in errors. Where nobody named a folder, or it is not
-    on this host, Ray's own files keep it.
+    """Redirect all that this process and its children write to standard output and error, libraries in C included, to
+    `logs/NAME.log` of the run folder, where NAME is the role's name in errors. Without that folder, or where it is not
+    on this host, the output goes to Ray's own files.
     """
     folder, name = os.environ.get(FOLDER_VARIABLE), ray.get_runtime_context().get_actor_name()
     if not folder or not name or not Path(folder).is_dir():
@@ -38,8 +38,8 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """Everything roll_async logs inside the block, line by line. A role may be on another machine: it hands the lines
-    over with its answer.
+    """All lines that roll_async logs inside the block. A role may be on another machine, so it returns them with its
+    answer.
     """
     root, handler = logging.getLogger("roll_async"), _Lines()
     level = root.level

@@ -1,7 +1,7 @@
-"""The generating side of a run as a Ray actor: queue, rollouter, server manager and synchronizer in one process.
+"""The rollout side of a run as a Ray actor: queue, rollouter, server manager and synchronizer in one process.
 
-The driver speaks to it through the clients of `rollout_process.py`. Queue and ledger are here together with whoever
-fills them, so every change of a group's state, "consumed by step t" included, is one transaction of one process.
+The driver calls it through the clients of `rollout_process.py`. Queue and ledger are in the process that fills them, so
+every change of a group's state, "consumed by step t" included, is one transaction of one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll_async.schema import Group, WeightVersion
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport, SyncStatus
 
 _CONCURRENT_CALLS = 32
-"""Calls of the driver open at once: the rollouter's run, a batch, a push, a look at the counters."""
+"""Concurrent calls of the driver: the rollouter's run, a batch, a push, the counters."""
 
 
 class Side(Protocol):
@@ -46,7 +46,7 @@ class Side(Protocol):
 
 
 class Roles(Protocol):
-    """The running roles before they are coupled; what an order is, is between them and who starts the process."""
+    """The running roles before they are coupled. The type of the spec is the launcher's (`launch/rollout.py`)."""
 
     @property
     def couple(self) -> Callable[..., Awaitable[Side]]: ...
@@ -58,7 +58,7 @@ StartRoles = Callable[[AsyncExitStack], Awaitable[Roles]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What the rollout process counts, at one instant."""
+    """Counters of the rollout process at one instant."""
 
     taken_s: float
     """Time of its loop."""
@@ -66,13 +66,13 @@ class Counters:
     rollouter: RollouterStats
     sync: SyncStatus
     returning: bool
-    """An engine that came back waits for weights."""
+    """A restarted engine waits for weights."""
     warnings: tuple[str, ...]
-    """Logged there since the answer before: they are in the log files, and belong on the console of the run."""
+    """Lines logged since the previous answer: they are in the log files, and are printed on the console of the run."""
 
 
 class _Warnings(logging.Handler):
-    """Keeps what is worth a line on the console until it is asked for."""
+    """Collects log lines for the console until the next answer."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -86,10 +86,10 @@ class _Warnings(logging.Handler):
         return tuple(lines)
 
 
-# Ray's overloads leave max_concurrency out: to pyright the class stays one that is not remote.
+# Ray's overloads lack max_concurrency, so that pyright takes the class for one that is not remote.
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=_CONCURRENT_CALLS)  # pyright: ignore[reportCallIssue]
 class RolloutHost:
-    """The process, plain asyncio inside. Calls that change a counter answer with the counters."""
+    """The process, plain asyncio inside. Calls that change a counter also return the counters."""
 
     def __init__(self, start: StartRoles, log_files: Sequence[str]) -> None:
         self._start, self._stack, self._warnings = start, AsyncExitStack(), _Warnings()
@@ -100,9 +100,9 @@ class RolloutHost:
         with start_without_collections(settled=True):
             self._roles = await self._start(self._stack)
 
-    async def couple(self, order: object) -> tuple[bool, Counters]:
-        """Build queue, rollouter and synchronizer; whether there is anything to validate with."""
-        self._side = await self._roles.couple(order)
+    async def couple(self, spec: object) -> tuple[bool, Counters]:
+        """Build queue, rollouter and synchronizer. Returns also whether there are validation prompts."""
+        self._side = await self._roles.couple(spec)
         return self._side.validate is not None, self._counters()
 
     def _counters(self) -> Counters:
@@ -120,7 +120,7 @@ class RolloutHost:
         return self._counters()
 
     async def take_batch(self, step: int, num_groups: int | None) -> tuple[list[Group], Counters, dict[str, object]]:
-        """With the position that a checkpoint of `step` needs: this process may be gone by then."""
+        """The groups, with the position that a checkpoint of `step` needs if this process has died by then."""
         groups = await self._side.queue.take_batch(step, num_groups)
         return groups, self._counters(), await self._side.queue.checkpoint_state(step)
 
@@ -141,7 +141,7 @@ class RolloutHost:
         self._side.queue.close()
 
     async def run(self) -> Counters:
-        """The rollouter, to its end."""
+        """Run the rollouter to its end."""
         try:
             await self._side.rollouter.run()
         except BaseExceptionGroup as errors:
@@ -172,5 +172,5 @@ class RolloutHost:
         return metrics, self._counters()
 
     async def close(self) -> None:
-        """Every finished group is in the ledger; then the engines end."""
+        """Close the queue, whose finished groups are in the ledger; then end the engines."""
         await self._stack.aclose()

@@ -4,10 +4,10 @@
                |                                                                 |
                +-------------------------- MegatronRank 0..n-1 <--weights--------+
 
-What the driver's loop computes cannot delay a dispatch. The process runs on the driver's node, because the ledger is a
-file there and its clock is the driver's. It owns the engines: when it dies they die, and the run ends.
+Work in the driver's loop cannot delay the dispatch of requests. The process runs on the driver's node, because the
+ledger is a file there and both use one clock. It owns the engines: when it dies they die, and the run ends.
 
-Counters of the clients are as of the last answer; every answer brings them.
+Counters of the clients are those of the last answer; every answer contains them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from roll_async.buffer.errors import EndOfData, LedgerError, StallError, TooManyFailures
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
-from roll_async.cluster.errors import call, over
+from roll_async.cluster.errors import call, wait_ended
 from roll_async.cluster.rollout_host import Counters, RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.rollouter import RollouterStats
@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 ROLE = "rollout process"
 _OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedTooMany, SyncFailed)
-"""Of the roles inside, with a meaning for who calls; others come as RoleFailed."""
+"""Errors of the roles inside that callers handle; others are raised as RoleFailed."""
 _LOOK_EVERY_S = 1.0
-_TAKE_BACK_S = 5.0
-"""So long a question that nobody waits for any more may take to end."""
+_CANCEL_WITHIN_S = 5.0
+"""How long a cancelled call may take to end."""
 _SLOW_S = 10.0
-"""So long an answer may take before the log says so."""
+"""An answer that takes longer is logged."""
 _INNER_S = 30.0
-"""Longer than the roles inside have for their start: their errors say more."""
+"""Added to the deadline of the start, so that the roles inside, whose errors say more, time out first."""
 
 
 class _Link:
@@ -56,15 +56,15 @@ class _Link:
         self.host, self._silence_s, self._rpc_timeout_s = host, silence_s, rpc_timeout_s
         self._counters: Counters | None = None
         self.returned = asyncio.Event()
-        """An engine that came back waits for weights."""
+        """Set while a restarted engine waits for weights."""
 
     @property
     def counters(self) -> Counters:
         assert self._counters is not None, "couple first"
         return self._counters
 
-    def take_in(self, counters: Counters) -> None:
-        """An answer may have been overtaken by a later one."""
+    def update(self, counters: Counters) -> None:
+        """Store the counters, unless a later answer has arrived before this one."""
         for line in counters.warnings:
             print(line, file=sys.stderr, flush=True)
         if self._counters is not None and counters.taken_s < self._counters.taken_s:
@@ -76,14 +76,14 @@ class _Link:
             self.returned.clear()
 
     async def ask(self, what: str, ref: Awaitable[T]) -> T:
-        """An answer, or what the role inside raised. Who stops waiting takes the question back. Raises StallError when
-        the answer does not come in time (fault.rpc_timeout).
+        """The answer to a call; raises what the role inside raised. Cancelling the wait cancels the call. Raises
+        StallError when the answer does not come in time (fault.rpc_timeout).
         """
         return await self._answer(what, ref, self._rpc_timeout_s)
 
     async def wait(self, what: str, ref: Awaitable[T]) -> T:
-        """As `ask`, for what ends when it ends: the rollouter's run, the next batch, a push, a validation. The waits
-        inside have their owners and deadlines there; whether anybody is there at all, `look_on` finds out.
+        """As `ask`, for calls without a fixed duration: the rollouter's run, the next batch, a push, a validation.
+        Their waits have owners and deadlines in the process; `watch` detects a process that does not answer.
         """
         return await self._answer(what, ref, None)
 
@@ -93,17 +93,17 @@ class _Link:
         except asyncio.CancelledError:
             assert isinstance(ref, ray.ObjectRef)
             ray.cancel(ref)
-            await over([ref], _TAKE_BACK_S)  # else what is asked next may come before this is taken back, and answer it
+            await wait_ended([ref], _CANCEL_WITHIN_S)  # otherwise the next call may run before this one is cancelled
             raise
 
-    async def look_on(self) -> None:
-        """Ask for the counters for ever. Raises StallError when the process is silent, ConnectionError when it dies."""
+    async def watch(self) -> None:
+        """Poll the counters. Raises StallError when the process does not answer, ConnectionError when it dies."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             look = asyncio.ensure_future(self.wait("counters", self.host.counters.remote()))
             try:
                 await self._wait_for(look)
-                self.take_in(await look)
+                self.update(await look)
             finally:
                 look.cancel()
 
@@ -113,7 +113,7 @@ class _Link:
         while not look.done():
             left_s = asked + self._silence_s - loop.time()
             if left_s <= 0:
-                raise StallError(f"{ROLE}: no sign of life for {self._silence_s:g} s")
+                raise StallError(f"{ROLE}: no answer for {self._silence_s:g} s")
             await asyncio.wait({look}, timeout=min(_SLOW_S, left_s))
             if not look.done():
                 logger.warning("%s: no answer for %.0f s", ROLE, loop.time() - asked)
@@ -130,18 +130,18 @@ class QueueClient:
         groups, counters, self._position = await self._link.wait(
             "take_batch", self._link.host.take_batch.remote(step, num_groups)
         )
-        self._link.take_in(counters)
+        self._link.update(counters)
         return groups
 
     async def freshness(self, step: int) -> BatchFreshness:
         return await self._link.ask("freshness", self._link.host.freshness.remote(step))
 
     async def step_trained(self, step: int) -> None:
-        self._link.take_in(await self._link.ask("step_trained", self._link.host.step_trained.remote(step)))
+        self._link.update(await self._link.ask("step_trained", self._link.host.step_trained.remote(step)))
 
     async def checkpoint_state(self, step: int) -> dict[str, object]:
-        """Of the process; without it, as it was when `step` took its last groups: what finished since is generated
-        again.
+        """The position that the process reports. If it has died, that of the moment when `step` took its last groups:
+        groups that finished since then are generated again.
         """
         try:
             return await self._link.ask("checkpoint_state", self._link.host.checkpoint_state.remote(step))
@@ -158,7 +158,7 @@ class QueueClient:
         return self._link.counters.queue
 
     def close(self) -> None:
-        """The end of a run; nobody waits for it."""
+        """Called at the end of a run; does not wait for the answer."""
         self._link.host.close_queue.remote()
 
 
@@ -169,14 +169,14 @@ class RollouterClient:
         self._link = link
 
     async def run(self) -> None:
-        """The rollouter to its end, or to the end of its process."""
+        """Run the rollouter to its end, or to the end of its process."""
         running = asyncio.ensure_future(self._link.wait("run", self._link.host.run.remote()))
-        looking = asyncio.ensure_future(self._link.look_on())
+        looking = asyncio.ensure_future(self._link.watch())
         try:
             await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 looking.result()
-            self._link.take_in(await running)
+            self._link.update(await running)
         finally:
             running.cancel()
             looking.cancel()
@@ -188,7 +188,7 @@ class RollouterClient:
         await self._link.ask("resume", self._link.host.resume.remote())
 
     async def stop(self) -> None:
-        self._link.take_in(await self._link.ask("stop", self._link.host.stop.remote()))
+        self._link.update(await self._link.ask("stop", self._link.host.stop.remote()))
 
     def stats(self) -> RollouterStats:
         return self._link.counters.rollouter
@@ -202,15 +202,15 @@ class SynchronizerClient:
 
     async def push(self, version: WeightVersion) -> SyncReport:
         report, counters = await self._link.wait("push", self._link.host.push.remote(version))
-        self._link.take_in(counters)
+        self._link.update(counters)
         return report
 
     async def wait_for_returned(self) -> None:
         await self._link.returned.wait()
 
     async def resync_returned(self, version: WeightVersion) -> None:
-        self._link.take_in(
-            await self._link.wait("resync of returned replicas", self._link.host.resync_returned.remote(version))
+        self._link.update(
+            await self._link.wait("re-sync of restarted replicas", self._link.host.resync_returned.remote(version))
         )
 
     def status(self) -> SyncStatus:
@@ -219,7 +219,7 @@ class SynchronizerClient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteSide:
-    """The coupled roles, seen from the driver."""
+    """Clients of the coupled roles, for the driver."""
 
     queue: QueueClient
     rollouter: RollouterClient
@@ -245,8 +245,8 @@ class RolloutProcess:
         rpc_timeout_s: float,
         env: Mapping[str, str],
     ) -> RolloutProcess:
-        """Start the process, and in it engines and rewards. `silence_s`: so long it may be silent before the run ends;
-        `rpc_timeout_s`: so long the answer to one call may take.
+        """Start the process, and in it engines and rewards. `silence_s`: how long it may give no answer before the run
+        ends; `rpc_timeout_s`: how long the answer to one call may take.
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports, StallError when it does not
         come up in time.
@@ -263,20 +263,20 @@ class RolloutProcess:
             raise
         return cls(_Link(host, silence_s=silence_s, rpc_timeout_s=rpc_timeout_s))
 
-    async def couple(self, order: object) -> RemoteSide:
-        """Queue, rollouter and synchronizer of one run, there. Raises ValueError for an order that cannot travel."""
+    async def couple(self, spec: object) -> RemoteSide:
+        """Build queue, rollouter and synchronizer in the process. Raises ValueError for an unpicklable spec."""
         link = self._link
         try:
-            coupling = link.host.couple.remote(order)
+            coupling = link.host.couple.remote(spec)
         except TypeError as error:
             why = str(error).strip().splitlines()[0]
             raise ValueError(f"rollouter class and tools run in the {ROLE} and must be picklable: {why}") from error
         validates, counters = await link.ask("couple", coupling)
-        link.take_in(counters)
+        link.update(counters)
 
         async def validate(step: int) -> Mapping[str, float]:
             metrics, counters = await link.wait("validate", link.host.validate.remote(step))
-            link.take_in(counters)
+            link.update(counters)
             return metrics
 
         return RemoteSide(
@@ -288,5 +288,5 @@ class RolloutProcess:
 
     async def close(self) -> None:
         """End engines and rewards, then the process."""
-        await over([self._link.host.close.remote()], timeout_s=30)
+        await wait_ended([self._link.host.close.remote()], timeout_s=30)
         ray.kill(self._link.host)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 _EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
 _SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0 Ray believes it can only ever be one machine and binds every port to loopback, on Linux too."""
+"""With 0, Ray expects a single machine and binds every port to loopback, on Linux too."""
 _OWN_VARIABLES = (
     "RAY_AUTH_MODE",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
@@ -30,8 +30,9 @@ _OWN_VARIABLES = (
 
 
 def pretended_gpus() -> int:
-    """GPUs that the embedded Ray claims to have (`ROLL_ASYNC_PRETENDED_GPUS`), so that layouts with devices run on a
-    machine without: placement, visible devices and turns are real, processes compute on the CPU. 0 = the real ones.
+    """Number of GPUs that the embedded Ray is told to have (`ROLL_ASYNC_PRETENDED_GPUS`), so that layouts with devices
+    run on a machine without: placement, visible devices and turns are real, processes compute on the CPU. 0 = the real
+    GPUs are used.
     """
     return int(os.environ.get("ROLL_ASYNC_PRETENDED_GPUS", "0"))
 
@@ -46,7 +47,7 @@ class RuntimeInfo:
 
 @contextmanager
 def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeInfo]:
-    """Start or join Ray for the length of the block; afterwards no process of ours is left.
+    """Start or join Ray for the duration of the block; afterwards no process of the run is left.
 
     `num_processes`: role processes that must fit on the embedded node. `env`: environment of every role process.
     Raises ConnectionError when RAY_ADDRESS names no reachable cluster, ValueError when it is that of a job server.
@@ -72,8 +73,8 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
 
 @contextmanager
 def _settings_put_back() -> Iterator[None]:
-    """What Ray is told by environment and module does not outlive it: the next cluster of this process, or of a child,
-    may be one of many machines.
+    """Restore Ray's environment variables and module settings after the block: the next cluster of this process, or of
+    a child, may have several machines.
     """
     names = (*_OWN_VARIABLES, _SINGLE_HOST_VARIABLE)
     before = {name: os.environ.get(name) for name in names}
@@ -94,12 +95,12 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
         ray.init(address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING)
         logger.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
     else:
-        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: any other program would come first
+        os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 puts every other program first
         os.environ[_SINGLE_HOST_VARIABLE] = "0"  # for Ray's own processes
         ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, where it was read at import
         pretended = pretended_gpus()
         if pretended:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(pretended)))  # Ray has no more than these
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(pretended)))  # Ray offers no others
         ray.init(
             address="local",
             num_cpus=max(num_processes, os.cpu_count() or 1),

@@ -1,10 +1,10 @@
-"""Megatron ranks as Ray actors, and the groups that speak for them.
+"""Megatron ranks as Ray actors, and the groups that call them.
 
     driver -- TrainerGroup --> MegatronRank 0..n-1 (one process each, torch.distributed among them)
 
-A batch is put into the object store in shares, one for each data-parallel rank: a rank receives its own rows and no
-others, and scores come back the same way. A rank does one call at a time: a call's deadline (fault.rpc_timeout) covers
-the one before it, too, and must be longer than a step.
+A batch is put into the object store in shares, one for each data-parallel rank: a rank receives only its own rows, and
+returns only their scores. A rank does one call at a time: a call's deadline (fault.rpc_timeout) includes the time of
+the call before it, and must be longer than a step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleGone, call, over
-from roll_async.cluster.folders import SharedFolders, demand_model
+from roll_async.cluster.errors import RoleGone, call, wait_ended
+from roll_async.cluster.folders import SharedFolders, require_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import use_node_address
 from roll_async.cluster.node_pool import NodePool
@@ -49,19 +49,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRole:
-    """What a rank process builds its worker from."""
+    """All that a rank process needs to build its worker."""
 
     name: str
     """actor_train, critic, reference or teacher."""
     settings: MegatronSettings
     bucket_bytes: int
-    """Of the blocks of a weight bucket, one per rank, at most."""
+    """Largest total size of the blocks of a weight bucket, one per rank."""
     engine_tensor_parallel: int = 1
     """Tensor-parallel ranks of the engines that receive the weights."""
     engine_expert_parallel: bool = False
     """Whether the engines spread whole experts over those ranks."""
     weights_folder: str | None = None
-    """Where weight_sync.transport filesystem puts its files."""
+    """Folder of the files of weight_sync.transport filesystem."""
 
     @classmethod
     def of(cls, config: PipelineConfig, name: str, worker: WorkerConfig) -> TrainingRole:
@@ -85,13 +85,13 @@ class TrainingRole:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """What a rank says once it has loaded its model."""
+    """A rank's answer once it has loaded its model."""
 
     data_parallel_rank: int
     splitter: BatchSplitter
     """The same on all ranks."""
     log: Sequence[str]
-    """What it chose."""
+    """Log lines of the start, among them the rank's choices."""
 
 
 @ray.remote(max_restarts=0)
@@ -103,11 +103,11 @@ class MegatronRank:
         self._role, self._placement = role, placement
         self._export = None
 
-    def demand_folders(self, folders: SharedFolders) -> None:
-        """Raises ValueError when this process would write or read elsewhere than the driver means."""
+    def require_folders(self, folders: SharedFolders) -> None:
+        """Raises ValueError when a folder or the model is not the driver's in this process."""
         if problems := folders.problems():
             raise ValueError("; ".join(problems))
-        demand_model(self._role.settings.model_folder)
+        require_model(self._role.settings.model_folder)
 
     def free_port(self, host: str) -> int:
         """A port that was free a moment ago, for the rendezvous of the group."""
@@ -135,7 +135,7 @@ class MegatronRank:
         return Started(data_parallel_rank=self._worker.data_parallel_rank, splitter=self._worker.splitter, log=lines)
 
     def restart(self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int) -> Started:
-        """Begin anew from a model folder, with settings of the same layout; blocks until every rank is there."""
+        """Load a model folder again, with settings of the same layout; blocks until every rank is there."""
         self._worker.stop()
         self._role = replace(self._role, settings=settings)
         return self.start(world_size, master_addr, master_port)
@@ -162,7 +162,7 @@ class MegatronRank:
         return self._worker.update_values(share, step)
 
     def export_begin(self, transport: str, verify: str, version: int, block_bytes: int) -> UpdatePlan:
-        """Open an export: this rank's part of a weight version. No rank needs another one for it."""
+        """Begin the export of this rank's part of a weight version. It needs no other rank."""
         from roll_async.weight_sync.transports import open_sender
 
         role = self._role
@@ -176,7 +176,7 @@ class MegatronRank:
             self._worker.weight_parts(),
             source=self._placement.index,
             block_bytes=block_bytes,
-            previous=self._export,  # its memory and connections serve every version
+            previous=self._export,  # all versions share its memory and connections
             folder=role.weights_folder,
         )
         return self._export.plan
@@ -243,8 +243,8 @@ class RayTrainerGroup:
         embedded: bool,
         folders: SharedFolders,
     ) -> RayTrainerGroup:
-        """Start one process per placement and let them find each other. Raises ValueError for what the user can fix,
-        StallError when they do not come up in time.
+        """Start one process per placement and join them in one torch.distributed group. Raises ValueError for what the
+        user can fix, StallError when they do not come up in time.
         """
         if embedded:
             env = {**env, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -256,7 +256,7 @@ class RayTrainerGroup:
             ranks.append(rank)
         group = cls(role.name, ranks, bucket_bytes=role.bucket_bytes, rpc_timeout_s=role.rpc_timeout_s)
         try:
-            await group._all("demand_folders", lambda r: r.demand_folders.remote(folders))
+            await group._all("require_folders", lambda r: r.require_folders.remote(folders))
             addresses = await group._all("node_address", lambda r: r.node_address.remote())
             group.hosts = frozenset(addresses)
             if not embedded:
@@ -271,7 +271,7 @@ class RayTrainerGroup:
         return group
 
     async def restart(self, settings: MegatronSettings) -> None:
-        """The role as if just started, without new processes: many short runs on the same ranks (`sweep.py`)."""
+        """Return the role to the state of a new start, in the same processes: for many short runs on the same ranks."""
         port = await self._first("free_port", self._ranks[0].free_port.remote(self._host))
         self._started = await self._all(
             "restart", lambda r: r.restart.remote(settings, len(self._ranks), self._host, port)
@@ -317,7 +317,7 @@ class RayTrainerGroup:
     async def _score(
         self, what: str, rows: TokenRows, remote_call: Callable[[ActorHandle, ray.ObjectRef], ray.ObjectRef]
     ) -> Tensor:
-        """[B,T] from the ranks' answers about their own rows."""
+        """[B,T], merged from the ranks' scores of their own rows."""
         shares, refs = await self._put(self._splitter.scoring, rows)
         result = torch.zeros(rows.tokens.shape)
         answers = await self._all(what, remote_call, refs)
@@ -331,7 +331,7 @@ class RayTrainerGroup:
         return self._started[0].splitter
 
     async def _put(self, split: Callable[[T], list[Share]], rows: T) -> tuple[list[Share], list[ray.ObjectRef]]:
-        """(the shares, of each rank the reference to its own)."""
+        """(shares, references): the shares by data-parallel rank, and each rank's reference to its own."""
         shares = await asyncio.to_thread(split, rows)
         refs = [ray.put(share) for share in shares]
         return shares, [refs[started.data_parallel_rank] for started in self._started]
@@ -339,7 +339,7 @@ class RayTrainerGroup:
     async def export_weights(
         self, version: int, transport: str, verify: str
     ) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """The plan, then every bucket, then the digest. The next bucket is filled while the caller uses the present
+        """The plan, then every bucket, then the digest. The next bucket is filled while the caller uses the current
         one.
         """
         block_bytes = max(1, self._bucket_bytes // len(self._ranks))
@@ -358,7 +358,7 @@ class RayTrainerGroup:
         yield of_trainer(await self._all("export_digest", lambda r: r.export_digest.remote()))
 
     async def _next_bucket(self, index: int) -> Bucket | None:
-        """What all ranks publish next; those that have sent all of theirs are left out."""
+        """The next blocks of all ranks; ranks that have sent all of theirs are left out."""
         blocks = await self._all("export_next", lambda r: r.export_next.remote())
         found = tuple(block for block in blocks if block is not None)
         return Bucket(index=index, blocks=found) if found else None
@@ -393,9 +393,9 @@ class RayTrainerGroup:
         await self._all("export_hf", lambda r: r.export_hf.remote(folder))
 
     async def close(self) -> None:
-        """Let ranks clean up, then end them. Once one is lost the others wait for it and can not clean up either."""
+        """Let the ranks clean up, then end them. When one is lost, the others hang in a collective and cannot."""
         if self._lost is None:
-            await over([r.close.remote() for r in self._ranks], timeout_s=5)
+            await wait_ended([r.close.remote() for r in self._ranks], timeout_s=5)
         self._kill()
 
     def _kill(self) -> None:
@@ -409,8 +409,8 @@ class RayTrainerGroup:
     async def _all(self, what: str, remote_call: Callable[..., ray.ObjectRef], *of_ranks: Sequence) -> list:
         """One call on every rank, with its elements of `of_ranks`; the first failure is raised, naming the rank.
 
-        A rank that is dead or hangs leaves the others in a collective for ever, so the group answers nothing any more:
-        later calls raise the same again, at once.
+        A rank that is dead or hangs leaves the others in a collective for ever, so the group is not usable any more:
+        later calls raise the same error at once.
         """
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
@@ -421,7 +421,7 @@ class RayTrainerGroup:
             raise
 
     async def _answers(self, what: str, refs: Sequence[ray.ObjectRef]) -> list:
-        """In the order of the ranks. Together they have the deadline, which is why the calls themselves have none."""
+        """The answers in the order of the ranks. One deadline covers all calls; the calls have none of their own."""
         calls = [
             asyncio.ensure_future(call(f"{self.name} rank {i}", what, _awaitable(ref), timeout_s=None))
             for i, ref in enumerate(refs)

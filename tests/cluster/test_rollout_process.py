@@ -124,7 +124,7 @@ async def main():
     running = asyncio.create_task(rollouter.run())
     host.send_signal(signal.SIGSTOP)
     silent = await raised(running)
-    assert type(silent) is StallError and "rollout process: no sign of life for 3 s" in str(silent), repr(silent)
+    assert type(silent) is StallError and "rollout process: no answer for 3 s" in str(silent), repr(silent)
     host.send_signal(signal.SIGCONT)
     host.kill()
     gone = await raised(queue.step_trained(3))
