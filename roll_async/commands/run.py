@@ -27,7 +27,7 @@ from roll_async.commands.command_line import (
 from roll_async.config.api import dump
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.launch.gate import admit, demand_inputs
+from roll_async.launch.gate import admit, require_inputs
 from roll_async.launch.inputs import resolve_names
 from roll_async.launch.signals import EndedAtOnce
 
@@ -113,7 +113,7 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     """
     path, overrides = resolve_config(list(args), pipeline)
     loaded = admit(path, overrides, pipeline)
-    demand_inputs(loaded)
+    require_inputs(loaded)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
     config = resolve_names(loaded.config)
@@ -126,9 +126,9 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
     import torch
 
     if any(role.device_mapping for _, role in config.roles()) and torch.cuda.is_available():
-        from roll_async.launch.device_memory import refuse_what_cannot_fit
+        from roll_async.launch.device_memory import require_fit
 
-        refuse_what_cannot_fit(config, torch.cuda.get_device_properties(0).total_memory)
+        require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
 def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
@@ -156,7 +156,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
             return code
         cause = first_cause(error)
         logger.error("%s: %s%s", type(cause).__name__, cause, origin(cause))
-        logger.info("where it came from:", exc_info=error)
+        logger.info("traceback:", exc_info=error)
         if code is None:
             raise
         return code

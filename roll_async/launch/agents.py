@@ -1,4 +1,4 @@
-"""Agentic configs to worlds, tools, gateway and tasks. What can be checked without a model is checked first."""
+"""Builds worlds, tools, gateway and tasks from agentic configs. Checks that need no model are made first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_THERE = ("webshop", "code")
 
 
 def check_agents(config: AgenticConfig) -> None:
-    """Every world and tool exists and accepts its settings. Raises ValueError naming key, value and remedy."""
+    """Check that worlds and tools exist and accept their settings. Raises ValueError naming key, value and remedy."""
     for tag, env in config.custom_envs.items():
         if env.env_type in _NOT_THERE:
             raise ValueError(f"custom_envs.{tag}.env_type: {env.env_type} is not there yet; give a dotted path")
@@ -38,12 +38,12 @@ def check_agents(config: AgenticConfig) -> None:
 
 
 def world_spec(tag: str, env: EnvConfig) -> WorldSpec:
-    """Which world."""
+    """The world of an environment section."""
     return WorldSpec(env_type=env.env_type, values=dict(env.env_config), key=f"custom_envs.{tag}.env_config")
 
 
 def tool_specs(tag: str, env: EnvConfig) -> list[ToolSpec]:
-    """Which tools."""
+    """The tools of an environment section."""
     return [
         ToolSpec(tool_id=tool.tool_id, values=dict(tool.tool_args), key=f"custom_envs.{tag}.tools.{i}")
         for i, tool in enumerate(env.tools)
@@ -51,7 +51,7 @@ def tool_specs(tag: str, env: EnvConfig) -> list[ToolSpec]:
 
 
 async def agent_parts(config: AgenticConfig, stack: AsyncExitStack) -> AgentParts:
-    """Everything trajectories are made of, until the stack closes. Raises ValueError for what the user can fix."""
+    """All parts that trajectories need; they close with the stack. Raises ValueError for what the user can fix."""
     check_agents(config)
     executor = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering"))
     worlds = WorldPool(
@@ -107,7 +107,7 @@ def session_options(config: AgenticConfig, env: EnvConfig) -> SessionOptions:
 
 
 def group_options(config: AgenticConfig) -> GroupOptions:
-    """Size of groups, and what is tried again."""
+    """Size of groups, and retries."""
     manager, groups = config.train_env_manager, config.algorithm.filter_groups
     chosen = GroupFilter(
         metric=groups.metric, variance_threshold=groups.variance_threshold, singletons=groups.singletons
@@ -123,7 +123,7 @@ def group_options(config: AgenticConfig) -> GroupOptions:
 
 
 def training_tasks(config: AgenticConfig) -> Tasks:
-    """Without end."""
+    """The tasks of training, an endless stream."""
     manager = config.train_env_manager
     return Tasks(manager.tags, manager.num_groups_partition, seed=config.seed)
 

@@ -1,7 +1,7 @@
-"""What a config will hold on each of its devices: trainer roles, engines, weight buckets; whether it can fit.
+"""Estimate of the memory on each device of a config: trainer roles, engines, weight buckets; and whether it fits.
 
-Roles that share devices take turns where both can move out of the way: the engine sleeps while the trainer trains, the
-trainer's state is in host memory while the engine generates, and both weights are there while they are pushed.
+Roles that share devices use them in turns where both can free their memory: the engine sleeps while the trainer trains,
+the trainer's state is in host memory while the engine generates, and a push needs the weights of both on the device.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class EngineMemory:
 
     weights: int
     reserved: int
-    """All that the engine takes: its share of the device."""
+    """Total of the engine: its share of the device."""
     kv: int
-    """What is left of that for the KV cache."""
+    """Part of it for the KV cache."""
     kv_tokens: int
-    """Tokens that the engine holds, over its devices."""
+    """Tokens in the KV cache, over all devices of the engine."""
     longest: int
     """Tokens of the longest sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceUse:
-    """What lies on each of some devices that hold the same."""
+    """Memory of each device of a set of devices with equal contents."""
 
     devices: tuple[int, ...]
     trainers: tuple[tuple[str, RankMemory], ...]
@@ -58,7 +58,7 @@ class DeviceUse:
 
     @property
     def training(self) -> int:
-        """State of all trainer roles, and the largest moment of one of them."""
+        """State of all trainer roles, and the largest temporary memory of one of them."""
         if not self.trainers:
             return 0
         work = max(memory.activations + memory.logits for _, memory in self.trainers)
@@ -66,13 +66,13 @@ class DeviceUse:
 
     @property
     def pushing(self) -> int:
-        """Weights on their way from trainer to engine."""
+        """During a push: the weights of trainer and engine, and the buckets."""
         weights = sum(memory.weights + CONTEXT_BYTES for _, memory in self.trainers)
         return weights + (self.engine.weights + CONTEXT_BYTES if self.engine else 0) + self.buckets
 
     @property
     def generating(self) -> int:
-        """The engine's share, and what processes that moved away leave behind."""
+        """The engine's share, and the CUDA contexts of trainer processes that are offloaded."""
         if self.engine is None:
             return 0
         return self.engine.reserved + len(self.trainers) * CONTEXT_BYTES
@@ -84,7 +84,7 @@ class DeviceUse:
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot fit; None where it can."""
+        """Why it does not fit; None when it does."""
         if self.engine is not None and self.engine.kv_tokens < self.engine.longest:
             return (
                 f"the engine's share of the device leaves room for {max(0, self.engine.kv_tokens)} tokens of KV cache, "
@@ -131,8 +131,10 @@ def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
     ]
 
 
-def refuse_what_cannot_fit(config: PipelineConfig, device_bytes: int) -> None:
-    """Raises ValueError naming devices, phase and remedy. A model whose sizes are not known here passes."""
+def require_fit(config: PipelineConfig, device_bytes: int) -> None:
+    """Raises ValueError naming devices, phase and remedy if the memory does not fit. A model whose sizes are not known
+    here is not checked.
+    """
     if any(_model_or_none(role) is None for _, role in config.roles() if role.device_mapping):
         return
     problems = [(use, use.problem) for use in device_uses(config, device_bytes) if use.problem is not None]

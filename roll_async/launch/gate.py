@@ -1,8 +1,8 @@
-"""The gate: what `run` and the launchers accept, and hence what `validate`, `show`, `plan` and `simulate` accept.
+"""The check of configs that `run` and the launchers make, and hence `validate`, `show`, `plan` and `simulate`.
 
-A config that passes the loader may still hold what this version cannot honour, devices that no transport connects, or
-parallel sizes that the model does not divide by. All of it is refused here, before anything starts, with the place in
-the file, the key and the remedy; docs_roll/status.md lists what is not there yet.
+A config that passes the loader may still have settings that this version does not support, devices that no transport
+connects, or parallel sizes that do not divide the model. All of these are refused here, before anything starts, with
+the place in the file, the key and the remedy; docs_roll/status.md lists what is not supported yet.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from roll_async.config.schema import (
     WorkerConfig,
 )
 from roll_async.launch.inputs import missing_inputs
-from roll_async.launch.model_fit import misfits
+from roll_async.launch.model_fit import mismatches
 from roll_async.weight_sync.transports import SENDERS, transport_of
 
 
 def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
-    """The config at `path` if a launcher would start it. Raises ConfigError with everything that is in the way: of the
-    loader, C001 to C152, or of the gate, C201 a setting that is not there yet or would have no effect, C202 devices and
-    transport, C203 parallel sizes against the model.
+    """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C152 of the
+    loader; or of this module C201, a setting that is not supported yet or has no effect, C202, devices and transport,
+    C203, parallel sizes against the model.
     """
     loaded = load_with_warnings(path, overrides, pipeline)
     found = [_at(loaded, *refusal) for refusal in refusals(loaded)]
@@ -41,9 +41,9 @@ def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None 
     return loaded
 
 
-def demand_inputs(loaded: Loaded) -> None:
-    """Raises ConfigError (C204) for model folders, prompt files and worlds that are not on this machine: only where the
-    run is to start, for a config is looked at elsewhere, too.
+def require_inputs(loaded: Loaded) -> None:
+    """Raises ConfigError (C204) for model folders, prompt files and worlds that are not on this machine. Called where
+    the run starts only: a config may be validated on another machine.
     """
     found = missing_inputs(loaded.config)
     if isinstance(loaded.config, AgenticConfig):
@@ -59,13 +59,13 @@ def demand_inputs(loaded: Loaded) -> None:
 
 
 def refusals(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
-    """(id, key, message) of everything the gate refuses."""
+    """(id, key, message) of every problem that this module finds."""
     config = loaded.config
     for problem in _unsupported(config):
         yield ("C201", *_keyed(problem))
     yield from (("C202", *_keyed(problem)) for problem in _devices(config))
     try:
-        yield from (("C203", key, message) for key, message in misfits(config))
+        yield from (("C203", key, message) for key, message in mismatches(config))
     except ValueError as error:
         yield "C203", "pretrain", str(error)
 
@@ -81,19 +81,19 @@ def _unsupported(config: PipelineConfig) -> list[str]:
 
 
 def _keyed(problem: str) -> tuple[str, str]:
-    """`KEY=VALUE ...` or `KEY: ...` as (key, what is said about it)."""
+    """`KEY=VALUE ...` or `KEY: ...` as (key, message)."""
     match = re.match(r"([A-Za-z_][A-Za-z0-9_.]*)(?:=|: | )", problem)
     return (match[1], problem[match.end() :]) if match else ("(file)", problem)
 
 
 def _at(loaded: Loaded, id: str, key: str, message: str) -> Diagnostic:
-    """With the place of its key."""
+    """The problem with the place of its key in the file."""
     node = nearest(loaded.root, key.split("."))
     return Diagnostic(id=id, key=key, message=message, file=node.file, line=node.line)
 
 
 def _devices(config: PipelineConfig) -> Iterator[str]:
-    """Devices that no transport connects, and processes whose devices lie on two nodes."""
+    """Devices that no transport connects, and processes whose devices are on two nodes."""
     try:
         transport_of(config)
     except ValueError as error:
@@ -129,7 +129,7 @@ def _roles(config: PipelineConfig) -> list[str]:
 
 
 def _without_effect(name: str, role: WorkerConfig) -> list[str]:
-    """Values that nothing would act on."""
+    """Settings of a role that have no effect."""
     problems = []
     attention, strategy = role.model_args.attn_implementation, role.strategy_args.strategy_name
     flash = attention == "fa2" and (_on_transformer_engine(role) or _on_flash_attention(role))
@@ -148,19 +148,19 @@ def _without_effect(name: str, role: WorkerConfig) -> list[str]:
 
 
 def tuple_free(value: object) -> object:
-    """A value as the loader or as a default gives it: lists and tuples are the same."""
+    """A value with its tuples as lists, so that loaded values and defaults compare equal."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _on_transformer_engine(role: WorkerConfig) -> bool:
-    """Whether the layers may be Transformer Engine's, which can be told to take its flash kernel."""
+    """Whether the layers may be Transformer Engine's, whose flash attention can be chosen."""
     strategy = role.strategy_args.strategy_config
     megatron = isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
     return megatron and strategy.transformer_impl != "local" and role.device_mapping is not None
 
 
 def _on_flash_attention(role: WorkerConfig) -> bool:
-    """Whether the engine takes flash attention by itself, as vLLM does on GPUs."""
+    """Whether the engine uses flash attention by default, as vLLM does on GPUs."""
     return isinstance(role.strategy_args.strategy_config, VllmConfig) and role.device_mapping is not None
 
 
@@ -226,7 +226,7 @@ def _stages_on_cpu(config: PipelineConfig) -> list[str]:
 
 
 def _cannot_record(config: PipelineConfig) -> list[str]:
-    """Why vLLM could not tell which experts it took."""
+    """Why vLLM could not report the experts that it used."""
     key, strategy = "actor_infer.strategy_args.strategy_config", config.actor_infer.strategy_args.strategy_config
     if not isinstance(strategy, VllmConfig):
         return []

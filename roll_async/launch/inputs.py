@@ -1,7 +1,7 @@
-"""What a run reads from disk: model folders and prompt files, by path or by the name of a hub.
+"""The inputs of a run: model folders and prompt files, by path or by a name on a hub.
 
 Names are resolved once, in the driver, before anything starts: every role gets a folder. `Qwen/Qwen2.5-7B` is a
-Hugging Face repository unless a folder of that path is here; `hf://datasets/ORG/NAME/FILE` is a file of a Hugging Face
+Hugging Face repository unless a folder of that path exists; `hf://datasets/ORG/NAME/FILE` is a file of a Hugging Face
 data set; `modelscope://ORG/NAME` is a ModelScope repository, where that package is installed.
 """
 
@@ -27,9 +27,9 @@ _MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether a model is named by a hub: no folder of that path is here, and none can be meant.
+    """Whether a model is the name of a repository on a hub: no folder of that path exists, nor its parent.
 
-    `output/model` where the folder `output` is here means a folder that is missing, not a repository.
+    `output/model` is a missing folder, not a repository, if the folder `output` exists.
     """
     if model.startswith(_MODELSCOPE):
         return True
@@ -39,7 +39,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
-    """(key, message) of every folder and file that should be on this disk and is not. Names of hubs are not asked."""
+    """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
     found = []
     for key, model in _models(config).items():
         if not is_hub_name(model) and not (Path(model) / "config.json").is_file():
@@ -52,8 +52,9 @@ def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
 
 
 def resolve_names(config: C) -> C:
-    """The config with a folder for every model and a file for every data set. Downloads what no cache holds, with a
-    progress bar. Raises ValueError, one line with the remedy, when a name leads nowhere or the hub cannot be reached.
+    """The config with a folder for every model and a file for every data set. Downloads those that are not in a cache,
+    with a progress bar. Raises ValueError, one line with the remedy, when a name does not exist or the hub cannot be
+    reached.
     """
     folders = {model: _folder(key, model) for key, model in _models(config).items()}
     roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
@@ -70,7 +71,7 @@ def resolve_names(config: C) -> C:
 
 
 def _models(config: PipelineConfig) -> dict[str, str]:
-    """Every model of the run by a key that names it; each model once."""
+    """Every model of the run, each once, with one of the config keys that name it."""
     found = {"pretrain": config.pretrain}
     for role, worker in config.roles():
         model = worker.model_args.model_name_or_path

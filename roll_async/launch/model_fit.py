@@ -1,4 +1,4 @@
-"""Parallel sizes against the model: what ranks must share evenly is refused before anything starts."""
+"""Parallel sizes against the model: sizes that do not divide it evenly are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Refusal = tuple[str, str]
 """(key, message)."""
 
 
-def misfits(config: PipelineConfig) -> Iterator[Refusal]:
-    """Parallel sizes that the models of the roles do not divide by. Raises ValueError for an unreadable config.json."""
+def mismatches(config: PipelineConfig) -> Iterator[Refusal]:
+    """Parallel sizes that do not divide the models of the roles. Raises ValueError for an unreadable config.json."""
     for role, worker in config.roles():
         sizes = sizes_of(worker.model_args.model_name_or_path)
         if sizes is None:
@@ -75,6 +75,6 @@ def _megatron(sizes: ModelSizes, settings: MegatronTrainConfig | MegatronInferCo
 def _uneven(key: str, ranks: int, sizes: ModelSizes, **counts: int) -> Iterator[Refusal]:
     broken = [f"{name} {count}" for name, count in counts.items() if count % ranks]
     if broken:
-        # A divisor of the size that was asked for still divides the devices.
+        # A divisor of the configured size divides the devices, too.
         fitting = [n for n in range(1, ranks) if not ranks % n and not any(count % n for count in counts.values())]
         yield key, f"{ranks} does not divide {' and '.join(broken)} of {sizes.source}; use {fitting[-1]}"

@@ -26,15 +26,15 @@ from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.launch.roles import RolePlacements
 from roll_async.launch.run import Assembled, RunClasses, build_run
-from roll_async.launch.signals import obeying_signals, say
+from roll_async.launch.signals import print_line, stop_on_signals
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
 
-_HEALED = (ConnectionError, TimeoutError, StallError, RoleFailed)
-"""Errors that a restart may heal: a role that died, was killed, does not answer, or raised."""
+_RESTARTABLE = (ConnectionError, TimeoutError, StallError, RoleFailed)
+"""Errors after which a restart may help: a role died, was killed, does not answer, or raised."""
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def started_roles(
     observers: tuple[Recorder, RunFolder],
     classes: RunClasses,
 ) -> AsyncIterator[Assembled]:
-    """The started roles, coupled and obeying signals. All of them are closed when the block ends."""
+    """The started roles, coupled, with signal handlers. All of them are closed when the block ends."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         starting = asyncio.ensure_future(build_run(config, runtime, placements, stack, observers, classes))
@@ -58,34 +58,34 @@ async def started_roles(
             raise KeyboardInterrupt from None
         observers[0].begin()
         try:
-            with obeying_signals(run.pipeline, config.checkpoint.output_dir):
+            with stop_on_signals(run.pipeline, config.checkpoint.output_dir):
                 yield run
         finally:
             if run.pipeline.rescued is not None:
-                say(_how_to_go_on(config, run.pipeline.rescued))
+                print_line(_how_to_resume(config, run.pipeline.rescued))
 
 
 def can_restart(config: PipelineConfig, restarts: int, error: BaseException) -> bool:
-    """Whether starting all roles again may help, and `fault.max_run_restarts` allows it after so many restarts."""
-    return isinstance(first_cause(error), _HEALED) and restarts < config.fault.max_run_restarts
+    """Whether starting all roles again may help, and `fault.max_run_restarts` allows one more restart."""
+    return isinstance(first_cause(error), _RESTARTABLE) and restarts < config.fault.max_run_restarts
 
 
 def restart_from_newest(config: C, recorder: Recorder, error: BaseException) -> C:
-    """Count and announce a restart; the config that resumes from the newest checkpoint."""
+    """Count and announce a restart. Returns the config that resumes from the newest checkpoint."""
     cause = first_cause(error)
     logger.error("%s: %s", type(cause).__name__, cause)
-    logger.info("where it came from:", exc_info=error)
+    logger.info("traceback:", exc_info=error)
     recorder.restarts += 1
     number = f"{recorder.restarts} of {config.fault.max_run_restarts}"
-    say(f"starting all roles again from the newest checkpoint (fault.max_run_restarts: {number})")
+    print_line(f"starting all roles again from the newest checkpoint (fault.max_run_restarts: {number})")
     logger.warning("restart %s of the run", number)
     return replace(config, checkpoint=replace(config.checkpoint, resume_from="latest"))
 
 
-def _how_to_go_on(config: PipelineConfig, rescued: str) -> str:
-    """What is left of a run that failed, and how to go on."""
+def _how_to_resume(config: PipelineConfig, rescued: str) -> str:
+    """Text for a run that failed: whether its last step is saved, and how to resume it."""
     checkpoint = config.checkpoint
     newest = RunCheckpoints(folder=Path(checkpoint.output_dir), max_to_keep=checkpoint.max_to_keep).find("latest")
     if newest is None:
         return f"{rescued}; there is no checkpoint"
-    return f"{rescued}; go on after {newest} with checkpoint.resume_from=latest"
+    return f"{rescued}; resume after {newest} with checkpoint.resume_from=latest"

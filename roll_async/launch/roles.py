@@ -1,4 +1,4 @@
-"""Starts the processes of a run: training groups, engine replicas, reward workers. They know nothing of each other."""
+"""Starts the processes of a run: training groups, engine replicas, reward workers, independently of each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolePlacements:
-    """Where every process of a run goes."""
+    """Placement of every process of a run."""
 
     training: Mapping[str, tuple[ProcessPlacement, ...]]
     """By role: actor_train, and reference, critic, teacher when configured."""
@@ -47,7 +47,7 @@ def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
 
 
 def reference_is_actor(config: PipelineConfig) -> bool:
-    """Whether the actor with its adapters off is the reference: the same model on the same devices."""
+    """Whether the actor without its adapters is the reference: the same model on the same devices."""
     actor, reference = config.actor_train, config.reference
     if reference is None or not actor.model_args.lora_rank:
         return False
@@ -86,12 +86,12 @@ def _written(config: PipelineConfig) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roles:
-    """Everything that runs, ready to be coupled."""
+    """The started roles, not coupled yet."""
 
     training: Mapping[str, RayTrainerGroup]
     rollout: StartedRollout | RolloutProcess
     turns: DeviceTurns | None = None
-    """Of training roles and engines on shared devices."""
+    """The turns of training roles and engines on shared devices; None = they share none."""
 
 
 class RoleStarter:
@@ -104,7 +104,7 @@ class RoleStarter:
         self._pool = NodePool(placements.all)
 
     async def start(self, *, rollout_log_files: Sequence[str] | None = None) -> Roles:
-        """Start everything. `rollout_log_files`: the rollout has a process of its own, which logs there.
+        """Start all roles. `rollout_log_files`: the rollout has a process of its own, which logs to these files.
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
@@ -128,7 +128,9 @@ class RoleStarter:
         return Roles(training={g.name: g for g in groups}, rollout=rollout)
 
     async def _start_in_turns(self, sharing: Sequence[str], folders: SharedFolders) -> Roles:
-        """Engines first: they measure what their devices have. Then they sleep, and the ranks find the devices free."""
+        """Start the engines first, which measure the free memory of their devices. Then they sleep, and the ranks
+        start on free devices.
+        """
         config, placements = self._config, self._placements
         rollout = await start_rollout(config, placements.engines, self._pool, self._stack)
         engines = {replica_name(p): devices_of([p], config.num_gpus_per_node) for p in placements.engines}

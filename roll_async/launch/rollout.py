@@ -1,7 +1,7 @@
-"""The generating side of a run: engines, rewards, prompts; then queue, rollouter and synchronizer on them.
+"""The rollout side of a run: engines, rewards, prompts; then queue, rollouter and synchronizer on them.
 
-Both halves run where they are called: in the driver, or in the rollout process of the fully asynchronous mode
-(`cluster/rollout_process.py`), which is why everything an order holds can be pickled.
+Both parts run where they are called: in the driver, or in the rollout process of the fully asynchronous mode
+(`cluster/rollout_process.py`), which is why a spec can be pickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from roll_async.agents.groups import AgentGroups
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
-from roll_async.cluster.engine_group import EngineOrder, RayEngineClient, replica_name
+from roll_async.cluster.engine_group import EngineSpec, RayEngineClient, replica_name
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutOrder:
-    """What the roles are coupled to, and where the run goes on."""
+class RolloutSpec:
+    """All that is needed to couple the started roles: the other roles, and the position of a resumed run."""
 
     config: PipelineConfig
     source: WeightSource
@@ -65,52 +65,52 @@ class RolloutOrder:
     restored: int = 0
     """Step of the checkpoint; 0 = a fresh run."""
     position: Mapping[str, object] | None = None
-    """Its position in the prompts."""
+    """Position of that checkpoint in the prompt stream."""
     rollouter: type[Rollouter] = Rollouter
     tools: Mapping[str, Tool] = field(default_factory=dict)
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
     turns: DeviceTurns | None = None
-    """Of training roles and engines on shared devices."""
+    """The turns of training roles and engines on shared devices; None = they share none."""
     trainer_hosts: frozenset[str] = frozenset()
-    """Addresses of the nodes of the source."""
+    """Addresses of the trainer's nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedTasks:
-    """What the policy is asked, and who makes groups of it."""
+    """Prompts, and the source that makes groups of them."""
 
     prompts: PromptSource
-    source: Callable[[RolloutOrder], Callable[[AsyncLLMServerManager], GroupSource]]
+    source: Callable[[RolloutSpec], Callable[[AsyncLLMServerManager], GroupSource]]
     validation: Sequence[Prompt] = ()
     pool: Callable[[], PromptPool] | None = None
-    """Makes the pool over the stream, if there is one: a run has its own."""
+    """Makes the pool over the stream, one for each run; None = no pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedRollout:
-    """Everything that generates, running."""
+    """The running engines and tasks of the rollout side."""
 
     engines: Engines
     tasks: StartedTasks
 
-    async def couple(self, order: RolloutOrder) -> RolloutSide:
-        """Queue, rollouter and synchronizer of one run."""
-        config = order.config
-        hosts = order.trainer_hosts | {c.host for c in self.engines.manager.clients}  # type: ignore[attr-defined]
+    async def couple(self, spec: RolloutSpec) -> RolloutSide:
+        """Build queue, rollouter and synchronizer of one run."""
+        config = spec.config
+        hosts = spec.trainer_hosts | {c.host for c in self.engines.manager.clients}  # type: ignore[attr-defined]
         roles = RolloutRoles(
             engines=self.engines,
-            groups=self.tasks.source(order),
+            groups=self.tasks.source(spec),
             prompts=self.tasks.prompts,
-            weights=order.source,
-            ledger=_ledger(config, can_rebuild=order.position is not None),
+            weights=spec.source,
+            ledger=_ledger(config, can_rebuild=spec.position is not None),
             validation=self.tasks.validation,
-            restored=order.restored,
-            position=order.position,
-            turns=order.turns,
+            restored=spec.restored,
+            position=spec.position,
+            turns=spec.turns,
             pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
         return wire_rollout(
-            roles, RolloutOptions.of(config, _transport(config, hosts)), Classes(rollouter=order.rollouter)
+            roles, RolloutOptions.of(config, _transport(config, hosts)), Classes(rollouter=spec.rollouter)
         )
 
 
@@ -128,7 +128,7 @@ class RolloutStarter:
         self._engines: dict[str, RayEngineClient] = {}
 
     async def start(self) -> StartedRollout:
-        """Start everything. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
+        """Start all of it. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
         config = self._config
         engines = asyncio.gather(*(self._start_engine(p) for p in self._placements))
         if isinstance(config, AgenticConfig):
@@ -144,9 +144,9 @@ class RolloutStarter:
         """Prompt files and rewards."""
         loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), self._start_scorer(config))
 
-        def source(order: RolloutOrder) -> Callable[[AsyncLLMServerManager], GroupSource]:
-            assert isinstance(order.config, RLVRConfig)
-            options, tools = SchedulerOptions.of(order.config), _tools(order, order.config)
+        def source(spec: RolloutSpec) -> Callable[[AsyncLLMServerManager], GroupSource]:
+            assert isinstance(spec.config, RLVRConfig)
+            options, tools = SchedulerOptions.of(spec.config), _tools(spec, spec.config)
             return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
 
         return StartedTasks(prompts=loaded.stream, source=source, validation=loaded.held_out, pool=loaded.pool)
@@ -155,20 +155,20 @@ class RolloutStarter:
         self, placement: ProcessPlacement, number: int = 0, after: tuple[ProcessId, ...] = ()
     ) -> RayEngineClient:
         role = self._config.actor_infer
-        order = EngineOrder(
+        spec = EngineSpec(
             strategy=role.strategy_args.strategy_name,
             settings=EngineSettings.of(self._config, replica=placement.index, restart=number),
             env={**self._config.system_envs, **role.system_envs},
             rpc_timeout_s=self._config.fault.rpc_timeout,
             after=after,
         )
-        client = await RayEngineClient.start(order, placement, self._pool, number)
+        client = await RayEngineClient.start(spec, placement, self._pool, number)
         self._engines[client.name] = client
         self._stack.push_async_callback(client.close)
         return client
 
     async def _restart_engine(self, name: str, number: int) -> RayEngineClient:
-        """A new process where the old one was; whatever is left of that goes first."""
+        """Start a process in the place of a lost one, whose remaining processes are ended first."""
         self._engines[name].kill()
         placement = next(p for p in self._placements if replica_name(p) == name)
         return await self._start_engine(placement, number, self._engines[name].processes)
@@ -194,16 +194,16 @@ async def start_rollout(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedPrompts:
-    """What the prompt files of a run hold."""
+    """Contents of the prompt files of a run."""
 
     stream: ShuffledPrompts
     held_out: Sequence[Prompt]
-    """Of validation; none without eval_steps."""
+    """Validation prompts; none without eval_steps."""
     pool: Callable[[], PooledPrompts] | None
 
 
 def prompts_of(config: RLVRConfig) -> LoadedPrompts:
-    """Raises ValueError for bad files."""
+    """Load the prompt files. Raises ValueError for bad files."""
     data, pool = config.actor_train.data_args, None
     assert data is not None
     train = load_prompts(_data_options(config, data))
@@ -213,14 +213,14 @@ def prompts_of(config: RLVRConfig) -> LoadedPrompts:
         if files:
             reserve = load_prompts(_data_options(config, replace(data, file_name=files)), every_domain=False)
         pool = partial(PooledPrompts, stream.at, train, PoolOptions.of(config), reserve=reserve)
-        pool()  # raises for a curriculum without numbers before anything starts
+        pool()  # raises before anything starts if the rows have no numbers for the curriculum
     return LoadedPrompts(stream=stream, held_out=_held_out(config), pool=pool)
 
 
 def _held_out(config: RLVRConfig) -> Sequence[Prompt]:
     if config.validation is None or not config.eval_steps:
         return ()
-    # AIME alone may validate a run over mathematics and code.
+    # Validation may use a part of the domains: AIME alone for a run over mathematics and code.
     held_out = load_prompts(_data_options(config, config.validation.data_args), every_domain=False)
     stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
@@ -235,9 +235,9 @@ async def start_agents(config: AgenticConfig, stack: AsyncExitStack) -> StartedT
     """Worlds, tools and the gateway."""
     parts = await agent_parts(config, stack)
 
-    def source(order: RolloutOrder) -> Callable[[AsyncLLMServerManager], GroupSource]:
-        assert isinstance(order.config, AgenticConfig)
-        options = group_options(order.config)
+    def source(spec: RolloutSpec) -> Callable[[AsyncLLMServerManager], GroupSource]:
+        assert isinstance(spec.config, AgenticConfig)
+        options = group_options(spec.config)
         return lambda manager: AgentGroups(manager, parts, options)
 
     return StartedTasks(
@@ -247,18 +247,18 @@ async def start_agents(config: AgenticConfig, stack: AsyncExitStack) -> StartedT
     )
 
 
-def _tools(order: RolloutOrder, config: RLVRConfig) -> ToolCompletionCallback | None:
-    if not order.tools:
+def _tools(spec: RolloutSpec, config: RLVRConfig) -> ToolCompletionCallback | None:
+    if not spec.tools:
         return None
     assert config.actor_train.data_args is not None
     codec = ChatToolCodec(load_tokenizer(config.pretrain), config.actor_train.data_args.template)
-    return order.tool_callback(order.tools, codec, timeout_s=config.fault.env_timeout)
+    return spec.tool_callback(spec.tools, codec, timeout_s=config.fault.env_timeout)
 
 
 def _ledger(config: PipelineConfig, *, can_rebuild: bool) -> Ledger:
     ledger = config.ledger
     if config.checkpoint.resume_from is None:
-        # A fresh run must not train groups of an older one; they are kept beside it, not lost.
+        # A fresh run must not train groups of an older one; the old ledger is kept under another name.
         move_to_previous(Path(ledger.path))
     if not ledger.enable:
         return MemoryLedger()
@@ -266,7 +266,9 @@ def _ledger(config: PipelineConfig, *, can_rebuild: bool) -> Ledger:
 
 
 def _transport(config: PipelineConfig, hosts: Set[str]) -> str:
-    """How weights travel. Without devices only the processes tell whether they share a host's memory."""
+    """The weight transport. Without devices the config does not tell whether trainer and engines are on one host, so
+    the addresses of the started processes decide.
+    """
     wanted, several = config.weight_sync.transport, f"trainer and engines run on hosts {', '.join(sorted(hosts))}"
     pretended = pretended_gpus() > 0
     on_devices = not pretended and bool(config.actor_train.device_mapping and config.actor_infer.device_mapping)

@@ -1,4 +1,4 @@
-"""Couples the roles of a run: queue, scheduler, rollouter, learner, synchronizer -> pipeline."""
+"""Starts and couples the roles of a run: queue, scheduler, rollouter, learner, synchronizer -> pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
 from roll_async.config.schema import PipelineConfig
 from roll_async.launch.roles import RolePlacements, Roles, RoleStarter, reference_is_actor
-from roll_async.launch.rollout import RolloutOrder
+from roll_async.launch.rollout import RolloutSpec
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import SampleDump
@@ -31,20 +31,20 @@ from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunClasses:
-    """Where a run may differ by the user's own code."""
+    """Classes and callbacks that a user may replace, and options of the launcher."""
 
     trainer: type[TrainLoop] = TrainLoop
     rollouter: type[Rollouter] = Rollouter
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    """By name; without one, no completion is searched for calls."""
+    """Tools by name; without any, completions are not searched for calls."""
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
     monitor_interval_s: float | None = None
-    """Seconds between two looks at the health of all components; None = no monitor."""
+    """Seconds between two reports of the health of all components; None = no monitor."""
     custom_monitor: CustomMonitor | None = None
     log_name: str | None = None
     """A second log file in the run folder, besides run.log."""
     rollout_process: bool = False
-    """Queue, rollouter and synchronizer in a process of their own: what the trainer's loop does holds nothing up."""
+    """Queue, rollouter and synchronizer run in a process of their own, so that the trainer's loop cannot delay them."""
 
     @property
     def log_names(self) -> list[str]:
@@ -54,16 +54,16 @@ class RunClasses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """A run ready to go."""
+    """A run whose roles are started and coupled."""
 
     pipeline: RLVRPipeline
     actor: RayTrainerGroup
     checkpoint: LoopCheckpoint
     turns: TurnRollout | None = None
-    """Of trainer and engines on shared devices."""
+    """The turns of trainer and engines on shared devices; None = they share none."""
 
     async def export_hf(self, folder: str) -> None:
-        """The trained model, for transformers."""
+        """Write the trained model as a folder that transformers loads."""
         if self.turns is not None:
             await self.turns.to_trainer()
         await self.actor.export_hf(folder)
@@ -99,7 +99,7 @@ async def couple(
     classes: RunClasses,
     samples: SampleDump | None = None,
 ) -> Assembled:
-    """A pipeline on roles that run already; restores what `checkpoint.resume_from` names."""
+    """A pipeline on roles that run already; restores the checkpoint that `checkpoint.resume_from` names."""
     actor = roles.training["actor_train"]
     learner_parts = LearnerParts(
         actor=actor,
@@ -112,7 +112,7 @@ async def couple(
     saved = {name: roles.training[name] for name in ("actor_train", "critic") if name in roles.training}
     restored, position = await restore_loop(config, saved, learner, checkpoints)
     folder.truncate_metrics(restored)
-    order = RolloutOrder(
+    spec = RolloutSpec(
         config=config,
         source=actor,
         restored=restored,
@@ -123,7 +123,7 @@ async def couple(
         turns=roles.turns,
         trainer_hosts=actor.hosts,
     )
-    side = await roles.rollout.couple(order)
+    side = await roles.rollout.couple(spec)
     checkpoint = LoopCheckpoint(config, saved, learner, side.queue, checkpoints, samples)
     parts = PipelineParts(
         queue=side.queue,

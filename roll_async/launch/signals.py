@@ -12,7 +12,7 @@ from typing import Protocol
 
 EXIT_INTERRUPTED = 130
 _CLOSE_WITHIN_S = 10.0
-"""After a second signal; the reaper (`cluster/reaper.py`) ends what is left then."""
+"""Limit after a second signal; then the reaper (`cluster/reaper.py`) ends the processes that are left."""
 
 
 class EndedAtOnce(KeyboardInterrupt):
@@ -20,7 +20,7 @@ class EndedAtOnce(KeyboardInterrupt):
 
 
 class Stoppable(Protocol):
-    """What a signal is for; see `pipelines/rlvr.py`."""
+    """A run that a signal stops; see `pipelines/rlvr.py`."""
 
     @property
     def trained_step(self) -> int: ...
@@ -29,7 +29,7 @@ class Stoppable(Protocol):
 
 
 @contextmanager
-def obeying_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
+def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
     """The first signal ends the run after the step under way, its state saved. The second ends the block of this task
     at once with EndedAtOnce; if closing the roles takes longer than _CLOSE_WITHIN_S, the process exits and the reaper
     ends the roles.
@@ -42,12 +42,14 @@ def obeying_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
         nonlocal signals
         signals += 1
         if signals == 1:
-            say("stopping after the step under way; the state will be saved (once more: end at once, save nothing)")
+            print_line(
+                "stopping after the step under way; the state will be saved (once more: end at once, save nothing)"
+            )
             pipeline.request_stop()
             return
         if signals == 2:
             trained = f"the last whole step was {pipeline.trained_step}"
-            say(f"ending at once: what the newest checkpoint in {checkpoints} does not hold is not saved; {trained}")
+            print_line(f"ending at once: steps after the newest checkpoint in {checkpoints} are not saved; {trained}")
             loop.call_later(_CLOSE_WITHIN_S, os._exit, EXIT_INTERRUPTED)
         running.cancel()
 
@@ -61,6 +63,6 @@ def obeying_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
         raise EndedAtOnce from None
 
 
-def say(line: str) -> None:
-    """A line on the console, below the live line of the run."""
+def print_line(line: str) -> None:
+    """Print a line on the console, below the progress line of the run."""
     print(f"\n{line}", file=sys.stderr, flush=True)

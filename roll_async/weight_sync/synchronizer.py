@@ -420,10 +420,10 @@ class ParameterSynchronizer(Generic[Replica]):
     async def _each(
         self, replicas: Sequence[Replica], failures: dict[str, str], call: Callable[[Replica], Awaitable[None]]
     ) -> None:
-        """Call all replicas concurrently. One that is not done at the deadline has failed for this push; later calls have
-        a new deadline. Once half of them are done, the rest have three times as long, at least
-        `_STRAGGLER_S`, so that one hung load does not hold up the others for a whole `sync_timeout`. The wait for a
-        replica ends when it is removed. Errors of replicas go to `failures`.
+        """Call all replicas concurrently. One that is not done at the deadline has failed for this push, and the others
+        get a new deadline. Once half of them are done, the rest have three times as long, at least `_STRAGGLER_S`, so
+        that one hung load does not hold up the others for a whole `sync_timeout`. The wait for a replica ends when it
+        is removed. Errors of replicas go to `failures`.
         """
         if not replicas:
             return

@@ -155,7 +155,7 @@ def test_an_engine_that_dies_without_restarts_left_ends_the_run_with_its_error_a
     assert process.returncode == 3
     assert "actor_infer-0" in output and "Traceback" not in output
     steps = launcher.metrics()[-1]["step"]
-    assert f"step {steps} is saved; go on after" in output, "the trainer was healthy"
+    assert f"step {steps} is saved; resume after" in output, "the trainer was healthy"
     assert (launcher.output / "run" / "checkpoints" / f"step_{steps:08d}").is_dir()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from roll_async.buffer.errors import LedgerError, StallError
 from roll_async.commands.run import exit_code
-from roll_async.launch.signals import EndedAtOnce, obeying_signals
+from roll_async.launch.signals import EndedAtOnce, stop_on_signals
 
 
 def test_every_error_has_its_exit_code_also_in_a_group():
@@ -33,7 +33,7 @@ class Run:
         self.stops += 1
 
     async def go(self, *signals):
-        with obeying_signals(self, "folder"):
+        with stop_on_signals(self, "folder"):
             try:
                 for number in signals:
                     os.kill(os.getpid(), number)
@@ -52,7 +52,7 @@ def test_a_second_signal_ends_a_stop_that_does_not_end_and_says_what_is_lost(cap
         assert run.closed and run.stops == 1
         first, second = capsys.readouterr().err.split("\n\n")
         assert "the state will be saved" in first
-        assert "newest checkpoint in folder does not hold is not saved; the last whole step was 7" in second
+        assert "steps after the newest checkpoint in folder are not saved; the last whole step was 7" in second
 
 
 def test_one_signal_leaves_the_run_to_end_by_itself():

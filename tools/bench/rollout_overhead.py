@@ -45,7 +45,7 @@ async def timed(generate, batch: list) -> float:
 
 
 async def measure(model: str, count: int, rounds: int) -> tuple[list[float], list[float]]:
-    from roll_async.cluster.engine_group import EngineOrder, RayEngineClient
+    from roll_async.cluster.engine_group import EngineSpec, RayEngineClient
     from roll_async.cluster.node_pool import NodePool
     from roll_async.cluster.placement import place
     from roll_async.inference.settings import EngineSettings
@@ -55,7 +55,7 @@ async def measure(model: str, count: int, rounds: int) -> tuple[list[float], lis
 
     settings = EngineSettings(model_folder=model, dtype="fp32", device="cpu", max_model_len=256, max_running=256)
     placements = place(None, num_processes=1, num_gpus_per_node=8, num_threads=1)
-    order = EngineOrder(strategy="vllm", settings=settings, env={}, rpc_timeout_s=300.0)
+    order = EngineSpec(strategy="vllm", settings=settings, env={}, rpc_timeout_s=300.0)
     pool = NodePool(placements)
     client = await RayEngineClient.start(order, placements[0], pool)
     manager = AsyncLLMServerManager([client], ManagerOptions(max_concurrent_per_server=512))

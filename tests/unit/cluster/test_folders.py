@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_async.cluster.folders import absolute_paths, demand_model, shared_folders
+from roll_async.cluster.folders import absolute_paths, require_model, shared_folders
 from roll_async.config.api import load
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,7 +69,7 @@ def test_a_process_that_sees_other_files_under_the_same_name_says_which_key_and_
 
 def test_a_model_folder_that_is_not_on_this_host_is_refused_and_a_hub_name_is_not(tmp_path):
     with pytest.raises(ValueError, match="does not exist on host"):
-        demand_model(str(tmp_path))
+        require_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    demand_model(str(tmp_path))
-    demand_model("Qwen/Qwen2.5-0.5B")
+    require_model(str(tmp_path))
+    require_model("Qwen/Qwen2.5-0.5B")

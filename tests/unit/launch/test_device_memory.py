@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from roll_async.checkpoint.known_models import known_config
 from roll_async.commands.show_memory import run_show_memory
 from roll_async.config.api import load_with_warnings
-from roll_async.launch.device_memory import device_uses, refuse_what_cannot_fit
+from roll_async.launch.device_memory import device_uses, require_fit
 from roll_async.trainer.megatron.memory_estimate import num_parameters, rank_memory
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 
@@ -68,7 +68,7 @@ def test_an_engine_without_room_for_one_sequence_is_refused_with_the_remedy():
     ]
     config = load_with_warnings(str(CONFIGS / "dapo_qwen2.5_32b.yaml"), overrides, None).config
     with pytest.raises(ValueError, match="tokens of KV cache.* raise tensor_parallel_size"):
-        refuse_what_cannot_fit(config, int(80e9))
+        require_fit(config, int(80e9))
 
 
 def test_roles_that_share_devices_are_counted_phase_by_phase():

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 import shipped_configs
 
-from roll_async.launch.device_memory import device_uses, refuse_what_cannot_fit
+from roll_async.launch.device_memory import device_uses, require_fit
 from roll_async.launch.gate import admit
 
 SHIPPED = shipped_configs.shipped()
@@ -30,10 +30,10 @@ def test_it_fits_devices_of_80_gb_and_none_of_half_of_what_it_takes(path):
     config = admit(path).config
     uses = device_uses(config, int(80e9))
     assert uses and all(use.problem is None for use in uses)
-    refuse_what_cannot_fit(config, int(80e9))
+    require_fit(config, int(80e9))
     less = max(use.training for use in uses) // 2
     with pytest.raises(ValueError, match=r"devices \d+-\d+: (training takes .* of \d+ GB|the engine's share)"):
-        refuse_what_cannot_fit(config, less)
+        require_fit(config, less)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
