@@ -1,4 +1,4 @@
-"""Whether a converted checkpoint holds what its source does, tensor by tensor and byte by byte."""
+"""Compares a converted checkpoint with its source, tensor by tensor and byte by byte."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Comparison:
     differing: tuple[str, ...]
     """Names of tensors that differ."""
     merged_adapters: bool
-    """The Megatron side holds adapters, which the other has in its weights."""
+    """The Megatron checkpoint has adapters, which are merged into the weights of the other."""
 
 
 def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, *, source_is_hf: bool) -> Comparison:
-    """Read both checkpoints again, apply the options to the source, and compare digests. Memory of one tensor.
+    """Read both checkpoints again, apply the options to the source, compare digests. Needs the memory of one tensor.
 
     `config` is the folder with config.json. Raises ValueError for a checkpoint that cannot be read or lacks a tensor.
     """

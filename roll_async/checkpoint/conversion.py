@@ -1,7 +1,7 @@
 """Hugging Face checkpoints to Megatron's torch_dist format and back, one tensor in memory at a time.
 
 Neither Megatron nor a GPU is needed: both formats hold whole tensors, and the family's rows say how they correspond. A
-torch_dist checkpoint has no layout, so what is written loads under any, and what any layout saved can be read.
+torch_dist checkpoint does not depend on the parallel layout: it loads under any, and one saved under any can be read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from roll_async.checkpoint.stored_keys import StoredKey, extra_states, is_parame
 from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
 
 HF_FILES = "huggingface"
-"""Folder inside a Megatron checkpoint with config.json and tokenizer: what the way back needs."""
+"""Folder inside a Megatron checkpoint with config.json and tokenizer, which the conversion back needs."""
 
 _UP, _DOWN = ".adapter.up", ".adapter.down"
 
 Progress = Callable[[int, int], None]
-"""Told the bytes of each tensor as it is done, and of all."""
+"""Called with the bytes of each converted tensor, and of all tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionOptions:
-    """What both directions take."""
+    """Options of both directions."""
 
     dtype: torch.dtype | None = None
-    """None keeps each tensor's own."""
+    """dtype of the result; None keeps that of each tensor."""
     adapter: Path | None = None
     """A PEFT LoRA adapter to merge into the weights."""
     lora_alpha: float | None = None
@@ -54,17 +54,17 @@ class ConversionOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Model:
-    """What config.json says about the tensors."""
+    """Description of the tensors, from config.json."""
 
     family: Family
     shape: ModelShape
     fields: Mapping[str, object]
-    """Of Megatron, beyond those of every decoder."""
+    """Fields of Megatron's config besides those of every decoder."""
     config: HfConfig
     heads: HeadLayout
     tied: bool
     critic: bool
-    """A value head stands in the place of the output layer."""
+    """The model has a value head instead of the output layer."""
 
     @classmethod
     def of(cls, config: HfConfig) -> _Model:
@@ -83,8 +83,8 @@ class _Model:
         )
 
     def parameters(self) -> Iterator[Match]:
-        """Those that a checkpoint of this config holds, all of them: a tied output layer is the embedding, a critic's
-        is its head, and biases are there or not in every layer.
+        """All parameters that a checkpoint of this config holds. A tied output layer is the embedding, a critic's is
+        its value head; biases are in every layer or in none.
         """
         for match in self.family.parameters(self.shape):
             if match.name != VALUE_HEAD.name:
@@ -97,7 +97,7 @@ class _Model:
 
 
 class MegatronAsHf:
-    """A Megatron checkpoint seen as Hugging Face tensors, converted one at a time when asked for.
+    """A Megatron checkpoint as Hugging Face tensors, converted one at a time on demand.
 
     A run with `model_args.lora_rank` stores each adapter beside its weight, as `adapter.up` [out, rank] and
     `adapter.down` [rank, in]; they are merged, with the alpha in the manifest of the checkpoint or, without one, the
@@ -130,7 +130,7 @@ class MegatronAsHf:
     def _known_alpha(self, folder: Path, given: float | None) -> float | None:
         if not self._adapters:
             if given is not None:
-                raise ValueError(f"{folder} holds no LoRA adapters: --lora-alpha is in vain")
+                raise ValueError(f"{folder} holds no LoRA adapters: --lora-alpha has no effect; leave it out")
             return None
         recorded = recorded_alpha(folder)
         if recorded is None and given is None:
@@ -174,7 +174,9 @@ class MegatronAsHf:
             yield from zip(match.hf_names, to_hf(match.row, full, self._model.heads), strict=True)
 
     def _merged(self, weight: Tensor, stored: StoredKey, name: str) -> Tensor:
-        """With the run's adapter, as its own export. `name`: the tensor's first name in the exported folder."""
+        """The weight with the run's adapter merged as the run's own export does it. `name`: the tensor's first name in
+        the exported folder.
+        """
         layer = stored.key.removesuffix(".weight")
         if layer + _UP not in self._adapters:
             return weight
@@ -209,7 +211,7 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
         if adapter is not None:
             parts = [adapter.merge(name, part) for name, part in zip(match.hf_names, parts, strict=True)]
         elif match.row.transform is not Transform.QKV:
-            return whole.to(piece.dtype)  # the parts one after another are the Megatron tensor
+            return whole.to(piece.dtype)  # the concatenated parts are the Megatron tensor
         return to_megatron(match.row, parts, model.heads).to(piece.dtype)
 
     with _complete(target, total) as (temporary, on_file):
@@ -225,8 +227,8 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
 
 
 def megatron_to_hf(source: Path, target: Path, options: ConversionOptions, *, like: Path | None = None) -> None:
-    """As `hf_to_megatron`, the other way. `like` is a folder with config.json and tokenizer, by default the one that
-    the checkpoint carries.
+    """The inverse of `hf_to_megatron`. `like` is a folder with config.json and tokenizer, by default that inside the
+    checkpoint.
     """
     folder, files = find_megatron(source), hf_files_of(source, like)
     reader = MegatronAsHf(folder, HfFolder(files).config, options.lora_alpha)
@@ -274,14 +276,14 @@ def hf_files_of(source: Path, like: Path | None) -> Path:
         if (folder / "config.json").is_file():
             return folder
     raise ValueError(
-        f"{source} carries no {HF_FILES}/config.json; pass --like with a folder that has the model's config.json"
+        f"{source} has no {HF_FILES}/config.json; pass --like with a folder that has the model's config.json"
         if like is None
         else f"{like} has no config.json"
     )
 
 
 def _check_names(folder: HfFolder, model: _Model) -> list[str]:
-    """Tensors without a place in the model are an error, but for the known ones, which are returned."""
+    """Names of tensors that the family knows and leaves out. Raises ValueError for other tensors outside the model."""
     needed = {name for match in model.parameters() for name in match.hf_names}
     unused, unknown = [], []
     for name in folder.names():
@@ -330,14 +332,14 @@ def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | N
 
 
 class _Scratch:
-    """Memory that is read into again and again: fresh pages cost more than the reading."""
+    """A buffer that is reused for reading, because fresh pages cost more than the reads."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def read(self, folder: HfFolder, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
-        """Tensors that differ in their first dimension at most: one over the other, and each. Valid until the next
-        call.
+        """(concatenation, tensors): tensors that differ at most in their first dimension, along which they are
+        concatenated. Valid until the next call.
         """
         specs = [folder.spec(name) for name in names]
         size = sum(spec.num_bytes for spec in specs)
@@ -352,7 +354,7 @@ class _Scratch:
 @contextmanager
 def _complete(target: Path, num_bytes: int) -> Iterator[tuple[Path, Callable[[Path], object]]]:
     """A folder that gets its final name when all is written and on disk; on any error it is removed. The second value
-    takes files that are complete, and syncs them to disk beside what is written next.
+    is a function that syncs complete files to disk while the next are written.
     """
     if target.exists():
         raise ValueError(f"{target} exists already; choose another target or remove it")

@@ -1,4 +1,4 @@
-"""Typed access to a Hugging Face config.json: what is missing or of another kind is a ValueError that names it."""
+"""Typed access to a Hugging Face config.json: a missing value or one of another type is a ValueError that names it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class HfConfig:
             raise ValueError(f"{self.source} names no architecture (architectures is {names!r})")
         return names[0]
 
-    def demand(self, **wanted: object) -> None:
-        """Refuse a model the family's table does not describe: each key must be absent, null or the given value."""
+    def require(self, **wanted: object) -> None:
+        """Refuse a model that the family's table does not describe: a key must be absent, null or the given value."""
         for key, value in wanted.items():
             found = self.values.get(key)
             if found is not None and found != value:

@@ -23,7 +23,7 @@ _WEIGHTS = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data",
     "*.distcp", "*.index.json",
 )  # fmt: skip
-_NOT_THE_MODELS = (".*", "__pycache__", "original", "onnx", "runs", "checkpoint-*", "huggingface", "optimizer*")
+_OTHER_FOLDERS = (".*", "__pycache__", "original", "onnx", "runs", "checkpoint-*", "huggingface", "optimizer*")
 """Hidden files, and folders that hold weights in other formats or the state of a training."""
 
 
@@ -61,7 +61,7 @@ class HfFolder:
 
     @cached_property
     def _index(self) -> str:
-        """Name of the index that counts; empty = there is one file. Safetensors come first, as in transformers."""
+        """Name of the index in use; empty = a single file. Safetensors have precedence, as in transformers."""
         order = (INDEX, SINGLE, _TORCH_INDEX, _TORCH_SINGLE)
         found = next((name for name in order if (self.path / name).is_file()), "")
         return found if found in (INDEX, _TORCH_INDEX) else ""
@@ -93,8 +93,8 @@ class HfFolder:
         return sum(spec.num_bytes for spec, _ in self._specs.values())
 
     def tensor(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """One tensor, read on demand, into `buffer` (uint8, of its size) if given. One file stays open: neighbours
-        mostly share it.
+        """One tensor, read on demand, into `buffer` (uint8, of its size) if given. The last file stays open, because
+        the next tensor is mostly in it.
         """
         self.spec(name)
         path = self._specs[name][1]
@@ -111,8 +111,8 @@ class HfFolder:
 
 
 def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = None, critic: bool = False) -> None:
-    """config.json (with another dtype, if given, and for a critic the architecture of one), and every file of the
-    folder that is not weights: tokenizer, chat templates, generation settings, remote code, licence, model card.
+    """Copy config.json (with another dtype, if given, and for a critic the architecture of one), and every file of the
+    folder that holds no weights: tokenizer, chat templates, generation settings, remote code, licence, model card.
     """
     config = _json(source / "config.json")
     if critic:
@@ -121,7 +121,7 @@ def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = N
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    ignored = shutil.ignore_patterns(*_WEIGHTS, *_NOT_THE_MODELS)
+    ignored = shutil.ignore_patterns(*_WEIGHTS, *_OTHER_FOLDERS)
     names = sorted(path.name for path in source.iterdir())
     for name in set(names) - ignored(str(source), names) - {"config.json"}:
         if (source / name).is_file():
@@ -131,7 +131,7 @@ def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = N
 
 
 def _is_side_folder(folder: Path, target: Path) -> bool:
-    """Code or templates of the model: no weights inside, and not the place that is written to."""
+    """Whether a folder holds code or templates of the model: it has no weights and is not the target."""
     if target.resolve().is_relative_to(folder.resolve()):
         return False
     return not any(path.match(pattern) for path in folder.rglob("*") for pattern in (*_WEIGHTS, ".metadata"))
@@ -149,8 +149,8 @@ def write_known_tensors(
     shard_bytes: int,
     on_file: Callable[[Path], object] = lambda path: None,
 ) -> None:
-    """Shards and index of tensors that come in the order of `specs`. Peak memory: one tensor. `on_file` is told each
-    shard when it is complete, but not yet synced to disk.
+    """Write shards and index of tensors that come in the order of `specs`. Peak memory: one tensor. `on_file` is called
+    with each shard when it is complete, but not yet synced to disk.
     """
     shards = list(split_files(specs, shard_bytes))
     weight_map: dict[str, str] = {}

@@ -1,5 +1,5 @@
-"""The config.json of well-known models, as far as sizes go: what a config that names a hub model costs can be said
-before anything is downloaded. A local folder's own config.json comes first.
+"""Sizes of well-known models, as in their config.json, so that memory can be estimated before a download. The
+config.json of a local folder has precedence.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ _PREFIX = "base_model.model."
 
 
 def merged(weight: Tensor, delta: Tensor, name: str, places: Tensor | None = None) -> Tensor:
-    """weight + delta in the weight's dtype; the sum is float32, bfloat16 takes the number above or below it by chance.
+    """weight + delta in the weight's dtype; the sum is float32, and bfloat16 is rounded stochastically.
 
-    To the nearest, most elements are those of the weight again where delta is small, for every input, and the adapter
-    is gone. By chance the mean is exact, and sums over many elements keep the adapter. The draw is a function of the
-    tensor's name and the element's place in it: the same on every device and in every layout. `places`: int32, like
-    `weight`, where its elements lie in the whole tensor; None for the whole. Where delta is 0 nothing changes.
+    Rounding to nearest would give back the weight for most elements where delta is small, for every input, so that the
+    adapter would be lost. Stochastic rounding is exact on average, so sums over many elements keep the adapter. The
+    random number is a function of the tensor's name and the element's position: the same on every device and in every
+    layout. `places`: int32, like `weight`, positions of its elements in the whole tensor; None for the whole. Where
+    delta is 0 nothing changes.
     """
     exact = weight.float() + delta
     if weight.dtype != torch.bfloat16:
@@ -64,7 +65,7 @@ class LoraAdapter:
         except json.JSONDecodeError as error:
             raise ValueError(f"{folder / 'adapter_config.json'} is truncated or not JSON: {error}") from error
         self._config = HfConfig(values, str(folder / "adapter_config.json"))
-        self._config.demand(peft_type="LORA", use_dora=False, fan_in_fan_out=False, bias="none", lora_bias=False)
+        self._config.require(peft_type="LORA", use_dora=False, fan_in_fan_out=False, bias="none", lora_bias=False)
         self._file = SafetensorsFile(folder / _WEIGHTS)
         self._names = {spec.name for spec in self._file.specs()}
         self._used: set[str] = set()

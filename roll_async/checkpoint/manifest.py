@@ -1,4 +1,4 @@
-"""What a checkpoint folder must hold: every file with its size and digest. Written last, read first."""
+"""The manifest of a checkpoint folder: every file with its size and digest. Written last, read first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fingerprint(path: Path) -> str:
 
 
 def write_manifest(folder: Path, files: Mapping[str, str], about: Mapping[str, object]) -> None:
-    """`files`: fingerprint by path inside the folder; `about`: whatever a reader wants to know first."""
+    """`files`: fingerprint by path inside the folder; `about`: fields that readers need before the files."""
     with open(folder / MANIFEST, "w") as file:
         json.dump({"format": _FORMAT, **about, "files": dict(files)}, file, indent=2)
         file.flush()
@@ -32,7 +32,7 @@ def write_manifest(folder: Path, files: Mapping[str, str], about: Mapping[str, o
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest. Raises ValueError when the folder is not a complete checkpoint of ours."""
+    """The manifest. Raises ValueError when the folder is not a complete checkpoint of roll_async."""
     file = folder / MANIFEST
     if not file.is_file():
         raise ValueError(f"{folder} is not a checkpoint of roll_async: {MANIFEST} is missing")
@@ -45,9 +45,9 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def demand_written(folder: Path, step: int) -> None:
-    """Raises RuntimeError unless `folder` holds what a role wrote for this step, every file in full length. Digests are
-    compared when it is read: here the question is whether the writer's folder is this one.
+def require_written(folder: Path, step: int) -> None:
+    """Raises RuntimeError unless `folder` holds all files of a role for this step, in full length: ranks may have
+    written to another folder of the same name. Digests are compared when the checkpoint is read.
     """
     try:
         manifest = read_manifest(folder)
@@ -58,11 +58,11 @@ def demand_written(folder: Path, step: int) -> None:
     for name, expected in manifest["files"].items():
         path, size = folder / name, int(expected.split(":")[0])
         if not path.is_file() or path.stat().st_size != size:
-            raise RuntimeError(f"{path} is not there in its {size} bytes; all nodes must share {folder}")
+            raise RuntimeError(f"{path} is missing or not {size} bytes long; all nodes must share {folder}")
 
 
 def recorded_alpha(megatron: Path) -> float | None:
-    """`lora_alpha` of the run that wrote a Megatron folder; None when it is not part of a checkpoint that says so."""
+    """`lora_alpha` of the run that wrote a Megatron folder; None when no manifest records it."""
     if not (megatron.parent / MANIFEST).is_file():
         return None
     lora = read_manifest(megatron.parent).get(LORA)
@@ -93,8 +93,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until everything in a folder is on disk: renamed before that, it could be there after a power failure
-    without all that is in it.
-    """
+    """Wait until everything in a folder is on disk. Renamed before, it could be incomplete after a power failure."""
     for path in (*folder.rglob("*"), folder):
         sync(path)

@@ -159,7 +159,7 @@ def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Ten
 
 
 class _View(io.RawIOBase):
-    """A stretch of a file as a file of its own."""
+    """A range of a file as a file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -213,15 +213,15 @@ def write_megatron_folder(
     file_bytes: int = 4 << 30,
     on_file: Callable[[Path], object] = lambda path: None,
 ) -> None:
-    """Write the pieces, each loaded when its turn comes, so that `load` may hand out the same memory every time.
-    `folder` exists and is empty. `empty_objects` are names that hold None. `on_file` is told each data file when it is
-    complete, but not yet synced to disk.
+    """Write the pieces, each loaded just before it is written, so that `load` may return the same memory every time.
+    `folder` exists and is empty. `empty_objects` are names that hold None. `on_file` is called with each data file when
+    it is complete, but not yet synced to disk.
 
     Raises ValueError when pieces of one key differ in dtype or shape, which one stored tensor cannot hold.
     """
     outline: dict[str, STORAGE_TYPES] = {**_outline(pieces), **{name: BytesStorageMetadata() for name in empty_objects}}
     metadata = Metadata(state_dict_metadata=outline)
-    planner = cast(SavePlanner, _Lazily(pieces, load))
+    planner = cast(SavePlanner, _LazyPlanner(pieces, load))
     writer = FileSystemWriter(
         str(folder), single_file_per_rank=True, sync_files=False, thread_count=1, per_thread_copy_ahead=0
     )
@@ -272,8 +272,8 @@ def _item(piece: Piece) -> WriteItem:
     )
 
 
-class _Lazily:
-    """The one thing the writer asks of its planner: a tensor, when its turn comes."""
+class _LazyPlanner:
+    """The part of a save planner that torch's writer uses: it loads a tensor just before it is written."""
 
     def __init__(self, pieces: Sequence[Piece], load: Callable[[Piece], Tensor]) -> None:
         self._pieces = {(piece.key, piece.offsets): piece for piece in pieces}

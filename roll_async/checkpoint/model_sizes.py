@@ -10,10 +10,10 @@ from roll_async.checkpoint.known_models import known_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """What a layout is checked against."""
+    """Sizes that a parallel layout must divide."""
 
     source: str
-    """Named in messages."""
+    """Name of the model in messages."""
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int

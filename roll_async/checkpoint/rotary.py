@@ -19,7 +19,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotary:
-    """What a model needs to build its rotary embedding."""
+    """Parameters of a model's rotary embedding."""
 
     base: float
     fraction: float
@@ -70,7 +70,7 @@ class Rotary:
         return _yarn(plain, factor=factor, first=max(first, 0), last=min(last, dimensions - 1))
 
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for yarn."""
+        """Factor of cosines and sines: 1 except with yarn."""
         if self.kind != "yarn":
             return 1.0
         given, factor = self.parameters.values.get("attention_factor"), self.parameters.number("factor")

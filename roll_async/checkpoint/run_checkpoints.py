@@ -9,25 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.checkpoint.manifest import demand_written, sync, sync_tree
+from roll_async.checkpoint.manifest import require_written, sync, sync_tree
 
 _NAME = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCheckpoints:
-    """Names, finds and prunes. A folder with its final name is complete: writers rename into it."""
+    """Names, finds and prunes checkpoints. A folder with its final name is complete: it is renamed last."""
 
     folder: Path
     max_to_keep: int = 0
     """0 = all."""
 
     def folder_of(self, step: int) -> Path:
-        """Where the checkpoint of a step goes."""
+        """Folder of the checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of a step into; left-overs of runs that were killed go."""
+        """An empty folder to write the checkpoint of a step into. Incomplete folders of killed runs are removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob("step_*.tmp"):
             shutil.rmtree(old)
@@ -36,12 +36,12 @@ class RunCheckpoints:
         return staging
 
     def commit(self, step: int, roles: Sequence[str]) -> Path:
-        """Give it its final name, in one step; an older checkpoint of the same name is replaced. Raises RuntimeError
-        when a role did not write its part here: the older checkpoint stays then.
+        """Rename the folder to its final name; an older checkpoint of the same step is replaced. Raises RuntimeError
+        when a role did not write its part here, and keeps the older checkpoint then.
         """
         final = self.folder_of(step)
         for role in roles:
-            demand_written(self._staging(step) / role, step)
+            require_written(self._staging(step) / role, step)
         shutil.rmtree(final, ignore_errors=True)
         sync_tree(self._staging(step))
         os.rename(self._staging(step), final)
@@ -57,7 +57,7 @@ class RunCheckpoints:
         return sorted(int(m[1]) for name in names if (m := _NAME.fullmatch(name)))
 
     def find(self, wanted: str) -> Path | None:
-        """`latest` or a folder. None: latest of nothing. Raises ValueError for a folder that is not there."""
+        """`wanted`: `latest` or a folder. None when there is no latest. Raises ValueError for a missing folder."""
         if wanted == "latest":
             steps = self.steps()
             return self.folder_of(steps[-1]) if steps else None

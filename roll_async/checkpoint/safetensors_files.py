@@ -1,8 +1,8 @@
 """Safetensors files without holding one in memory: headers checked up front, tensors read and written one at a time.
 
 A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
-Other than `safetensors.torch.save_file`, the writer knows names, shapes and dtypes beforehand and takes the data as it
-comes, so that a shard costs the memory of its largest tensor.
+Unlike `safetensors.torch.save_file`, the writer knows names, shapes and dtypes beforehand and writes each tensor as
+it comes, so that a shard costs the memory of its largest tensor.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ SizedItem = TypeVar("SizedItem", bound=Sized)
 
 
 def split_files(items: Sequence[SizedItem], file_bytes: int) -> Iterator[list[SizedItem]]:
-    """Neighbours together, as many as fit `file_bytes`, at least one."""
+    """Split into runs of consecutive items, as many as fit `file_bytes`, at least one."""
     group: list[SizedItem] = []
     size = 0
     for item in items:

@@ -21,7 +21,7 @@ _NOT_PARAMETERS = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredKey:
-    """Where a parameter lies: `tensor[index]` of the stored tensor `key`."""
+    """Location of a parameter: `tensor[index]` of the stored tensor `key`."""
 
     key: str
     index: tuple[int, ...] = ()
@@ -47,8 +47,8 @@ def keys_to_read(match: Match, shape: ModelShape) -> list[StoredKey]:
 
 
 def extra_states(stored: StoredKey) -> list[str]:
-    """Names of the empty objects that Megatron's layers want to find beside a weight (Transformer Engine keeps fp8
-    scales in them). A loader that misses one stops.
+    """Names of the empty objects that Megatron's layers expect beside a weight (Transformer Engine keeps fp8 scales in
+    them). Megatron does not load a checkpoint without them.
     """
     module, _, kind = stored.key.rpartition(".")
     if kind not in ("weight", "layer_norm_weight") or re.search(r"embedding|output_layer|router", module):

@@ -1,4 +1,4 @@
-"""The bytes of a tensor, without numpy: torch needs none, and a bare installation has none."""
+"""The bytes of a tensor, without numpy, which a minimal installation of torch lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The data of a tensor on the CPU, uint8 [num_bytes]; not copied where it is contiguous and there already."""
+    """The data of a tensor on the CPU, uint8 [num_bytes]; not copied if it is contiguous and on the CPU already."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     window = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     window.tensor = flat  # pyright: ignore[reportAttributeAccessIssue]  # the view keeps the memory it looks at

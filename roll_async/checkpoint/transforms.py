@@ -14,7 +14,7 @@ from roll_async.checkpoint.hf_names.table import Row, Transform
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadLayout:
-    """What the QKV transform needs."""
+    """Attention heads of a model, for the QKV transform."""
 
     num_groups: int
     """Key-value heads."""

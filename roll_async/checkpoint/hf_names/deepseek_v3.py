@@ -1,8 +1,8 @@
 """DeepSeek-V3 (and R1): latent attention, a shared expert, sigmoid routing within the best groups of experts.
 
-The router chooses by score plus a correction bias and weighs by score alone. The bias is no parameter: it is loaded,
-kept in float32 and exported, and stays as it is unless `extra.moe_router_bias_update_rate` says otherwise. The layer
-for multi-token prediction behind the last one is left out: neither scoring nor the policy loss has a use for it.
+The router chooses by score plus a correction bias and weighs by score alone. The bias is not a parameter: it is loaded,
+kept in float32 and exported, and changes only with `extra.moe_router_bias_update_rate`. The layer for multi-token
+prediction after the last one is left out: neither scoring nor the policy loss uses it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CORRECTION_BIAS = Row(
 
 
 def _fields(config: HfConfig) -> dict[str, object]:
-    config.demand(attention_bias=False, rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc",
+    config.require(attention_bias=False, rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc",
                   norm_topk_prob=True, moe_layer_freq=1)  # fmt: skip
     layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
     expert_size = config.integer("moe_intermediate_size")

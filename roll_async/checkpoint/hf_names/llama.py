@@ -8,7 +8,7 @@ from roll_async.checkpoint.hf_names.table import Family
 
 
 def _fields(config: HfConfig) -> dict[str, object]:
-    config.demand(attention_bias=False, mlp_bias=False)
+    config.require(attention_bias=False, mlp_bias=False)
     return {}
 
 

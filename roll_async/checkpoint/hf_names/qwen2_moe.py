@@ -22,7 +22,7 @@ _SHARED_GATE = Row(
 
 
 def _fields(config: HfConfig) -> dict[str, object]:
-    config.demand(use_sliding_window=False)
+    config.require(use_sliding_window=False)
     sparse = qwen_sparse_layers(config)
     return {
         **routing_fields(

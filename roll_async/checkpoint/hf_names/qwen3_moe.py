@@ -9,7 +9,7 @@ from roll_async.checkpoint.hf_names.table import Family, moe_layers
 
 
 def _fields(config: HfConfig) -> dict[str, object]:
-    config.demand(attention_bias=False)
+    config.require(attention_bias=False)
     sparse = qwen_sparse_layers(config)
     return {
         **routing_fields(

@@ -95,7 +95,7 @@ class DeviceState:
         """Whether this kind is in host memory."""
         return kind in self._away
 
-    def demand(self, *kinds: str) -> None:
+    def require(self, *kinds: str) -> None:
         """Raises RuntimeError where one of these kinds is in host memory."""
         missing = [kind for kind in kinds if kind in self._away]
         if missing:

@@ -32,7 +32,7 @@ _NO_FUSION = {
 
 def transformer_config(config: HfConfig, family: Family, settings: MegatronSettings) -> TransformerConfig:
     """Megatron's view of the model. Raises ValueError for a model or layout it cannot be built for."""
-    config.demand(hidden_act="silu")
+    config.require(hidden_act="silu")
     heads, parallel = HeadLayout.of(config), settings.parallel
     dtype = TORCH_DTYPES[settings.dtype]
     fields: dict[str, object] = {

@@ -143,7 +143,7 @@ class MegatronWorker:
         return self._runner.logprobs(batch, output, with_entropy=False).logprobs
 
     def _score(self, share: Share, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
-        self._state.demand("weights")
+        self._state.require("weights")
         self._model.train(False)
         self._check_experts(share)
         (whole,) = share.mini_batches
@@ -237,7 +237,7 @@ class MegatronWorker:
         """
         settings = self._settings.optimizer
         assert settings is not None
-        self._state.demand(*STATE_KINDS)
+        self._state.require(*STATE_KINDS)
         self._model.train(True)
         rate = learning_rate_at(self._optimizer_steps, settings)
         for group in self._optimizer.param_groups:
@@ -278,7 +278,7 @@ class MegatronWorker:
         """HF-named full tensors; collective, so every rank must exhaust it. Only one data-parallel replica takes part:
         the other ranks get nothing and go on at once.
         """
-        self._state.demand("weights")
+        self._state.require("weights")
         self._gather_parameters()
         return self._model.export() if ranks.exports(self._settings.parallel) else iter(())
 
@@ -313,7 +313,7 @@ class MegatronWorker:
         """Atomic checkpoint of all ranks: `folder` exists only when it is complete. With `background` the weights of
         this moment are written while training goes on; `finish_save` completes it.
         """
-        self._state.demand("weights", "optimizer")
+        self._state.require("weights", "optimizer")
         self._gather_parameters()
         self._checkpoint.save(
             folder, step=step, state=state, optimizer_steps=self._optimizer_steps, background=background
@@ -331,7 +331,7 @@ class MegatronWorker:
         """Restore what `save` wrote, under this or another layout; returns the caller's state. Raises ValueError naming
         a bad file.
         """
-        self._state.demand("weights", "optimizer")
+        self._state.require("weights", "optimizer")
         state, self._optimizer_steps = self._checkpoint.load(folder)
         return state
 
