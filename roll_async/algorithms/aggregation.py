@@ -1,4 +1,4 @@
-"""From per-token losses to one number, with denominators that do not know the micro-batch split.
+"""From per-token losses to one number, with denominators that do not depend on the micro-batch split.
 
 Shape letters: B rows, T positions.
 """
@@ -34,7 +34,7 @@ class Denominators:
 
 
 def count_denominators(*, mask_BT: Tensor, normalizer_length: int) -> Denominators:
-    """Local counts; count after sample masks and before correction, so that a rejected token still counts."""
+    """Counts of these rows. Count after sample masks and before correction, so that a rejected token counts."""
     check_mask(mask_BT)
     return Denominators(
         global_tokens=int(mask_BT.sum()),

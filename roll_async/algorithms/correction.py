@@ -24,7 +24,7 @@ _NUM_LAG_BUCKETS = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """What `correct` decides."""
+    """Result of `correct`."""
 
     weights: Tensor  # [B,T] detached, 0 where not kept
     keep: Tensor  # [B,T] bool
@@ -92,7 +92,7 @@ def _level_ratio(d: Tensor, mask: Tensor, level: str, segment_ids: Tensor | None
 
 
 def _passes(rule: RejectionRule, d: Tensor, mask: Tensor) -> Tensor:
-    """[B,T] tokens the rule lets through."""
+    """[B,T] tokens that the rule accepts."""
     low, high = rule.low, rule.high
     match rule.statistic:
         case "k1":

@@ -13,7 +13,8 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """([B,T] per-token loss, metric sums): half the squared error.
 
-    With `clip`: half the larger of it and of the error of the value held within `clip` of the old one (as PPO).
+    With `clip`: half the larger of it and the squared error of the value clamped to within `clip` of the old one, as in
+    PPO.
     """
     check_mask(mask_BT)
     if clip is not None and not clip >= 0:

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without spread carry no gradient.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without variance have a zero gradient.
 
 Shape letter: B rows.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFilterResult:
-    """Which rows stay, and how many groups went where."""
+    """The rows to train, and counts of kept and dropped groups."""
 
     keep_B: Tensor  # [B] bool
     counters: dict[str, int]

@@ -1,4 +1,4 @@
-"""Does a group of values carry signal? Pure Python: the rollout judges a group the moment it completes."""
+"""The variance test of a group of values. Pure Python: the rollout applies it as soon as a group is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def population_variance(values: Sequence[float]) -> float:
 def group_verdict(values: Sequence[float], *, variance_threshold: float = 1e-8, singletons: str = "keep") -> str:
     """keep, dropped_equal, dropped_invalid or dropped_singleton.
 
-    Never compares with 0: identical 0.1s have a variance of 1e-34.
+    The variance is never compared with 0, because values of 0.1 that are all equal have a variance of 1e-34.
     """
     if not variance_threshold >= 0:
         raise ValueError(f"variance_threshold {variance_threshold} must be >= 0")

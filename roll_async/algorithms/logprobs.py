@@ -58,22 +58,22 @@ class _Sampling:
         return self.top_k > 0 or self.top_p < 1
 
     def reads_as_is(self, logits: Tensor, dtype: torch.dtype) -> bool:
-        """Whether logits need no copy of their own: each pass over a large vocabulary costs."""
+        """Whether logits can be read without a copy, which would cost one more pass over the vocabulary."""
         return self.temperature == 1 and logits.dtype == dtype
 
 
 def drop_truncated(z: Tensor, tokens: Tensor, *, top_k: int, top_p: float) -> None:
-    """In place: -inf at what top-k, then top-p cut off; the sampled token (last axis of 1) always stays."""
+    """In place: -inf for tokens that top-k, then top-p exclude; the sampled token (last axis of 1) always stays."""
     cut = torch.zeros_like(z, dtype=torch.bool)
     if 0 < top_k < z.shape[-1]:
-        # Only the numbers that top-k leaves are sorted, not the vocabulary. Those equal to the k-th stay, too.
+        # Only the logits that top-k keeps are sorted, not the vocabulary. Those equal to the k-th are kept, too.
         highest, order = z.topk(top_k, dim=-1)
         least = highest[..., -1:]
         cut = z < least
         if top_p < 1:
             total = torch.logsumexp(z.masked_fill(cut, -torch.inf), -1, keepdim=True)
             over = _over((highest - total).exp_(), top_p)
-            cut |= (z == least) & over[..., -1:]  # what equals the k-th goes with it
+            cut |= (z == least) & over[..., -1:]  # ties of the last one are cut, too
             cut.scatter_(-1, order, over)
     elif top_p < 1:
         ordered, order = torch.softmax(z, -1).sort(dim=-1, descending=True, stable=True)
@@ -88,7 +88,7 @@ def _over(ordered: Tensor, top_p: float) -> Tensor:
 
 
 def _gain(grad: Tensor, kept: Tensor | None, temperature: float) -> Tensor:
-    """[b,t,1] what reaches z of a gradient [b,t] of log-probs or entropy."""
+    """[b,t,1] the gradient with respect to z that follows from one [b,t] of log-probs or entropy."""
     return ((grad if kept is None else torch.where(kept, grad, 0)) / temperature).unsqueeze(-1)
 
 
@@ -125,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
             squares.masked_fill_(~mask, 0)
         ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
         ctx.sampling = sampling
-        ctx.set_materialize_grads(False)  # an entropy that is only reported costs the backward pass nothing
+        ctx.set_materialize_grads(False)  # the backward pass skips an entropy that is only reported
         ctx.mark_non_differentiable(squares)
         return logprobs, entropy, squares
 

@@ -26,7 +26,7 @@ def clean(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
 def segment_ids_from_mask(*, mask_BT: Tensor) -> Tensor:
     """[B,T] int64: the k-th run of consecutive True in a row gets k (from 0); -1 where masked.
 
-    A turn of an agent is one run: compute it before staleness masks cut holes into turns.
+    A turn of an agent is one run: compute it before staleness masks split turns.
     """
     check_mask(mask_BT)
     before = torch.nn.functional.pad(mask_BT[:, :-1], (1, 0), value=False)

@@ -1,11 +1,11 @@
-"""The loss of one micro-batch: everything between log-probs and the number that is differentiated.
+"""The loss of one micro-batch, from log-probs to the number that is differentiated.
 
     policy          policy * correction weights - entropy_coef * entropy      rows with an advantage
     cross_entropy   cross_entropy_coef * -log pi                              supervised rows
     reference_kl    kl_coef * KL(reference)                                   distilled rows; without any, the policy's
 
-The sum of the three, in one aggregation mode, each over the tokens and rows of its own part: one more supervised row
-changes nothing about the weight of the others.
+The loss is the sum of the three, in one aggregation mode, each over the tokens and rows of its own part: one more
+supervised row does not change the weight of the others.
 """
 
 from __future__ import annotations

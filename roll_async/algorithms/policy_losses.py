@@ -76,7 +76,7 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Cleaned tensors every loss starts from; [B,T], 0 where masked."""
+    """Inputs that all losses share; [B,T], 0 where masked."""
 
     logprobs: Tensor
     delta: Tensor  # with the gradient of logprobs
@@ -107,7 +107,7 @@ def _terms(inputs: PolicyLossInputs, ratio_base: str) -> _Terms:
 def segment_sums(x_BT: Tensor, segment_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """([B,T] sum of x over the token's segment, [B,T] number of its tokens); 0 where masked, as `x_BT` is."""
     ids = dense_segments(segment_ids_BT=segment_ids_BT, mask_BT=mask_BT)
-    # float64: a device adds in any order, and the result must not show it.
+    # float64: a device sums in any order, and the result must not depend on it.
     x, valid = x_BT.double(), mask_BT.double()
     sums = torch.zeros_like(x).scatter_add(1, ids, x * valid).gather(1, ids)
     counts = torch.zeros_like(x).scatter_add(1, ids, valid).gather(1, ids)
@@ -156,7 +156,7 @@ def _token_ratio(terms: _Terms) -> Tensor:
 
 
 def _clipped(terms: _Terms, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Metrics]:
-    """-min(r A, clip(r) A) and which tokens the clip holds back."""
+    """-min(r A, clip(r) A), and metrics of the tokens whose gradient the clip removes."""
     a = terms.advantages
     loss = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
     return loss, {"policy/clip_high": (a > 0) & (ratio > 1 + high), "policy/clip_low": (a < 0) & (ratio < 1 - low)}
@@ -312,7 +312,7 @@ def m2po(inputs: PolicyLossInputs, *, options: M2poOptions) -> tuple[Tensor, Met
 
 
 def _probabilities(terms: _Terms) -> tuple[Tensor, Tensor]:
-    """[B,T] (of the token now, in the base), constants."""
+    """[B,T] (probability of the token now, probability under the base), constants."""
     now = terms.logprobs.detach()
     return torch.exp(now.clamp(max=0)), torch.exp((now - terms.delta.detach()).clamp(max=0))
 

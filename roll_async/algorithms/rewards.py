@@ -1,4 +1,5 @@
-"""Scores before the estimator, and masks of what leaves the loss. Shape letters: B rows, T positions. No gradients.
+"""Shaping of scores before the estimator, and masks of rows and tokens that are left out of the loss. Shape letters: B
+rows, T positions. No gradients.
 
 Order: raw score -> shift_scale_rewards -> overlong_penalty added -> normalise_rewards -> clip_rewards -> advantages.
 """
@@ -109,7 +110,7 @@ def normalise_rewards(
         result = applied - running.mean
     elif mean != "none":
         stats = group_statistics(x, group_index_B if mean == "group" else one_group, counted)
-        exact = stats.equal & (applied == x)  # equal scores minus their mean are 0, whatever rounding says
+        exact = stats.equal & (applied == x)  # equal scores minus their mean are exactly 0, without rounding errors
         result = torch.where(exact, 0, applied - stats.mean)
     if std == "running":
         assert running is not None
