@@ -1,20 +1,16 @@
 """`roll-async plan`: where the processes of a config run, how weights travel, and what a training step consumes."""
 
-import sys
 from itertools import groupby
 
 import click
 
 from roll_async.buffer.states import QueueOptions
 from roll_async.commands.command_line import AS_TYPED, print_pairs
-from roll_async.commands.validate import parse, print_escaped, report
-from roll_async.config.api import ConfigError
+from roll_async.commands.validate import one_config
 from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
-from roll_async.launch.gate import admit
 from roll_async.weight_sync.transports import STAGED, transport_of
 
-_USAGE = "usage: roll-async plan CONFIG [KEY=VALUE...] [--pipeline rlvr|agentic]"
 _VERSIONS_SHOWN = 3
 
 
@@ -31,19 +27,8 @@ def command(args: tuple[str, ...]) -> int:
     Example:
       roll-async plan configs/rlvr_config_async.yaml async_generation_ratio=2
     """
-    try:
-        paths, overrides, pipeline = parse(list(args))
-        if len(paths) != 1:
-            raise ValueError(f"expected one config, got {len(paths)}")
-    except ValueError as error:
-        print_escaped(f"roll-async plan: {error}\n{_USAGE}", sys.stderr)
+    if (loaded := one_config("plan", list(args))) is None:
         return 2
-    try:
-        loaded = admit(paths[0], overrides, pipeline)
-    except ConfigError as error:
-        report(error.diagnostics, sys.stderr)
-        return 2
-    report(loaded.warnings, sys.stderr)
     print_pairs([*placement(loaded.config), *weight_push(loaded.config), *batches(loaded.config)])
     return 0
 

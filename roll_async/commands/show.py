@@ -5,12 +5,8 @@ import sys
 import click
 
 from roll_async.commands.command_line import AS_TYPED
-from roll_async.commands.validate import parse, print_escaped, report
-from roll_async.config.api import ConfigError
+from roll_async.commands.validate import one_config
 from roll_async.config.loading.emit import derived_comments, dump
-from roll_async.launch.gate import admit
-
-_SHOW_USAGE = "usage: roll-async show CONFIG [KEY=VALUE...] [--pipeline rlvr|agentic]"
 
 
 @click.command(context_settings=AS_TYPED, options_metavar="[--pipeline rlvr|agentic]")
@@ -36,18 +32,7 @@ def command(args: tuple[str, ...]) -> int:
 
 def run_show(args: list[str]) -> int:
     """Print a config with all defaults, properties as comments. Invalid: diagnostics on stderr, exit 2."""
-    try:
-        paths, overrides, pipeline = parse(args)
-        if len(paths) != 1:
-            raise ValueError(f"expected one config, got {len(paths)}")
-    except ValueError as error:
-        print_escaped(f"roll-async show: {error}\n{_SHOW_USAGE}", sys.stderr)
+    if (loaded := one_config("show", args)) is None:
         return 2
-    try:
-        loaded = admit(paths[0], overrides, pipeline)
-    except ConfigError as error:
-        report(error.diagnostics, sys.stderr)
-        return 2
-    report(loaded.warnings, sys.stderr)
     sys.stdout.write(dump(loaded.config) + derived_comments(loaded.config))
     return 0

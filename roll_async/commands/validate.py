@@ -6,7 +6,7 @@ from typing import TextIO
 import click
 
 from roll_async.commands.command_line import AS_TYPED
-from roll_async.config.api import ConfigError
+from roll_async.config.api import ConfigError, Loaded
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.loading.diagnostics import Diagnostic, printable
 from roll_async.config.schema import RLVRConfig
@@ -57,6 +57,25 @@ def _validate_one(path: str, overrides: list[str], pipeline: str | None) -> bool
     kind = "rlvr" if isinstance(loaded.config, RLVRConfig) else "agentic"
     print_escaped(f"ok: {printable(path)} ({kind})", sys.stdout)
     return True
+
+
+def one_config(name: str, args: list[str]) -> Loaded | None:
+    """The config of the command `name`, its warnings printed; None with the reason on stderr."""
+    try:
+        paths, overrides, pipeline = parse(args)
+        if len(paths) != 1:
+            raise ValueError(f"expected one config, got {len(paths)}")
+    except ValueError as error:
+        usage = f"usage: roll-async {name} CONFIG [KEY=VALUE...] [--pipeline rlvr|agentic]"
+        print_escaped(f"roll-async {name}: {error}\n{usage}", sys.stderr)
+        return None
+    try:
+        loaded = admit(paths[0], overrides, pipeline)
+    except ConfigError as error:
+        report(error.diagnostics, sys.stderr)
+        return None
+    report(loaded.warnings, sys.stderr)
+    return loaded
 
 
 def parse(args: list[str]) -> tuple[list[str], list[str], str | None]:

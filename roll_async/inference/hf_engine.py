@@ -83,7 +83,7 @@ class HfEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         levels = levels_up_to(self._settings.sleep_level)
-        return EngineCapabilities(keep_in_place=False, prefix_caching=False, sleep_levels=levels)
+        return EngineCapabilities(keep_in_place=False, sleep_levels=levels)
 
     @property
     def version(self) -> WeightVersion | None:

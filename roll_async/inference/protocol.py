@@ -45,8 +45,6 @@ class EngineCapabilities:
 
     keep_in_place: bool
     """`PauseMode.KEEP` works: running requests survive a weight update."""
-    prefix_caching: bool
-    """Requests that share a prompt are cheaper on the same replica."""
     sleep_levels: tuple[int, ...] = ()
     """Levels of `Engine.sleep`; empty = the replica never gives its memory back (`EngineSettings.sleep_level: 0`)."""
 

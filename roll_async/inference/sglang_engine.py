@@ -87,9 +87,7 @@ class SglangEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(
-            keep_in_place=True, prefix_caching=self._settings.enable_prefix_caching, sleep_levels=self._levels
-        )
+        return EngineCapabilities(keep_in_place=True, sleep_levels=self._levels)
 
     @property
     def version(self) -> WeightVersion | None:

@@ -86,7 +86,6 @@ class VllmEngine:
     def capabilities(self) -> EngineCapabilities:
         return EngineCapabilities(
             keep_in_place=self._labels_tokens,
-            prefix_caching=self._settings.enable_prefix_caching,
             sleep_levels=levels_up_to(self._settings.sleep_level),
         )
 

@@ -61,7 +61,7 @@ def require_inputs(loaded: Loaded) -> None:
 def refusals(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
     """(id, key, message) of every problem that this module finds."""
     config = loaded.config
-    for problem in _unsupported(config):
+    for problem in unsupported(config):
         yield ("C201", *_keyed(problem))
     yield from (("C202", *_keyed(problem)) for problem in _devices(config))
     try:
@@ -70,13 +70,8 @@ def refusals(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
         yield "C203", "pretrain", str(error)
 
 
-def refuse_unsupported(config: PipelineConfig) -> None:
-    """Raise ValueError naming key, value and remedy of every setting that this version cannot honour."""
-    if problems := _unsupported(config):
-        raise ValueError("; ".join(problems))
-
-
-def _unsupported(config: PipelineConfig) -> list[str]:
+def unsupported(config: PipelineConfig) -> list[str]:
+    """Key, value and remedy of every setting that this version does not support."""
     return [*_roles(config), *_engine(config)]
 
 

@@ -92,7 +92,7 @@ class SimEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(keep_in_place=True, prefix_caching=False)
+        return EngineCapabilities(keep_in_place=True)
 
     def busy_until_now_s(self) -> float:
         """Integral of running requests over time, in request-seconds."""

@@ -10,7 +10,7 @@ from roll_async.simulator.invariants import Watch
 from roll_async.simulator.roles import SimPrompts, SimScorer, SimTool, held_out
 from roll_async.simulator.scenario import Scenario
 from roll_async.simulator.text import Texts, tools_of
-from roll_async.simulator.watched import SeenScheduler
+from roll_async.simulator.watched import SeenSource
 
 
 class ChatTasks:
@@ -30,7 +30,7 @@ class ChatTasks:
         if scenario.tools is not None:
             assert isinstance(texts, Texts)
             tools = tools_of(scenario.tools, texts, SimTool(scenario.seed, scenario.tools))
-        seen = type("Scheduler", (SeenScheduler, self._scheduler), {"watch": self._watch})
+        seen = type("Scheduler", (SeenSource, self._scheduler), {"watch": self._watch})
         return seen(manager, SimScorer(scenario.seed, scenario.rewards), scenario.scheduler, tools=tools)
 
     async def close(self) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
-from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.request_dispatch import REPLY_WITHIN_S
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -86,15 +85,15 @@ class SeenManager(AsyncLLMServerManager):
             self.watch.report(11, f"an abort took {took_s:.1f} s, more than {limit_s:.1f} s")
 
 
-class SeenScheduler(ChatCompletionScheduler):
-    """A scheduler whose validations are watched."""
+class SeenSource:
+    """Mixed into a group source: its validations are watched."""
 
     watch: Watch
 
     async def validate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
     ) -> list[tuple[Prompt, Sample]]:
-        answered = await super().validate(prompts, sampling, name=name)
+        answered = await super().validate(prompts, sampling, name=name)  # type: ignore[misc]
         self.watch.validated(int(name.partition(".")[2]), answered, sampling)
         return answered
 

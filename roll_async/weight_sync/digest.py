@@ -113,8 +113,3 @@ def _window_starts(num_bytes: int) -> list[int]:
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The tensor's memory as uint8 [num_bytes] where it is; a copy only if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory as uint8 [num_bytes] on the host; a copy only if it is not contiguous or not on the host."""
-    return flat_bytes(tensor.detach().cpu())

@@ -72,7 +72,7 @@ class FakeReplica:
     that is continued elsewhere must end with the same tokens as one that was never touched.
     """
 
-    capabilities = EngineCapabilities(keep_in_place=True, prefix_caching=False)
+    capabilities = EngineCapabilities(keep_in_place=True)
 
     def __init__(self, name, token_s=1.0, version=0):
         self.name, self.token_s, self.version = name, token_s, version

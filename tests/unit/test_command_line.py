@@ -9,7 +9,7 @@ import pytest
 from roll_async.cli import COMMANDS, main
 from roll_async.commands import command_line
 from roll_async.commands.run import origin
-from roll_async.launch.gate import refuse_unsupported
+from roll_async.launch.gate import unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("start_rlvr_pipeline.py", "start_agentic_pipeline.py", "fully_async_main.py", "fully_async_custom.py")
@@ -93,7 +93,7 @@ def test_the_plan_refuses_what_the_gate_refuses(capsys):
 
 def test_an_error_of_our_own_says_where_it_was_raised():
     try:
-        refuse_unsupported(None)
+        unsupported(None)
     except AttributeError as error:
         assert "[roll_async/launch/gate.py:" in origin(error) and "run.log" in origin(error)
     try:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from roll_async.config.api import load
-from roll_async.launch.gate import refuse_unsupported
+from roll_async.launch.gate import unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -19,7 +19,7 @@ def step(k3=1e-4, rho_max=1.1, **times):
 
 def test_the_overrides_of_the_demo_make_a_config_that_is_supported():
     config = load(str(ROOT / "configs" / gpu_suite.DEMO_CONFIG), gpu_suite.demo_overrides("somewhere", 5))
-    refuse_unsupported(config)
+    assert not unsupported(config)
     assert config.actor_train.device_mapping == config.actor_infer.device_mapping == (0,)
     assert (config.max_steps, config.output_dir, config.exp_name) == (5, "somewhere", "gpu_demo")
     assert config.actor_train.model_args.dtype == config.actor_infer.model_args.dtype == "bf16"

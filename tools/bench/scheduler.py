@@ -48,7 +48,7 @@ def completion(request_id: str, reason: FinishReason) -> Completion:
 class Engine:
     """Holds requests until it is told to answer one."""
 
-    capabilities = EngineCapabilities(keep_in_place=True, prefix_caching=False)
+    capabilities = EngineCapabilities(keep_in_place=True)
 
     def __init__(self, name: str, held: list[tuple[Engine, str]]) -> None:
         self.name, self._held = name, held

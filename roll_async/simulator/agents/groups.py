@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from roll_async.agents.groups import AgentGroups, AgentParts, GroupFilter, GroupOptions, TagPlan
@@ -13,12 +13,13 @@ from roll_async.agents.tools.toolbox import Toolbox, function
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Prompt, Sample, SamplingParams
+from roll_async.schema import Prompt
 from roll_async.simulator.agents.checks import TraceChecks
 from roll_async.simulator.agents.texts import SimRenderer, TraceTexts
 from roll_async.simulator.agents.worlds import HELD_OUT, Fates, WorldBook, workers
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.roles import SimTool
+from roll_async.simulator.watched import SeenSource
 
 if TYPE_CHECKING:
     from roll_async.simulator.scenario import Scenario
@@ -104,7 +105,7 @@ class AgentTasks:
             filter=GroupFilter() if scenario.scheduler.filter_enabled else None,
         )
         parts = AgentParts(tags={_TAG: plan}, renderer=SimRenderer(strips=model.strips), worlds=self.pool)
-        seen = type("Groups", (SeenGroups, self._groups), {"watch": self._watch})
+        seen = type("Groups", (SeenSource, self._groups), {"watch": self._watch})
         return seen(manager, parts, options)
 
     @property
@@ -115,19 +116,6 @@ class AgentTasks:
     async def close(self) -> None:
         """End the workers."""
         await self.pool.close()
-
-
-class SeenGroups(AgentGroups):
-    """Groups whose validations are watched."""
-
-    watch: Watch
-
-    async def validate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
-    ) -> list[tuple[Prompt, Sample]]:
-        answered = await super().validate(prompts, sampling, name=name)
-        self.watch.validated(int(name.partition(".")[2]), answered, sampling)
-        return answered
 
 
 class BoxedTool:

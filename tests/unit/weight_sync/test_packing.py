@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from roll_async.weight_sync.bucket import Block, TensorSlot
-from roll_async.weight_sync.digest import Digest, as_bytes
+from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.packing import TensorPart, pack, plan_blocks, size_of, unpack
 
@@ -37,7 +37,7 @@ def slot_of(name, tensor):
 def digest_of(tensors, verify="full"):
     digest = Digest(verify)
     for name, tensor in tensors.items():
-        digest.update(slot_of(name, tensor), as_bytes(tensor))
+        digest.update(slot_of(name, tensor), flat_bytes(tensor))
     return digest.hexdigest()
 
 
