@@ -214,7 +214,7 @@ def test_every_file_is_on_disk_before_a_checkpoint_gets_its_name(tmp_path, monke
     [
         (lambda part: shutil.rmtree(part), "manifest.json is missing"),
         (lambda part: (part / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda part: (part / "state.bin").unlink(), "state.bin is not there"),
+        (lambda part: (part / "state.bin").unlink(), "state.bin is missing or not"),
         (lambda part: (part / "state.bin").write_bytes(b"x"), "state.bin is missing or not"),
         (lambda part: write_manifest(part, {}, {"step": 3}), "holds step 3, not step 4"),
     ],
