@@ -46,11 +46,6 @@ class ProgressLine:
         else:
             print(line, flush=True)
 
-    def say(self, text: str) -> None:
-        """Print a separate line."""
-        self.end()
-        print(text, flush=True)
-
     def end(self) -> None:
         """End the live line, so that later output starts on a new line."""
         if self._dirty:

@@ -106,12 +106,6 @@ def after_thinking(text: str) -> str:
     return "" if text.lstrip().startswith("<think>") else text
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Content of the complete \boxed{...} that starts last; None without one. Escaped braces do not count."""
-    spans = _box_spans(text)
-    return text[spans[-1][1] : spans[-1][2]].strip() if spans else None
-
-
 def joined_boxes(text: str, num_parts: int) -> str | None:
     r"""The boxes that make the answer, joined by commas: the last `num_parts` when the last one alone has fewer parts,
     and always those that only `and`, `or` or a comma separates: \boxed{1} or \boxed{2} states two values.

@@ -69,11 +69,6 @@ class RowPlan:
 
     ranks: list[Parts]
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Per rank."""
-        return len(self.ranks[0])
-
 
 def plan_rows(
     lengths: Sequence[int], settings: MegatronSettings, *, rows_per_batch: int, num_ranks: int, hidden_size: int

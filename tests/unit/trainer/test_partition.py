@@ -63,7 +63,7 @@ def test_a_plan_holds_every_row_once_and_gives_all_ranks_the_same_number_of_turn
     chosen = settings(micro_batching=mode, max_tokens_per_microbatch=128)
     plan = plan_rows(LENGTHS, chosen, rows_per_batch=3, num_ranks=num_ranks, hidden_size=64)
     assert sorted(row for rank in plan.ranks for part in rank for row in part) == list(range(len(LENGTHS)))
-    assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
+    assert {len(rank) for rank in plan.ranks} == {len(plan.ranks[0])}
     for part in (part for rank in plan.ranks for part in rank if part):
         padded = [padded_length(LENGTHS[row], chosen) for row in part]
         if mode == "fixed":
@@ -78,7 +78,8 @@ def test_packing_needs_fewer_turns_than_padding():
     turns = {}
     for mode in ("dynamic", "packed"):
         chosen = settings(micro_batching=mode, max_tokens_per_microbatch=128)
-        turns[mode] = plan_rows(LENGTHS, chosen, rows_per_batch=1, num_ranks=1, hidden_size=64).num_micro_batches
+        plan = plan_rows(LENGTHS, chosen, rows_per_batch=1, num_ranks=1, hidden_size=64)
+        turns[mode] = len(plan.ranks[0])
     assert turns["packed"] < turns["dynamic"]
     assert turns["packed"] <= -(-sum(LENGTHS) // 128) + 1
 
@@ -86,7 +87,7 @@ def test_packing_needs_fewer_turns_than_padding():
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_ranks():
     chosen = settings(parallel={"pipeline": 4, "virtual_pipeline": 2})
     plan = plan_rows(LENGTHS, chosen, rows_per_batch=3, num_ranks=2, hidden_size=64)
-    assert plan.num_micro_batches % 4 == 0
+    assert len(plan.ranks[0]) % 4 == 0
     assert any(not part for rank in plan.ranks for part in rank)
 
 
