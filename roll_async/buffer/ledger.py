@@ -190,7 +190,7 @@ class SqliteLedger:
             try:
                 self._open()
                 self._step = int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
-            except BaseException:
+            except BaseException:  # also an interrupt: the file is locked until it is closed
                 self._db.close()
                 raise
 
@@ -398,7 +398,7 @@ class SqliteLedger:
             try:
                 yield
                 self._db.execute("COMMIT")
-            except BaseException:
+            except BaseException:  # also an interrupt: no transaction may be left open
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise

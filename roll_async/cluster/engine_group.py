@@ -173,7 +173,7 @@ class RayEngineClient:
             host = await call(name, "node_address", actor.node_address.remote(), timeout_s=spec.rpc_timeout_s)
             started = actor.start.remote(spec.after)
             capabilities, processes = await call(name, "start", started, timeout_s=spec.rpc_timeout_s)
-        except BaseException:
+        except BaseException:  # also when cancelled: the process must not be left
             ray.kill(actor)
             raise
         client = cls(name, actor, capabilities, host, rpc_timeout_s=spec.rpc_timeout_s)

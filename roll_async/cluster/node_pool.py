@@ -51,7 +51,7 @@ class NodePool:
             await self._wait_created(self._group, timeout_s)
             views = [self._view(self._group, i, b["GPU"]) for i, b in enumerate(bundles)]
             granted = await within(timeout_s, asyncio.gather(*views), "nodes: no process started on one of them")
-        except BaseException:
+        except BaseException:  # also when cancelled: the nodes must not stay reserved
             self.release()
             raise
         for need, (address, visible, num_cores) in zip(self._needs, granted, strict=True):

@@ -112,7 +112,7 @@ class HostPlan:
         assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
             await call("rewards", "start", host.start.remote(), timeout_s=self.rpc_timeout_s)
-        except BaseException:
+        except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise
         return host

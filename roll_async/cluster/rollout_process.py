@@ -258,7 +258,7 @@ class RolloutProcess:
         host = remote.remote(start, list(log_files))
         try:
             await call(ROLE, "start", host.start.remote(), timeout_s=rpc_timeout_s + _INNER_S, own=_OWN_ERRORS)
-        except BaseException:
+        except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise
         return cls(_Link(host, silence_s=silence_s, rpc_timeout_s=rpc_timeout_s))

@@ -263,7 +263,7 @@ class RayTrainerGroup:
                 group._host = addresses[0]
             port = await group._first("free_port", ranks[0].free_port.remote(group._host))
             group._started = await group._all("start", lambda r: r.start.remote(len(ranks), group._host, port))
-        except BaseException:
+        except BaseException:  # also when cancelled: the processes must not be left
             group._kill()
             raise
         for line in group._started[0].log:

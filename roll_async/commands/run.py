@@ -150,7 +150,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing to save", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BaseException as error:
+    except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
         code = exit_code(error)
         if code == EXIT_INTERRUPTED:
             return code
@@ -242,7 +242,7 @@ async def _train(
                 end = await run.pipeline.run()
                 await run.export_hf(str(folder.path / "hf"))
             return end
-        except BaseException as error:
+        except Exception as error:  # `can_restart` names the types, which may be inside an ExceptionGroup
             if not can_restart(config, recorder.restarts, error):
                 raise
             config = restart_from_newest(config, recorder, error)

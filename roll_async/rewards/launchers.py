@@ -145,7 +145,7 @@ class Template:
             answer = json.loads(line) if line else {}
             if "ready" not in answer:
                 raise RuntimeError(answer.get("error") or f"it ended with status {await self._process.wait()}")
-        except BaseException as error:
+        except BaseException as error:  # also when cancelled: the process must not be left
             theirs.close()
             await self._end()
             if isinstance(error, TimeoutError):

@@ -148,7 +148,7 @@ async def worker_behind(launch: Callable[[socket.socket], Awaitable[Process]]) -
         theirs.close()
         await worker.connect(ours)
         await worker.ready()
-    except BaseException:
+    except BaseException:  # also when cancelled: the process must not be left
         theirs.close()
         await worker.stop()
         ours.close()

@@ -247,7 +247,7 @@ class LinkReader:
         try:
             if not self._pull_from_upstream(key, published):
                 source.pull(key, published, waits=False)
-        except BaseException:
+        except BaseException:  # also at the end of the process: relays must not wait for bytes that will not come
             published.advance(0, failed=True)
             raise
         yield from _unpacked(block, rank, segments, published.data)

@@ -1,5 +1,6 @@
 """How far it is from the start script to what a reader looks for, and how many files a change touches."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -77,3 +78,22 @@ def test_an_engine_is_its_file_its_line_among_the_backends_and_its_section_of_th
         file = f"{module.removeprefix('roll_async.').replace('.', '/')}.py"
         assert files_that_name(rf"{name}[:\"(]") == {file, "inference/backends.py"}
         assert files_that_name(rf'{strategy}": \(') == {"config/schema_worker.py"}  # the roles that it may have
+
+
+def test_an_except_for_everything_gives_its_reason_at_the_line_and_outside_user_code_raises_again():
+    user_code = ("agents/", "envs/", "rewards/", "rollout/tools.py", "inference/vllm_in_process.py", "commands/run.py")
+    found = 0
+    for path in PACKAGE.rglob("*.py"):
+        source = path.read_text()
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"BaseException"}
+            if names & {"Exception", "BaseException"}:
+                found += 1
+                where = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+                assert re.search(r"  # \S+ \S+", lines[node.lineno - 1]), f"{where}: no reason"
+                raises = any(isinstance(n, ast.Raise) for n in ast.walk(node))
+                assert raises or where.startswith(user_code), f"{where}: hides errors of our own"
+    assert found > 20
