@@ -17,7 +17,8 @@ ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa", "exact_m
 
 ENV_TYPES = (
     "frozen_lake", "sokoban", "countdown", "math", "qa", "text_game",
-    "gymnasium", "minigrid", "textarena", "reasoning_gym", "webshop", "code",
+    "gymnasium", "minigrid", "textarena", "reasoning_gym", "command", "http_agent",
+    "webshop", "code",
 )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from roll_async.agents.external import HttpAgent
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.play import run_agent
 from roll_async.agents.protocol import Task, is_agent
-from roll_async.envs.registry import WorldSpec, build, check
+from roll_async.config.schema_rollout import ENV_TYPES
+from roll_async.envs.registry import WORLDS, WorldSpec, build, check
 from roll_async.schema import Outcome
 
 ASK = """
@@ -200,3 +201,7 @@ def test_a_row_too_long_for_a_variable_is_said(sessions, tmp_path):
     file.write_text(json.dumps({"question": "x" * 130_000}))
     ending, _, _ = run_one(sessions, command("print()", file=str(file)))
     assert ending.outcome is Outcome.AGENT_ERROR and "use env_type http_agent" in ending.reason
+
+
+def test_every_world_that_has_a_name_may_stand_in_a_config():
+    assert set(WORLDS) == set(ENV_TYPES) - {"webshop", "code"}

@@ -79,7 +79,7 @@ RLVR_CASES = [
 ]  # fmt: skip
 AGENTIC_CASES = [
     ("C019", {"prompt_length": 3}, "prompt_length: is a key of rlvr configs; this one is agentic because actor_train.data_args is not set"),
-    ("C004", {"custom_envs": {"A": {"env_type": "frozen_lak"}}}, 'custom_envs.A.env_type: "frozen_lak" is not one of frozen_lake | sokoban | countdown | math | qa | text_game | gymnasium | minigrid | textarena | reasoning_gym | webshop | code; did you mean \'frozen_lake\'?'),
+    ("C004", {"custom_envs": {"A": {"env_type": "frozen_lak"}}}, 'custom_envs.A.env_type: "frozen_lak" is not one of frozen_lake | sokoban | countdown | math | qa | text_game | gymnasium | minigrid | textarena | reasoning_gym | command | http_agent | webshop | code; did you mean \'frozen_lake\'?'),
     ("C006", {"custom_envs": {"A": {}}}, "custom_envs.A.env_type: required and not set; add it"),
     ("C019", {"pipeline": "agentic", "actor_train.data_args": {}}, "actor_train.data_args: is a key of rlvr configs; this one is agentic because pipeline is agentic"),
 ]  # fmt: skip
