@@ -18,6 +18,7 @@ import string
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roll_async.envs.worlds.frozen_lake import FrozenLake, FrozenLakeOptions
 from roll_async.envs.worlds.moves import STEPS, WORDS
 
+Rows = Callable[..., list[tuple[list[int], list[int]]]]
+"""(tokenizer, random.Random) to a batch of (token ids, 1 where the assistant speaks)."""
 VERSION = 2
 STEPS_WARM, BATCH, RATE = 500, 12, 4e-3
 RANDOM_MOVES, CALLS = 0.55, 0.15
@@ -130,8 +133,8 @@ def product(rng: random.Random) -> list[tuple[str, str]]:
     return [question, ("assistant", str(value + rng.choice((-100, -10, -1, 1, 10, 100)) * rng.randint(0, 3)))]
 
 
-def encoded(tokenizer, chat: list[tuple[str, str]], *, tools: bool) -> tuple[list[int], list[int]]:
-    """(token ids, 1 where the assistant speaks)"""
+def encoded(tokenizer, chat: list[tuple[str, str]], *, tool: str = "") -> tuple[list[int], list[int]]:
+    """(token ids, 1 where the assistant speaks) of a chat with this tool, if any."""
     ids, mask = [], []
 
     def add(text: str, spoken: int) -> None:
@@ -139,8 +142,8 @@ def encoded(tokenizer, chat: list[tuple[str, str]], *, tools: bool) -> tuple[lis
         ids.extend(part)
         mask.extend([spoken] * len(part))
 
-    if tools:
-        add("<|im_start|>system\ncalculator<|im_end|>\n", 0)
+    if tool:
+        add(f"<|im_start|>system\n{tool}<|im_end|>\n", 0)
     for role, content in chat:
         add(f"<|im_start|>{role}\n", 0)
         add(f"{content}<|im_end|>", int(role == "assistant"))
@@ -148,8 +151,18 @@ def encoded(tokenizer, chat: list[tuple[str, str]], *, tools: bool) -> tuple[lis
     return ids, mask
 
 
-def warm_start(source: Path, target: Path) -> float:
-    """Supervised steps on both tasks; the last loss."""
+def demo_rows(world: FrozenLake) -> Rows:
+    """A batch of both tasks of the demos."""
+
+    def rows(tokenizer, rng: random.Random) -> list[tuple[list[int], list[int]]]:
+        walks = [encoded(tokenizer, walk(world, rng)) for _ in range(BATCH)]
+        return walks + [encoded(tokenizer, product(rng), tool="calculator") for _ in range(BATCH)]
+
+    return rows
+
+
+def warm_start(source: Path, target: Path, batch: Rows, steps: int) -> float:
+    """Supervised steps on the rows of `batch`; the last loss."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -157,11 +170,10 @@ def warm_start(source: Path, target: Path) -> float:
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS_WARM, pct_start=0.1)
-    rng, world, loss = random.Random(1), FrozenLake(FrozenLakeOptions(words="short")), torch.zeros(())
-    for step in range(STEPS_WARM):
-        rows = [encoded(tokenizer, walk(world, rng), tools=False) for _ in range(BATCH)]
-        rows += [encoded(tokenizer, product(rng), tools=True) for _ in range(BATCH)]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
+    rng, loss = random.Random(1), torch.zeros(())
+    for step in range(steps):
+        rows = batch(tokenizer, rng)
         width = max(len(ids) for ids, _ in rows)
         tokens, labels = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -100)
         for row, (ids, mask) in enumerate(rows):
@@ -174,7 +186,7 @@ def warm_start(source: Path, target: Path) -> float:
         schedule.step()
         optimizer.zero_grad()
         if (step + 1) % 50 == 0:
-            print(f"  warm start: step {step + 1} of {STEPS_WARM}, loss {loss.item():.3f}", flush=True)
+            print(f"  warm start: step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return float(loss.detach())
@@ -197,7 +209,8 @@ def main() -> None:
     print(f"making agentic assets in {output}")
     make_model(temporary / "random")
     make_tokenizer(temporary / "random")
-    loss = warm_start(temporary / "random", temporary / "model")
+    world = FrozenLake(FrozenLakeOptions(words="short"))
+    loss = warm_start(temporary / "random", temporary / "model", demo_rows(world), STEPS_WARM)
     shutil.rmtree(temporary / "random")
     (temporary / "manifest.json").write_text(json.dumps({"version": VERSION, "warm_start_loss": loss}))
     shutil.rmtree(output, ignore_errors=True)
