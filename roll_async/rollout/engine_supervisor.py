@@ -57,7 +57,7 @@ class EngineSupervisor:
     def _ended(self, task: asyncio.Task[None], name: str) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # not a failure to start, which `_restart` handles: nobody else reports it
+        if error is not None:  # not a failure to start, which `_restart` reports itself
             self._manager.give_up(name, f"{type(error).__name__}: {error}")
 
     async def remove_replica(self, name: str, reason: str) -> None:

@@ -4,6 +4,8 @@ trajectories in worlds.
 
 from __future__ import annotations
 
+from typing import cast
+
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.invariants import Watch
@@ -30,7 +32,9 @@ class ChatTasks:
         if scenario.tools is not None:
             assert isinstance(texts, Texts)
             tools = tools_of(scenario.tools, texts, SimTool(scenario.seed, scenario.tools))
-        seen = type("Scheduler", (SeenSource, self._scheduler), {"watch": self._watch})
+        seen = cast(
+            type[ChatCompletionScheduler], type("Scheduler", (SeenSource, self._scheduler), {"watch": self._watch})
+        )
         return seen(manager, SimScorer(scenario.seed, scenario.rewards), scenario.scheduler, tools=tools)
 
     async def close(self) -> None:

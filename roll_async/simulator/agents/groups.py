@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from roll_async.agents.groups import AgentGroups, AgentParts, GroupFilter, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
@@ -105,7 +105,7 @@ class AgentTasks:
             filter=GroupFilter() if scenario.scheduler.filter_enabled else None,
         )
         parts = AgentParts(tags={_TAG: plan}, renderer=SimRenderer(strips=model.strips), worlds=self.pool)
-        seen = type("Groups", (SeenSource, self._groups), {"watch": self._watch})
+        seen = cast(type[AgentGroups], type("Groups", (SeenSource, self._groups), {"watch": self._watch}))
         return seen(manager, parts, options)
 
     @property
