@@ -138,9 +138,9 @@ class EngineReplica:
         await self._engine.close()
 
 
-def replica_name(placement: ProcessPlacement) -> str:
+def replica_name(index: int) -> str:
     """Name of a replica in logs, errors and metrics; it stays the same after a restart."""
-    return f"actor_infer-{placement.index}"
+    return f"actor_infer-{index}"
 
 
 class RayEngineClient:
@@ -162,7 +162,7 @@ class RayEngineClient:
         """Start the process and load the model. `number`: earlier starts of this replica. Raises ValueError for what
         the user can fix, StallError when it is not up in time.
         """
-        name = replica_name(placement)
+        name = replica_name(placement.index)
         options = pool.options(placement, dict(spec.env))
         unique = f"{name}.{number}" if number else name  # Ray may still have the dead actor under its name
         settings = replace(spec.settings, device=placement.device)

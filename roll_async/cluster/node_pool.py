@@ -24,6 +24,8 @@ CUDA_VISIBLE_DEVICES names its devices.
 """
 _POLL_S = 0.2
 _SAY_EVERY_S = 10.0
+_JOIN_S = 300.0
+"""So long a process on granted devices may take to start, where nothing else says so."""
 
 
 class NodePool:
@@ -31,26 +33,36 @@ class NodePool:
     placed on any node. Pickled after `reserve`, it can be used in other processes of the run.
     """
 
-    def __init__(self, placements: Sequence[ProcessPlacement]) -> None:
+    def __init__(self, placements: Sequence[ProcessPlacement], *, joins: bool = False) -> None:
+        """`joins`: of one process that joins the run later, on CPU in a bundle of its own, too."""
         self._needs = gpu_nodes(placements)
+        self._own_core = joins and not self._needs
         self._num_cpu_processes = sum(1 for p in placements if not p.gpu_ids)
         self._bundle_of = {need.node: i for i, need in enumerate(self._needs)}
         self._granted: dict[int, GrantedNode] = {}
         self._group: PlacementGroup | None = None
 
-    async def reserve(self, timeout_s: float) -> None:
+    async def reserve(self, timeout_s: float | None) -> None:
         """Wait until the nodes are reserved. Raises ValueError at once for nodes that this cluster never has. Nodes
         that are in use, or that an autoscaler may start, are waited for, with log lines; StallError after `timeout_s`.
+        None: without a limit, and without the refusal, which is `refuse_more`.
         """
-        self._refuse_impossible()
-        if not self._needs:
-            return
+        if timeout_s is not None:
+            self._refuse_impossible()
         bundles = [{"GPU": float(len(n.gpu_ids)), "CPU": float(n.num_processes)} for n in self._needs]
+        if self._own_core:
+            bundles = [{"CPU": 1.0}]
+        if not bundles:
+            return
         self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
         try:
             await self._wait_created(self._group, timeout_s)
+            if self._own_core:
+                return
             views = [self._view(self._group, i, b["GPU"]) for i, b in enumerate(bundles)]
-            granted = await within(timeout_s, asyncio.gather(*views), "nodes: no process started on one of them")
+            granted = await within(
+                timeout_s or _JOIN_S, asyncio.gather(*views), "nodes: no process started on one of them"
+            )
         except BaseException:  # also when cancelled: the nodes must not stay reserved
             self.release()
             raise
@@ -64,10 +76,21 @@ class NodePool:
             remove_placement_group(self._group)
             self._group = None
 
+    def refuse_more(self, num_processes: int, like: ProcessPlacement) -> None:
+        """Raises ValueError when so many processes beyond those of the run will never find a place."""
+        most, there = _resources()
+        kind, each = ("GPU", len(like.gpu_ids)) if like.gpu_ids else ("CPU", 1)
+        used = sum(len(need.gpu_ids) for need in self._needs) if like.gpu_ids else self._num_cpu_processes
+        have = max(sum(resources.get(kind, 0) for resources in there), most.get(kind, 0))
+        if used + num_processes * each > have:
+            raise ValueError(
+                f"the run has {used} {kind}s, {num_processes} replicas more need {num_processes * each}, and Ray has "
+                f"{have:.0f} {kind}s"
+            )
+
     def _refuse_impossible(self) -> None:
         """Raises ValueError for nodes that neither this cluster nor its autoscaler has."""
-        most = cluster_state.get_max_resources_from_cluster_config() or {}
-        there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        most, there = _resources()
         cpus = sum(resources.get("CPU", 0) for resources in there)
         if self._num_cpu_processes > max(cpus, most.get("CPU", 0)):
             raise ValueError(
@@ -87,19 +110,24 @@ class NodePool:
             "RAY_ADDRESS"
         )
 
-    async def _wait_created(self, group: PlacementGroup, timeout_s: float) -> None:
+    async def _wait_created(self, group: PlacementGroup, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         began = said = loop.time()
+        kind, every_s = "GPU" if self._needs else "CPU", _SAY_EVERY_S
         while placement_group_table(group)["state"] != "CREATED":
             waited_s = loop.time() - began
-            wanted = " + ".join(str(len(need.gpu_ids)) for need in self._needs)
-            free = ray.available_resources().get("GPU", 0)
-            line = f"nodes with {wanted} GPUs are not free yet: {free:g} GPUs are"
-            if waited_s > timeout_s:
+            wanted = " + ".join(str(len(need.gpu_ids)) for need in self._needs) or "1"
+            free = ray.available_resources().get(kind, 0)
+            line = f"nodes with {wanted} {kind}s are not free yet: {free:g} {kind}s are"
+            if timeout_s is not None and waited_s > timeout_s:
                 raise StallError(f"{line}, after {waited_s:.0f} s (fault.stall_timeout)")
-            if loop.time() - said >= _SAY_EVERY_S:
+            if loop.time() - said >= every_s:
                 said = loop.time()
-                logger.warning("%s; waiting for %.0f s of %.0f s (fault.stall_timeout)", line, waited_s, timeout_s)
+                if timeout_s is None:
+                    every_s *= 2
+                    logger.warning("%s; a replica that joins waits for them since %.0f s", line, waited_s)
+                else:
+                    logger.warning("%s; waiting for %.0f s of %.0f s (fault.stall_timeout)", line, waited_s, timeout_s)
             await asyncio.sleep(_POLL_S)
 
     def _view(self, group: PlacementGroup, bundle: int, num_gpus: float) -> asyncio.Future[tuple[str, list[str], int]]:
@@ -113,12 +141,20 @@ class NodePool:
         env_vars = {**process_env(placement, granted), **env}
         options: dict[str, object] = {"num_cpus": 1, "runtime_env": {"env_vars": env_vars}}
         if granted is not None:
-            assert self._group is not None
             options["num_gpus"] = _GPU_SHARE * len(placement.gpu_ids)
+        if granted is not None or self._own_core:
+            assert self._group is not None
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=self._bundle_of[placement.node]
+                placement_group=self._group,
+                placement_group_bundle_index=0 if granted is None else self._bundle_of[placement.node],
             )
         return options
+
+
+def _resources() -> tuple[dict[str, float], list[dict[str, float]]]:
+    """(the most that an autoscaler may bring it to, what each node has)."""
+    most = cluster_state.get_max_resources_from_cluster_config() or {}
+    return most, [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @ray.remote

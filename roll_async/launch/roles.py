@@ -133,7 +133,7 @@ class RoleStarter:
         """
         config, placements = self._config, self._placements
         rollout = await start_rollout(config, placements.engines, self._pool, self._stack)
-        engines = {replica_name(p): devices_of([p], config.num_gpus_per_node) for p in placements.engines}
+        engines = {replica_name(p.index): devices_of([p], config.num_gpus_per_node) for p in placements.engines}
         ranks = {name: devices_of(placements.training[name], config.num_gpus_per_node) for name in sharing}
         theirs = {device for devices in ranks.values() for device in devices}
         sleepers = {name for name, devices in engines.items() if theirs & set(devices)}

@@ -16,15 +16,14 @@ from pathlib import Path
 
 from roll_async.agents.groups import AgentGroups
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
-from roll_async.cluster.engine_group import EngineSpec, RayEngineClient, replica_name
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig, SglangConfig
-from roll_async.inference.processes import ProcessId
-from roll_async.inference.settings import EngineSettings
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
+from roll_async.launch.engines import ReplicaStarter
+from roll_async.launch.scaling import follow_requests
 from roll_async.pipelines.turns import DeviceTurns
 from roll_async.pipelines.wire import (
     Classes,
@@ -50,7 +49,7 @@ from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
 from roll_async.weight_sync.protocol import WeightSource
-from roll_async.weight_sync.transports import choose_transport
+from roll_async.weight_sync.transports import ONE_HOST, choose_transport
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +91,8 @@ class StartedRollout:
 
     engines: Engines
     tasks: StartedTasks
+    starter: ReplicaStarter
+    stack: AsyncExitStack
 
     async def couple(self, spec: RolloutSpec) -> RolloutSide:
         """Build queue, rollouter and synchronizer of one run."""
@@ -109,9 +110,11 @@ class StartedRollout:
             turns=spec.turns,
             pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
-        return wire_rollout(
-            roles, RolloutOptions.of(config, _transport(config, hosts)), Classes(rollouter=spec.rollouter)
-        )
+        transport = _transport(config, hosts)
+        side = wire_rollout(roles, RolloutOptions.of(config, transport), Classes(rollouter=spec.rollouter))
+        self.starter.one_host = next(iter(hosts)) if transport in ONE_HOST else None
+        await follow_requests(Path(config.output_dir) / config.exp_name, self.engines, self.starter, self.stack)
+        return side
 
 
 class RolloutStarter:
@@ -124,21 +127,21 @@ class RolloutStarter:
         pool: NodePool,
         stack: AsyncExitStack,
     ) -> None:
-        self._config, self._placements, self._pool, self._stack = config, engines, pool, stack
-        self._engines: dict[str, RayEngineClient] = {}
+        self._config, self._stack = config, stack
+        self._engines = ReplicaStarter(config, engines, pool, stack)
 
     async def start(self) -> StartedRollout:
         """Start all of it. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
         config = self._config
-        engines = asyncio.gather(*(self._start_engine(p) for p in self._placements))
+        engines = self._engines.start_all()
         if isinstance(config, AgenticConfig):
             tasks, clients = await asyncio.gather(start_agents(config, self._stack), engines)
         else:
             assert isinstance(config, RLVRConfig)
             tasks, clients = await asyncio.gather(self._start_prompts(config), engines)
-        connected = connect(clients, self._restart_engine, EngineOptions.of(config))
+        connected = connect(clients, self._engines, EngineOptions.of(config))
         await connected.start(self._stack)
-        return StartedRollout(engines=connected, tasks=tasks)
+        return StartedRollout(engines=connected, tasks=tasks, starter=self._engines, stack=self._stack)
 
     async def _start_prompts(self, config: RLVRConfig) -> StartedTasks:
         """Prompt files and rewards."""
@@ -150,28 +153,6 @@ class RolloutStarter:
             return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
 
         return StartedTasks(prompts=loaded.stream, source=source, validation=loaded.held_out, pool=loaded.pool)
-
-    async def _start_engine(
-        self, placement: ProcessPlacement, number: int = 0, after: tuple[ProcessId, ...] = ()
-    ) -> RayEngineClient:
-        role = self._config.actor_infer
-        spec = EngineSpec(
-            strategy=role.strategy_args.strategy_name,
-            settings=EngineSettings.of(self._config, replica=placement.index, restart=number),
-            env={**self._config.system_envs, **role.system_envs},
-            rpc_timeout_s=self._config.fault.rpc_timeout,
-            after=after,
-        )
-        client = await RayEngineClient.start(spec, placement, self._pool, number)
-        self._engines[client.name] = client
-        self._stack.push_async_callback(client.close)
-        return client
-
-    async def _restart_engine(self, name: str, number: int) -> RayEngineClient:
-        """Start a process in the place of a lost one, whose remaining processes are ended first."""
-        self._engines[name].kill()
-        placement = next(p for p in self._placements if replica_name(p) == name)
-        return await self._start_engine(placement, number, self._engines[name].processes)
 
     async def _start_scorer(self, config: RLVRConfig) -> RayScorer:
         plan = HostPlan(

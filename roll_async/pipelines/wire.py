@@ -25,7 +25,7 @@ from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
 from roll_async.pipelines.validation import validation_metrics
 from roll_async.rollout.chat_scheduler import sampling_of
-from roll_async.rollout.engine_supervisor import EngineSupervisor, StartEngine
+from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.manager_options import ManagerOptions
@@ -88,12 +88,12 @@ class Engines:
 
 
 def connect(
-    replicas: Sequence[Replica], restart: StartEngine, options: EngineOptions, classes: Classes = Classes()
+    replicas: Sequence[Replica], starter: Starter, options: EngineOptions, classes: Classes = Classes()
 ) -> Engines:
-    """The manager of the replicas and its supervisor. `restart` starts a lost replica again."""
+    """The manager of the replicas and its supervisor. `starter` starts lost replicas again, and new ones."""
     manager = classes.manager(replicas, options.manager)
     supervisor = EngineSupervisor(
-        manager, restart, max_restarts=options.max_restarts, start_timeout_s=options.start_timeout_s
+        manager, starter, max_restarts=options.max_restarts, start_timeout_s=options.start_timeout_s
     )
     return Engines(manager=manager, supervisor=supervisor)
 
@@ -204,7 +204,7 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         expects_return=lambda: manager.expects_return,
         canary=_canary(roles.prompts, source_of_weights, options.canary),
     )
-    supervisor.attach(synchronizer.rejoin)
+    supervisor.attach(synchronizer)
     validate = _validation(source, roles.validation, options) if roles.validation else None
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
 

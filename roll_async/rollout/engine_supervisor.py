@@ -1,9 +1,11 @@
-"""Restarts lost engines: start the process, pause it, give it the present weights, resume it.
+"""Which replicas there are: starts lost ones again, starts those that join during a run, ends those that leave.
 
-    manager.lost --> supervisor.lost --> start (retried) --> rejoin --> synchronizer --> readmit --> manager.add
+    manager.lost --> lost  --\\
+    scale --> join --> devices --> start (retried) --> rejoin --> synchronizer --> readmit --> manager.add
+          \\-> leave --> manager.retire --> end of its process
 
-Its requests wait or run on other replicas meanwhile. A replica that has used up its restarts is not started again; the
-run ends when none is left.
+A replica is paused until it holds the present weights. Requests of a lost or leaving one wait or run on other replicas
+meanwhile. A replica that has used up its restarts is not started again; the run ends when none is left.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from itertools import count
+from typing import Protocol
 
 from roll_async.inference.protocol import PauseMode
 from roll_async.rollout.protocol import Replica
@@ -22,43 +26,117 @@ logger = logging.getLogger(__name__)
 _FIRST_DELAY_S = 1.0
 _BACKOFF = 4.0
 
-StartEngine = Callable[[str, int], Awaitable[Replica]]
-"""(name, number of earlier starts) to a running replica of that name, on the devices of the lost one."""
+
+class Starter(Protocol):
+    """Where replicas come from."""
+
+    def name(self, index: int) -> str:
+        """Of the replica of this number, from 0 on."""
+        ...
+
+    async def reserve(self, name: str) -> None:
+        """Returns when there are devices for the replica: at once for one that was there, else after as long as it
+        takes.
+        """
+
+    async def start(self, name: str, number: int) -> Replica:
+        """A running replica of that name. `number`: how often it was started before; whatever is left of the process
+        before goes first.
+        """
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End its process, running, starting or dead, and give back what `reserve` waited for."""
+
+
+class Joins(Protocol):
+    """Gives weights to started, paused replicas: `ParameterSynchronizer`."""
+
+    def rejoin(self, replica: Replica) -> None: ...
+
+    def forget(self, name: str) -> None:
+        """This replica leaves instead."""
 
 
 class EngineSupervisor:
     """Restarts each replica at most `max_restarts` times (`fault.max_engine_restarts`). Close it before the manager."""
 
     def __init__(
-        self, manager: AsyncLLMServerManager, start: StartEngine, *, max_restarts: int, start_timeout_s: float
+        self, manager: AsyncLLMServerManager, starter: Starter, *, max_restarts: int, start_timeout_s: float
     ) -> None:
-        self._manager, self._start = manager, start
+        self._manager, self._starter = manager, starter
         self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
-        self._rejoin: Callable[[Replica], None] | None = None
+        self._joins: Joins | None = None
         self._restarts: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._starts = Counter(client.name for client in manager.clients)
+        """Processes of each replica so far: no two of them may be the same to Ray, or sample from the same seed."""
+        self._coming: dict[str, Replica | None] = {}
+        """Neither lost for good nor serving; with its client from when that is up."""
+        self._leaving: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         manager.supervise(self.lost)
 
-    def attach(self, rejoin: Callable[[Replica], None]) -> None:
-        """`rejoin` gives weights to restarted replicas: `ParameterSynchronizer.rejoin`."""
-        self._rejoin = rejoin
+    def attach(self, joins: Joins) -> None:
+        """From now on replicas can be given weights, and so be started."""
+        self._joins = joins
 
     def lost(self, name: str, reason: str) -> bool:
         """A replica was lost. True: it will be started again."""
-        if self._rejoin is None or self._restarts[name] >= self._max_restarts:
+        if name in self._leaving:
+            return False
+        if self._joins is None or self._restarts[name] >= self._max_restarts:
             logger.error("engine %s is not started again after %d restarts: %s", name, self._restarts[name], reason)
+            self._coming.pop(name, None)
             return False
         self._restarts[name] += 1
-        task = asyncio.get_running_loop().create_task(self._restart(name), name=f"restart of {name}")
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._ended(done, name))
+        self._bring(name)
         return True
 
+    @property
+    def names(self) -> list[str]:
+        """Replicas that serve or will: without those that leave or were given up."""
+        serving = [c.name for c in self._manager.clients if c.name not in self._leaving]
+        return [*serving, *(name for name in self._coming if name not in serving)]
+
+    def scale(self, num_replicas: int) -> tuple[list[str], list[str]]:
+        """From now on so many replicas; who joins and who leaves. Those that came last leave first, and before them
+        those that do not serve yet.
+        """
+        assert num_replicas >= 1 and self._joins is not None
+        there = self.names
+        leave = there[num_replicas:]
+        fresh = (name for name in map(self._starter.name, count()) if name not in there and name not in self._leaving)
+        join = [next(fresh) for _ in range(num_replicas - len(there))]
+        for name in leave:
+            self._leaving.add(name)
+            self._coming.pop(name, None)
+            self._run(name, self._leave(name), "end")
+        for name in join:
+            del self._restarts[name]
+            self._bring(name)
+        return join, leave
+
+    def _bring(self, name: str) -> None:
+        self._coming[name] = None
+        self._run(name, self._start(name), "start")
+
+    def _run(self, name: str, work: Coroutine[object, object, None], what: str) -> None:
+        if (before := self._tasks.get(name)) is not None:
+            before.cancel()
+        self._tasks[name] = task = asyncio.get_running_loop().create_task(work, name=f"{what} of {name}")
+        task.add_done_callback(lambda done: self._ended(done, name))
+
     def _ended(self, task: asyncio.Task[None], name: str) -> None:
-        self._tasks.discard(task)
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # not a failure to start, which `_restart` reports itself
-            self._manager.give_up(name, f"{type(error).__name__}: {error}")
+        if error is not None:  # not a failure to start, which `_start` reports itself
+            logger.error("%s: %s", task.get_name(), error, exc_info=error)
+            self._give_up(name, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self._coming.pop(name, None)
+        self._manager.give_up(name, reason)
 
     async def remove_replica(self, name: str, reason: str) -> None:
         """Remove a replica, running or being restarted, that does not accept the weights."""
@@ -69,43 +147,63 @@ class EngineSupervisor:
 
     async def readmit(self, client: Replica) -> None:
         """Resume a replica that holds the weights. One that does not resume is lost once more."""
+        reason = ""
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await client.resume()
         except TimeoutError:
-            await self.remove_replica(client.name, f"did not resume within {self._start_timeout_s:g} s")
+            reason = f"did not resume within {self._start_timeout_s:g} s"
         except (RuntimeError, OSError) as error:
-            await self.remove_replica(client.name, f"did not resume: {error}")
+            reason = f"did not resume: {error}"
+        if self._coming.get(client.name) is not client:  # it left meanwhile
+            return
+        if reason:
+            await self.remove_replica(client.name, reason)
         else:
+            del self._coming[client.name]
             await self._manager.add(client)
 
     async def close(self) -> None:
         """Stop restarting."""
-        for task in list(self._tasks):
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _restart(self, name: str) -> None:
+    async def _start(self, name: str) -> None:
         """Start the replica, retried as often as restarts are left; the synchronizer then gives it the weights."""
-        assert self._rejoin is not None
-        reason = ""
+        assert self._joins is not None
         while True:
-            number = self._restarts[name]
-            await asyncio.sleep(_FIRST_DELAY_S * _BACKOFF ** (number - 1))
-            logger.warning("engine %s is started again (%d of %d)", name, number, self._max_restarts)
+            if again := self._restarts[name]:
+                await asyncio.sleep(_FIRST_DELAY_S * _BACKOFF ** (again - 1))
+                logger.warning("engine %s is started again (%d of %d)", name, again, self._max_restarts)
             try:
+                await self._starter.reserve(name)
+                self._manager.expect(name)
+                number, self._starts[name] = self._starts[name], self._starts[name] + 1
                 async with asyncio.timeout(self._start_timeout_s):
-                    client = await self._start(name, number)
+                    client = await self._starter.start(name, number)
                     await client.pause(PauseMode.ABORT)
             except TimeoutError:
                 reason = f"not up within {self._start_timeout_s:g} s"
             except (RuntimeError, OSError, ValueError) as error:
                 reason = str(error)
             else:
-                self._rejoin(client)
+                self._coming[name] = client
+                self._joins.rejoin(client)
                 return
             logger.error("engine %s does not start: %s", name, reason)
             if self._restarts[name] >= self._max_restarts:
-                self._manager.give_up(name, reason)
+                self._give_up(name, reason)
                 return
             self._restarts[name] += 1
+
+    async def _leave(self, name: str) -> None:
+        """What it runs goes on elsewhere, then its process ends."""
+        assert self._joins is not None
+        self._joins.forget(name)
+        self._manager.give_up(name, "it leaves")
+        await self._manager.retire(name)
+        await self._starter.stop(name)
+        self._leaving.discard(name)
+        logger.info("engine %s has left", name)

@@ -46,6 +46,8 @@ class ReplicaLink:
         """Checks since its last token that found requests running (`liveness.py`)."""
         self.num_suspicions = 0
         """How often it was suspect since its last token."""
+        self.leaving = False
+        """It gets no further request."""
         self.busy_s = 0.0
         """Seconds with something in flight, up to the last time that it was idle."""
         self._busy_since_s: float | None = None

@@ -46,7 +46,8 @@ class RequestDispatch:
         self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
         self._liveness = Liveness(self, options, self._spawn)
         self._returns: Callable[[str, str], bool] | None = None
-        self._expected: set[str] = set()
+        self._expected: dict[str, bool] = {}
+        """Replicas on their way; whether they were there before."""
         self._choice = ReplicaChoice()
         self._waiting = WaitingRequests()
         self._counts = ServerCounts()
@@ -225,9 +226,11 @@ class RequestDispatch:
 
     def _set_free(self, link: ReplicaLink) -> None:
         """Update the free slots of a replica: its limit less the requests that run there, this manager's and those of
-        other clients. A suspect replica gets one request as a probe. The load of other clients is asked for again
-        before it is older than `batch_creation_interval_s`.
+        other clients. A suspect replica gets one request as a probe, one that leaves gets none. The load of other
+        clients is asked for again before it is older than `batch_creation_interval_s`.
         """
+        if link.leaving:
+            return
         running = len(link.in_flight)
         free = self._options.max_concurrent_per_server - running - link.foreign_requests
         if link.suspect:
@@ -262,7 +265,7 @@ class RequestDispatch:
         if not self._dispatching or self._pump_soon is not None:
             return []
         limit = self._options.max_concurrent_per_server
-        free = [k for k in self.links if not k.suspect and limit > len(k.in_flight) + k.foreign_requests]
+        free = [k for k in self.links if not (k.suspect or k.leaving) and limit > len(k.in_flight) + k.foreign_requests]
         waiting = [p for p in self._waiting if p.foreground or not self._foreground_only] if free else []
         names = {link.name for link in free}
         return [(p.request.request_id, sorted(left)[0]) for p in waiting if (left := names - set(self._avoided(p)))]
@@ -419,21 +422,27 @@ class RequestDispatch:
         name = link.name
         if self._links.get(name) is not link:
             return
-        del self._links[name]
-        orphans = link.close()
+        orphans = self._drop(link)
         logger.warning(
             "engine %s is lost: %s; its %d requests are dispatched to other replicas", name, reason, len(orphans)
         )
-        self._counts.lost(link, asyncio.get_running_loop().time())
-        self._counts.in_flight -= len(orphans)
-        self._choice.remove(name)
+        self._counts.lost_servers += 1
         for attempt in orphans:
             self._keep_received(attempt)
             self._retry(attempt.request, link, reason)
         if self._returns is not None and self._returns(name, reason):
-            self._expected.add(name)
+            self._expected[name] = True
         self._end_without_engines(name, reason)
         self._pump()
+
+    def _drop(self, link: ReplicaLink) -> list[Attempt]:
+        """Close the link to a replica. Returns what was in flight there."""
+        del self._links[link.name]
+        orphans = link.close()
+        self._counts.dropped(link, asyncio.get_running_loop().time())
+        self._counts.in_flight -= len(orphans)
+        self._choice.remove(link.name)
+        return orphans
 
     def _end_without_engines(self, name: str, reason: str) -> None:
         """No replica is left and none is expected: every waiting request fails."""

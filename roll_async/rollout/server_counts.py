@@ -26,7 +26,7 @@ class ServerStats:
     retried: int
     lost_servers: int
     returned_servers: int
-    """Replicas that joined after the start."""
+    """Replicas that were lost and came back."""
     late_results: int
     """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
@@ -49,11 +49,10 @@ class ServerCounts:
     returned_servers: int = 0
     late_results: int = 0
     busy_before_by_server: dict[str, float] = field(default_factory=dict)
-    """Busy seconds of replicas that were lost."""
+    """Busy seconds of replicas that were lost or have left."""
 
-    def lost(self, link: ReplicaLink, now_s: float) -> None:
-        """A replica was lost; its busy time is kept."""
-        self.lost_servers += 1
+    def dropped(self, link: ReplicaLink, now_s: float) -> None:
+        """A replica was lost or has left; its busy time is kept."""
         before_s = self.busy_before_by_server.get(link.name, 0.0)
         self.busy_before_by_server[link.name] = before_s + link.busy_until_s(now_s)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING
 
 from roll_async.inference.protocol import PauseMode
-from roll_async.rollout.attempts import Stop
+from roll_async.rollout.attempts import Attempt, Stop
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import Replica
 from roll_async.rollout.replica_link import ReplicaLink, ask_all, wait_drained
@@ -108,22 +108,24 @@ class AsyncLLMServerManager(RequestDispatch):
         """
         self._foreground_only = aside
         if aside:
-            background = [a for a in self._all_in_flight() if not a.request.foreground]
-            self._recall(background)
-            running = [a for a in background if not a.ended]
-            for attempt in running:
-                attempt.stop = attempt.stop or Stop.ASIDE
-            await self._end_on_servers(running)
+            await self._stop_running([a for a in self._all_in_flight() if not a.request.foreground])
         else:
             self._pump()
+
+    async def _stop_running(self, attempts: Sequence[Attempt]) -> None:
+        """They stop where they run; their requests keep the tokens and go on when they may."""
+        self._recall(attempts)
+        running = [a for a in attempts if not a.ended]
+        for attempt in running:
+            attempt.stop = attempt.stop or Stop.ASIDE
+        await self._end_on_servers(running)
 
     # Replicas that come and go
 
     async def add(self, client: Replica) -> None:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
-        self._expected.discard(client.name)
-        self._counts.returned_servers += 1
+        self._counts.returned_servers += self._expected.pop(client.name, True)
         link = self._links[client.name] = ReplicaLink(client, self, self._spawn)
         self._begin(link)
         self._pump()
@@ -134,17 +136,40 @@ class AsyncLLMServerManager(RequestDispatch):
         """
         self._returns = returns
 
+    def expect(self, name: str) -> None:
+        """A new replica is being started: requests wait for it if no other one is there."""
+        self._expected.setdefault(name, False)
+
     def give_up(self, name: str, reason: str) -> None:
-        """A lost replica will not be restarted."""
-        self._expected.discard(name)
+        """A lost or new replica will not be started any more."""
+        self._expected.pop(name, None)
         self._end_without_engines(name, reason)
 
     @property
     def expects_return(self) -> bool:
-        """Whether a lost replica is being restarted."""
+        """Whether a lost or new replica is being started."""
         return bool(self._expected)
 
     async def remove(self, name: str, reason: str) -> None:
         """Remove a replica; its requests go on elsewhere from their last token."""
         if name in self._links:
             self.lost(self._links[name], reason)
+
+    async def retire(self, name: str) -> None:
+        """A replica leaves for good, which is no loss: it gets nothing more, and what it runs stops there, keeps its
+        tokens and goes on elsewhere. The caller ends its process.
+        """
+        link = self._links.get(name)
+        if link is None:
+            return
+        link.leaving = True
+        self._choice.remove(name)
+        self._recall(list(link.in_flight.values()))
+        self._pump()
+        await self._stop_running(list(link.in_flight.values()))
+        await wait_drained([link], REPLY_WITHIN_S)
+        if self._links.get(name) is link:
+            for attempt in self._drop(link):
+                self._keep_received(attempt)
+                self._requeue(attempt.request)
+            self._pump()

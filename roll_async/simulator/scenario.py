@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from roll_async.simulator.agents.texts import TraceTexts
 
 _AGENTS_SHARE = 0.2
+_ELASTIC_SHARE = 0.3
 _CALLS_AT_AN_END = 20
 """Ways, there and back."""
 
@@ -70,6 +71,10 @@ class Scenario:
     """Somebody presses Ctrl-C then."""
     max_restarts: int = 0
     """Per replica that crashes."""
+    scales: tuple[tuple[float, int], ...] = ()
+    """(when, so many replicas somebody asks for then)."""
+    devices_after_s: float = 0.0
+    """So long the devices of one that joins may be on their way, drawn by its name."""
     kills: tuple[int, ...] = ()
     """The process is killed in this round of the loop's first, second ... life, and started again."""
 
@@ -263,9 +268,14 @@ def _with_more(calm: Scenario) -> Scenario:
     engines = calm.engines
     if rng.random() < 0.1:
         engines = (*engines, EngineFaults(half_open_from_s=rng.uniform(0.0, 20.0)))
+    elastic, scales = Random(f"elastic/{calm.seed}"), ()
+    if elastic.random() < _ELASTIC_SHARE:
+        scales = tuple((elastic.uniform(0.0, 30.0), elastic.randint(1, 4)) for _ in range(elastic.randint(1, 4)))
     return replace(
         calm,
         engines=engines,
+        scales=scales,
+        devices_after_s=elastic.choice((0.0, 5.0, 1e5)),
         scheduler=scheduler,
         plan=plan,
         tools=tools,

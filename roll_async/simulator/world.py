@@ -33,6 +33,7 @@ from roll_async.pipelines.wire import (
     wire_rollout,
 )
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.server_counts import ServerStats
@@ -49,6 +50,7 @@ from roll_async.simulator.roles import (
     SimTrainer,
 )
 from roll_async.simulator.scenario import Scenario
+from roll_async.simulator.starter import SimStarter
 from roll_async.simulator.tasks import ChatTasks
 from roll_async.simulator.watched import Observer, SeenManager, SeenQueue, SeenRollouter
 
@@ -124,6 +126,7 @@ class World:
         self.ending_s: float | None = None
         """The training was over, and the rollout told to stop."""
         self.manager: AsyncLLMServerManager
+        self.supervisor: EngineSupervisor
         self.trainer: SimTrainer
         self.queue: SeenQueue | None = None
         self._looked_at: object = None
@@ -171,13 +174,14 @@ class World:
         scenario = self._scenario
         classes = self._watched()
         stack.push_async_callback(self._close)
-        replicas = [self._replica(f"engine-{i}", faults) for i, faults in enumerate(scenario.engines)]
+        starter = SimStarter(scenario, self.watch, self._new_replica, self.replicas)
+        replicas = [starter.first(faults) for faults in scenario.engines]
         options = EngineOptions(
             manager=self._manager_options(), max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
         )
-        engines = connect(replicas, self._restart, options, classes)  # pyright: ignore[reportArgumentType]  # never scores
+        engines = connect(replicas, starter, options, classes)  # pyright: ignore[reportArgumentType]  # never scores
         await engines.start(stack)
-        self.manager = engines.manager
+        self.manager, self.supervisor = engines.manager, engines.supervisor
         step = self.watch.restored_step
         self.trainer = self._trainer()
         tasks = self._tasks
@@ -251,12 +255,15 @@ class World:
         options = self._scenario.manager
         return options if self.watch.every_token else replace(options, silence_s=1e9)
 
-    def _replica(self, name: str, faults: EngineFaults) -> SimReplica:
+    def _new_replica(self, name: str, faults: EngineFaults) -> SimReplica:
+        """A process, as if nobody had run there before. Raises ConnectionError when nobody could start one."""
+        if self.died:
+            raise ConnectionError("the rollout process is gone")
         scenario = self._scenario
         slots = scenario.manager.max_concurrent_per_server
         engine = SimEngine(name, scenario.seed, scenario.texts, scenario.speed, slots=slots, faults=faults)
         engine.tells_progress = self.watch.every_token
-        replica = SimReplica(
+        return SimReplica(
             engine,
             scenario.seed,
             faults,
@@ -264,17 +271,14 @@ class World:
             submitted=self.watch.submitted,
             host=self._others.host(engine),  # pyright: ignore[reportArgumentType]  # never sleeps
         )
-        self.replicas.append(replica)
-        return replica
 
-    async def _restart(self, name: str, number: int) -> SimReplica:
-        """What `EngineSupervisor` calls for a new process of a lost replica; what is left of the old one goes first."""
-        if self.died:
-            raise ConnectionError("the rollout process is gone")
-        for old in self.replicas:
-            if old.name == name:
-                old.crash("killed")
-        return self._replica(name, EngineFaults())
+    def _scale(self, num_replicas: int) -> None:
+        if not self.died:
+            join, leave = self.supervisor.scale(num_replicas)
+            now = asyncio.get_running_loop().time()
+            self.outcome.spans.append(("faults", f"join {join}, leave {leave}", now, now, {}))
+            if len(there := self.supervisor.names) != num_replicas:
+                self.watch.report(21, f"{num_replicas} replicas were asked for, and there will be {there}")
 
     def _set_fault_timers(self, pipeline: RLVRPipeline) -> None:
         """Set the timers of everything that goes wrong at a time."""
@@ -282,6 +286,8 @@ class World:
         for replica, faults in zip(list(self.replicas), self._scenario.engines, strict=True):
             if faults.crash_at_s is not None:
                 loop.call_later(faults.crash_at_s, self._crash, replica)
+        for at_s, num_replicas in self._scenario.scales:
+            loop.call_later(at_s, self._scale, num_replicas)
         if self._scenario.stop_at_s is not None:
             loop.call_later(self._scenario.stop_at_s, self._stop, pipeline)
         process = self._scenario.process

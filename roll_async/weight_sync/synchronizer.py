@@ -193,6 +193,10 @@ class ParameterSynchronizer(Generic[Replica]):
         self._returning[replica.name] = replica
         self._returned.set()
 
+    def forget(self, name: str) -> None:
+        """This replica wants no weights any more."""
+        self._returning.pop(name, None)
+
     @property
     def returning(self) -> bool:
         """Whether a restarted replica waits for `resync_returned`."""

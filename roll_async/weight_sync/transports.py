@@ -31,6 +31,9 @@ RECEIVERS: dict[str, str] = {
 STAGED = frozenset({"shm", "filesystem", "gloo"})
 """Transports into host memory beside the served weights: engines generate meanwhile, and pause only for the swap."""
 
+ONE_HOST = frozenset({"shm", "cuda_ipc"})
+"""They end at the host of the trainer."""
+
 
 def transport_of(config: PipelineConfig) -> tuple[str, str]:
     """`choose_transport` for the device mappings of a config."""

@@ -393,6 +393,21 @@ class AdvantagesOfTheNextRow(Learner):
         return replace(signal, advantages=signal.advantages.roll(1, 0) * batch.mask)
 
 
+class LeavesInAHurry(AsyncLLMServerManager):
+    """Stops nothing on a replica that leaves."""
+
+    async def _stop_running(self, attempts):
+        pass
+
+
+class ForgetsWhoLeaves(AsyncLLMServerManager):
+    """What a replica had that left does not go on."""
+
+    async def retire(self, name):
+        if name in self._links:
+            self._drop(self._links[name])
+
+
 MUTANTS = {
     "slot free when trained": (Classes(queue=SlotFreeWhenTrained), 1),
     "slot free when finished": (Classes(queue=SlotFreeWhenFinished), 1),
@@ -434,6 +449,8 @@ MUTANTS = {
     "a step older": (Others(learner=AStepOlder), 13),
     "masks nothing": (Others(learner=MasksNothing), 13),
     "advantages of the next row": (Others(learner=AdvantagesOfTheNextRow), 13),
+    "leaves in a hurry": (Classes(manager=LeavesInAHurry), 21),
+    "forgets who leaves": (Classes(manager=ForgetsWhoLeaves), 21),
 }
 """Name to (parts, number of the invariant that notices)."""
 
@@ -548,7 +565,16 @@ def stop_strings(seed):
     return replace(base, tools=None, scheduler=replace(base.scheduler, sampling=sampling), stop_at_s=None)
 
 
+def replicas_leave(seed):
+    """Four replicas with long answers, of which three leave, one after the other."""
+    base = long_answers_and_deaths(seed)
+    scales = tuple((4.0 + 5 * i + seed % 3, 3 - i) for i in range(3))
+    return replace(base, engines=(EngineFaults(),) * 4, scales=scales)
+
+
 WORLDS = {
+    "leaves in a hurry": replicas_leave,
+    "forgets who leaves": replicas_leave,
     "never uses its budget": hardly_any_spread,
     "proximal for behaviour": by_value,
     "a step older": by_value,
@@ -601,6 +627,7 @@ def test_a_broken_restart_is_noticed(name):
         hardly_any_spread,
         process_dies,
         stop_strings,
+        replicas_leave,
     ],
     ids=lambda world: world.__name__,
 )

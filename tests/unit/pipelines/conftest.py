@@ -28,6 +28,22 @@ from roll_async.weight_sync.bucket import UpdatePlan
 from roll_async.weight_sync.synchronizer import SyncOptions
 
 
+class Starter:
+    """Brings replicas back."""
+
+    def __init__(self, run):
+        self.start = run.restart
+
+    def name(self, index):
+        return f"engine-{index}"
+
+    async def reserve(self, name):
+        """There is room."""
+
+    async def stop(self, name):
+        """They end with the test."""
+
+
 class Run:
     """One training run: its own learner, weight source, checkpoint and observer."""
 
@@ -56,7 +72,7 @@ class Run:
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
-        self.engines = connect(self.replicas, self.restart, engines)
+        self.engines = connect(self.replicas, Starter(self), engines)
         self.manager = self.engines.manager
         scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False

@@ -14,7 +14,18 @@ class Garage:
     """Starts replicas: what `plan` says, an exception or the seconds it takes."""
 
     def __init__(self, replica_class, *plan):
-        self.replica_class, self.plan, self.started = replica_class, list(plan), []
+        self.replica_class, self.plan, self.started, self.stopped = replica_class, list(plan), [], []
+        self.devices = asyncio.Event()
+        self.devices.set()
+
+    def name(self, index):
+        return "abcdef"[index]
+
+    async def reserve(self, name):
+        await self.devices.wait()
+
+    async def stop(self, name):
+        self.stopped.append(name)
 
     async def start(self, name, number):
         self.started.append((name, number))
@@ -31,10 +42,15 @@ class Garage:
 async def supervised(replicas, garage, max_restarts=2, refusals=0):
     manager = AsyncLLMServerManager(replicas, ManagerOptions())
     await manager.start()
-    supervisor = EngineSupervisor(manager, garage.start, max_restarts=max_restarts, start_timeout_s=100.0)
+    supervisor = EngineSupervisor(manager, garage, max_restarts=max_restarts, start_timeout_s=100.0)
 
-    def rejoin(replica):  # the synchronizer: weights, then readmit
-        async def bring():
+    class Synchronizer:
+        """Weights, then readmit."""
+
+        def rejoin(self, replica):
+            waiting[replica.name] = asyncio.ensure_future(self._bring(replica))
+
+        async def _bring(self, replica):
             nonlocal refusals
             await asyncio.sleep(1.0)
             assert replica.calls[0] == "pause abort" and not replica.submitted, "no request before the weights"
@@ -44,10 +60,12 @@ async def supervised(replicas, garage, max_restarts=2, refusals=0):
             else:
                 await supervisor.readmit(replica)
 
-        tasks.append(asyncio.ensure_future(bring()))
+        def forget(self, name):
+            if name in waiting:
+                waiting.pop(name).cancel()
 
-    tasks = []
-    supervisor.attach(rejoin)
+    waiting = {}
+    supervisor.attach(Synchronizer())
     try:
         yield manager, supervisor
     finally:
@@ -154,5 +172,119 @@ def test_a_replica_that_refuses_the_weights_is_restarted_whether_it_works_or_is_
             await supervisor.remove_replica("a", "a third time")
             with pytest.raises(ConnectionError, match="a third time"):
                 await manager.wait_failed()
+
+    run(go())
+
+
+def test_a_replica_that_joins_gets_requests_when_it_holds_the_weights_and_is_no_restart(run, make, replica_class):
+    async def go():
+        garage = Garage(replica_class, 3.0)
+        async with supervised([replica_class("a")], garage) as (manager, supervisor):
+            assert supervisor.scale(2) == (["b"], []) and supervisor.names == ["a", "b"]
+            assert supervisor.scale(2) == ([], []), "one that is on its way counts"
+            await asyncio.sleep(3.5)
+            assert manager.num_servers == 1 and not garage.last.submitted
+            await asyncio.sleep(1.0)
+            assert manager.num_servers == 2 and garage.started == [("b", 0)]
+            await asyncio.gather(*(manager.generate(make(f"r{i}")) for i in range(4)))
+            stats = manager.stats()
+            assert garage.last.submitted and (stats.lost_servers, stats.returned_servers) == (0, 0)
+
+    run(go())
+
+
+def test_what_a_leaving_replica_runs_goes_on_elsewhere_with_all_its_tokens_and_costs_no_retry(run, make, replica_class):
+    async def go():
+        a, b = replica_class("a"), replica_class("b")
+        garage = Garage(replica_class)
+        async with supervised([a, b], garage) as (manager, supervisor):
+            work = [asyncio.ensure_future(manager.generate(make(f"r{i}"))) for i in range(4)]
+            await asyncio.sleep(4.5)
+            assert b.submitted and supervisor.scale(1) == ([], ["b"]) and supervisor.names == ["a"]
+            await asyncio.sleep(0.1)
+            assert manager.num_servers == 1 and garage.stopped == ["b"] and len(b.aborted) == 2
+            late = asyncio.ensure_future(manager.generate(make("late")))
+            for done in await asyncio.gather(*work, late):
+                assert done.token_ids.tolist() == list(range(1003, 1013)) and len(done.logprobs) == 10
+            assert len(a.submitted) == 5 and [r.sampling.max_new_tokens for r in a.submitted[2:4]] == [6, 6]
+            stats = manager.stats()
+            assert (stats.lost_servers, stats.retried, stats.resumed) == (0, 0, 2)
+
+    run(go())
+
+
+def test_a_replica_that_dies_while_it_leaves_is_not_started_again_and_loses_no_request(run, make, replica_class):
+    async def go():
+        a, b = replica_class("a"), replica_class("b")
+        b.deaf = True
+        garage = Garage(replica_class)
+        async with supervised([a, b], garage) as (manager, supervisor):
+            work = [asyncio.ensure_future(manager.generate(make(f"r{i}"))) for i in range(4)]
+            await asyncio.sleep(4.5)
+            supervisor.scale(1)
+            await asyncio.sleep(1.0)
+            b.die()
+            for done in await asyncio.gather(*work):
+                assert done.token_ids.tolist() == list(range(1003, 1013))
+            assert garage.started == [] and garage.stopped == ["b"] and supervisor.names == ["a"]
+
+    run(go())
+
+
+def test_devices_that_are_not_there_yet_are_waited_for_without_a_deadline_and_can_be_given_up(run, replica_class):
+    async def go():
+        garage = Garage(replica_class, 1.0)
+        garage.devices.clear()
+        async with supervised([replica_class("a")], garage) as (manager, supervisor):
+            assert supervisor.scale(3) == (["b", "c"], [])
+            await asyncio.sleep(5000)  # fifty times what a start may take
+            assert garage.started == [] and not manager.expects_return, "the run does not wait for devices"
+            assert supervisor.scale(2) == ([], ["c"])
+            garage.devices.set()
+            await asyncio.sleep(3)
+            assert garage.started == [("b", 0)] and garage.stopped == ["c"] and manager.num_servers == 2
+
+    run(go())
+
+
+def test_those_that_serve_stay_before_those_that_are_on_their_way_and_a_name_is_used_again(run, replica_class):
+    async def go():
+        a, b = replica_class("a"), replica_class("b")
+        garage = Garage(replica_class, 50.0, 1.0, 1.0)
+        async with supervised([a, b], garage) as (manager, supervisor):
+            a.die()
+            await asyncio.sleep(10)
+            assert supervisor.names == ["b", "a"] and supervisor.scale(1) == ([], ["a"])
+            await asyncio.sleep(5)
+            assert manager.num_servers == 1 and garage.started == [("a", 1)] and not manager.expects_return
+            assert supervisor.scale(3) == (["a", "c"], [])
+            await asyncio.sleep(5)
+            assert garage.started == [("a", 1), ("a", 2), ("c", 0)], "no process is twice the same"
+            assert {c.name for c in manager.clients} == {"a", "b", "c"}
+
+    run(go())
+
+
+def test_a_replica_that_leaves_while_it_waits_for_weights_is_forgotten(run, replica_class):
+    async def go():
+        garage = Garage(replica_class, 0.5)
+        async with supervised([replica_class("a")], garage) as (manager, supervisor):
+            supervisor.scale(2)
+            await asyncio.sleep(1.0)
+            assert supervisor.scale(1) == ([], ["b"])
+            await asyncio.sleep(5)
+            assert manager.num_servers == 1 and garage.stopped == ["b"] and not manager.expects_return
+
+    run(go())
+
+
+def test_a_new_replica_that_does_not_start_is_given_up_and_the_others_go_on(run, make, replica_class):
+    async def go():
+        garage = Garage(replica_class, *[ValueError("no such model")] * 3)
+        async with supervised([replica_class("a")], garage) as (manager, supervisor):
+            supervisor.scale(2)
+            await asyncio.sleep(100)
+            assert garage.started == [("b", 0), ("b", 1), ("b", 2)] and supervisor.names == ["a"]
+            assert len((await manager.generate(make())).token_ids) == 10 and not manager.expects_return
 
     run(go())

@@ -98,3 +98,20 @@ def test_a_trainer_that_hangs_ends_the_run_at_its_deadline_with_its_name():
     assert outcome.end == "StallError: trainer: step 3 did not return within 40 s" and outcome.findings == ()
     began = max(end for track, name, _, end, _ in outcome.spans if (track, name) == ("trainer", "learn"))
     assert len(outcome.steps) == 2 and 40.0 <= outcome.ended_s - began < 50.0
+
+
+@pytest.mark.parametrize("interrupt", ["wait", "abort", "resume", "keep"])
+def test_replicas_join_and_leave_during_a_run_and_every_prompt_is_trained_once(interrupt):
+    calm = a_world(steps=12)
+    calm = replace(calm, num_prompts=24, sync=replace(calm.sync, interrupt_mode=interrupt))
+    outcome = simulate(replace(calm, scales=((1.5, 4), (6.0, 1), (9.0, 3))))
+    assert outcome.end == "finished" and outcome.findings == () and outcome.queue.trained == 24
+    assert outcome.servers.lost_servers == outcome.servers.returned_servers == outcome.servers.retried == 0
+    assert [outcome.engine_busy[f"engine-{i}"] > 0 for i in range(4)] == [True, True, True, True]
+
+
+def test_devices_that_never_come_stop_nothing():
+    calm = a_world(devices_after_s=1e9)
+    outcome = simulate(replace(calm, scales=((1.0, 4),)))
+    assert outcome.end == "finished" and outcome.findings == ()
+    assert outcome.ended_s == simulate(calm).ended_s and len(outcome.engine_busy) == 2

@@ -1,0 +1,99 @@
+"""Somebody asks a run for another number of replicas, through `replicas/` in its folder.
+
+    roll-async scale  -- request.json -->  the run
+                     <-- answer.json  --
+
+Files and not a socket: the folder may lie on a file system that the two sides share and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaRequest:
+    """One question."""
+
+    id: str
+    replicas: int
+
+
+class ReplicaRequests:
+    """Both ends; `path` is the folder of the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path / "replicas"
+        self._run, self._request, self._answer = (
+            self._folder / name for name in ("run.json", "request.json", "answer.json")
+        )
+
+    # The run
+
+    def open(self) -> None:
+        """From now on this process answers."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.close()
+        _write(self._run, {"host": socket.gethostname(), "pid": os.getpid()})
+
+    def take(self) -> ReplicaRequest | None:
+        """The newest question, once."""
+        found = _read(self._request)
+        if found is None:
+            return None
+        self._request.unlink(missing_ok=True)
+        return ReplicaRequest(id=str(found["id"]), replicas=int(str(found["replicas"])))
+
+    def answer(self, request: ReplicaRequest, text: str, *, refused: bool) -> None:
+        """In words."""
+        _write(self._answer, {"id": request.id, "text": text, "refused": refused})
+
+    def close(self) -> None:
+        """Nobody answers any more."""
+        for path in (self._run, self._request, self._answer):
+            path.unlink(missing_ok=True)
+
+    # Who asks
+
+    def ask(self, num_replicas: int, timeout_s: float) -> str:
+        """What the run says. Raises ValueError when it is not running, refuses, or says nothing in time."""
+        run = _read(self._run)
+        if run is None:
+            raise ValueError(f"{self._folder.parent} is not running: only a run under way has replicas")
+        pid, host = int(str(run["pid"])), str(run["host"])
+        if host == socket.gethostname() and not Path(f"/proc/{pid}").exists():
+            raise ValueError(f"{self._folder.parent} is not running: its process {pid} is gone")
+        request = ReplicaRequest(id=uuid.uuid4().hex, replicas=num_replicas)
+        _write(self._request, {"id": request.id, "replicas": request.replicas})
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = _read(self._answer)
+            if found is not None and found["id"] == request.id:
+                if found["refused"]:
+                    raise ValueError(str(found["text"]))
+                return str(found["text"])
+            time.sleep(_LOOK_EVERY_S)
+        self._request.unlink(missing_ok=True)
+        raise ValueError(f"{self._folder.parent}: no answer within {timeout_s:g} s from process {pid} on host {host}")
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    """All of it or nothing."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)

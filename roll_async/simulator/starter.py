@@ -1,0 +1,73 @@
+"""Where the replicas of a simulated run come from, and where they go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from roll_async.simulator.models import EngineFaults, uniform
+from roll_async.simulator.replica import SimReplica
+from roll_async.simulator.scenario import Scenario
+
+
+class Reports(Protocol):
+    """Who hears of what must not be."""
+
+    def report(self, invariant: int, message: str) -> None: ...
+
+
+class SimStarter:
+    """`rollout/engine_supervisor.py: Starter`. Those that are started during the run have no faults."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        watch: Reports,
+        new: Callable[[str, EngineFaults], SimReplica],
+        replicas: list[SimReplica],
+    ) -> None:
+        """`replicas`: all that ever were; those that are started are added."""
+        self._scenario, self._watch, self._new, self._replicas = scenario, watch, new, replicas
+        self._placed: set[str] = set()
+        """Replicas with devices."""
+
+    def first(self, faults: EngineFaults) -> SimReplica:
+        """The next one of the start."""
+        name = self.name(len(self._placed))
+        self._placed.add(name)
+        return self._add(name, faults)
+
+    def name(self, index: int) -> str:
+        """Of the replica of this number."""
+        return f"engine-{index}"
+
+    async def reserve(self, name: str) -> None:
+        """Devices of a replica that was there are still its own."""
+        if name not in self._placed:
+            await asyncio.sleep(self._scenario.devices_after_s * uniform("devices", self._scenario.seed, name))
+            self._placed.add(name)
+
+    async def start(self, name: str, number: int) -> SimReplica:
+        """A new process; what is left of the old one goes first."""
+        self._end(name)
+        return self._add(name, EngineFaults())
+
+    async def stop(self, name: str) -> None:
+        """Invariant 21: what it ran goes on elsewhere by now."""
+        for replica in self._of(name):
+            if replica.alive and not replica.ignores_calls and (left := sorted(replica.engine.request_ids)):
+                self._watch.report(21, f"{name} leaves while it runs {left}")
+        self._end(name)
+        self._placed.discard(name)
+
+    def _add(self, name: str, faults: EngineFaults) -> SimReplica:
+        self._replicas.append(self._new(name, faults))
+        return self._replicas[-1]
+
+    def _of(self, name: str) -> list[SimReplica]:
+        return [replica for replica in self._replicas if replica.name == name]
+
+    def _end(self, name: str) -> None:
+        for replica in self._of(name):
+            replica.crash("killed")
