@@ -38,6 +38,16 @@ def _qwen3_moe(*sizes: int, expert: int) -> dict[str, object]:
     return {**model, **fields, "norm_topk_prob": True}
 
 
+def _latent(layers: int, heads: int, dense: int, experts: int, vocabulary: int) -> dict[str, object]:
+    """DeepSeek-V3's widths. `dense`: layers without experts."""
+    model = _dense("DeepseekV3ForCausalLM", (7168, layers, heads, heads, 18432), vocabulary, False)
+    return {
+        **model, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "n_routed_experts": experts, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "moe_intermediate_size": 2048, "first_k_dense_replace": dense,
+    }  # fmt: skip
+
+
 _MODELS: Mapping[str, Mapping[str, object]] = {
     # hidden, layers, heads, key-value heads, ffn
     "Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, vocabulary=151936, tied=True),
@@ -55,6 +65,8 @@ _MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen3-32B": _qwen3(5120, 64, 64, 8, 25600),
     "Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 4, 6144, expert=768),
     "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 4, 12288, expert=1536),
+    "DeepSeek-V3": _latent(61, 128, 3, 256, 129280),
+    "Kimi-K2": _latent(61, 64, 1, 384, 163840),
     "Llama-3.1-8B": _dense("LlamaForCausalLM", (4096, 32, 32, 8, 14336), 128256, False),
     "Llama-3.1-70B": _dense("LlamaForCausalLM", (8192, 80, 64, 8, 28672), 128256, False),
     "Llama-3.2-1B": _dense("LlamaForCausalLM", (2048, 16, 32, 8, 8192), 128256, True),

@@ -17,6 +17,7 @@ def command(args: tuple[str, ...]) -> int:
     \b
     Options:
       --memory [--device-gb 80]   a table instead: GB per device and role; exit code 2 where it does not fit
+      --weights [--network-gb-s 50]  instead: the bytes of a weight push over each link, and its seconds
       --pipeline rlvr|agentic     the kind of a config that does not set `pipeline`
 
     \b
@@ -27,6 +28,10 @@ def command(args: tuple[str, ...]) -> int:
         from roll_async.commands.show_memory import run_show_memory
 
         return run_show_memory(list(args))
+    if "--weights" in args:
+        from roll_async.commands.weights import run_show_weights
+
+        return run_show_weights(list(args))
     return run_show(list(args))
 
 

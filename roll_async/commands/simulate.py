@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from roll_async.commands.command_line import HELP, execute, print_pairs
+from roll_async.commands.weights import simulated_weights
 from roll_async.config.api import ConfigError
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.schema import RLVRConfig
@@ -50,6 +51,8 @@ class _Options:
     filtered_share: float | None
     split: Split | None
     json: bool
+    weights: bool
+    network_gb_s: float
 
 
 class _Split(click.ParamType):
@@ -115,20 +118,29 @@ _POSITIVE, _NOT_NEGATIVE, _SHARE = _Number(above=0), _Number(at_least=0), _Numbe
 @click.option("--reward-s", type=_NOT_NEGATIVE, default=0.0, show_default=True, help="Seconds to score a sample.")
 @click.option("--filtered-share", type=_SHARE, help="Of groups, by filter_groups; default: 1 - G / gen_batch_size.")
 @click.option("--split", type=_Split(), help="Devices of both sides instead of the config's.")
+@click.option("--weights", is_flag=True, help="Alone: weight pushes of 7B to 1T on 16 to 1,024 devices.")
+@click.option("--network-gb-s", type=_POSITIVE, default=50.0, show_default=True, help="With --weights: per device.")
 @click.option("--json", is_flag=True, help="One JSON object instead of the table.")
 def command(items: tuple[str, ...], **options: Any) -> int:
     """The schedule of CONFIG on a virtual clock: step time, staleness and how busy both sides are, beside theory.
 
-    With --seed N alone: the random world N of the property tests, whose invariants are checked.
+    With --seed N alone: the random world N of the property tests, whose invariants are checked. With --weights alone:
+    what weight pushes of models from 7B to 1T send over which link, and how long that takes.
 
     \b
     Example:
       roll-async simulate configs/fully_async_cpu.yaml async_generation_ratio=2 --decode-speed 80
       roll-async simulate --seed 17 --trace trace.json
+      roll-async simulate --weights --network-gb-s 25
 
     Exit codes: 0 simulated, 1 a random world broke an invariant, 2 bad usage or config.
     """
     config = items[0] if items else None
+    if options["weights"]:
+        if items or options["seed"] is not None:
+            raise click.UsageError("--weights stands alone; the push of a CONFIG: roll-async show CONFIG --weights")
+        print("\n".join(simulated_weights(options["network_gb_s"])))
+        return 0
     if config is None and options["seed"] is None:
         raise click.UsageError("give a CONFIG, or --seed N")
     for flag in ("kills", "agents"):

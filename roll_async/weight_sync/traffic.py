@@ -1,7 +1,7 @@
 """How many bytes of a weight push cross which kind of link, and how long that takes at given bandwidths.
 
-Arithmetic over tensor shapes, for models and clusters that are not at hand; `tools/bench/weight_traffic.py` prints it.
-The rules are those of the push itself: `layout.py` says what an engine rank keeps, every trainer rank that holds a
+Arithmetic over tensor shapes, for models and clusters that are not at hand; `roll-async simulate --weights` and `roll-async
+show --weights` print it. The rules are those of the push itself: `layout.py` says what an engine rank keeps, every trainer rank that holds a
 tensor sends its share, and replicas relay the weights in a chain (`links.py`).
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from roll_async.weight_sync.layout import EngineLayout
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_NUMBER = re.compile(r"\.\d+\b")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,8 @@ class Traffic:
     """Bytes and rounds of one push."""
 
     model_bytes: int
+    per_link: tuple[tuple[int, ...], ...]
+    """Pipeline stage, engine rank: from one trainer rank of that stage to that rank of the first replica."""
     sent_most: int
     """Bytes that the trainer rank with the largest share sends to the first replica."""
     received_most: int
@@ -80,19 +84,20 @@ def traffic(
     """
     tensors = list(tensors)
     num_layers = 1 + max((int(found[1]) for t in tensors if (found := _LAYER.search(t.name))), default=0)
-    of_stage = [0] * pipeline
-    received = [0] * engine.tensor
-    for tensor in tensors:
+    sent = [[0] * engine.tensor for _ in range(pipeline)]
+    alike = Counter(
+        (_stage(t.name, num_layers, pipeline), _NUMBER.sub(".0", t.name), t.shape, t.element_bytes) for t in tensors
+    )
+    for (stage, name, shape, element_bytes), count in alike.items():
         for rank in range(engine.tensor):
-            kept = engine.kept(tensor.name, tensor.shape, rank)
-            num_bytes = math.prod(tensor.shape if kept is None else kept.of(tensor.shape)) * tensor.element_bytes
-            received[rank] += num_bytes
-            of_stage[_stage(tensor.name, num_layers, pipeline)] += num_bytes
-    most = math.ceil(max(of_stage) * pipeline / trainer_ranks)
+            kept = engine.kept(name, shape, rank)
+            sent[stage][rank] += count * math.prod(shape if kept is None else kept.of(shape)) * element_bytes
+    most = math.ceil(max(map(sum, sent)) * pipeline / trainer_ranks)
     return Traffic(
         model_bytes=sum(tensor.num_bytes for tensor in tensors),
+        per_link=tuple(tuple(math.ceil(b * pipeline / trainer_ranks) for b in stage) for stage in sent),
         sent_most=most,
-        received_most=max(received),
+        received_most=max(map(sum, zip(*sent, strict=True))),
         replicas=replicas,
         rounds=max(1, math.ceil(most * trainer_ranks / bucket_bytes)),
     )

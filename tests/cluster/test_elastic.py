@@ -1,0 +1,77 @@
+"""Replicas join a run under way and leave it, on real parts: `roll-async scale` beside the start script."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scale(folder, replicas):
+    command = [sys.executable, "-m", "roll_async.cli", "scale", str(folder), "--replicas", str(replicas)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_replica_joins_and_leaves_by_command_and_every_prompt_is_trained_once(launcher):
+    folder = launcher.output / "run"
+    log = folder / "run.log"
+
+    def reached(text, within_s=180):
+        deadline = time.monotonic() + within_s
+        while text not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, f"{text!r} did not come"
+            time.sleep(0.1)
+
+    process = launcher.start(
+        "actor_infer.strategy_args={strategy_name: hf_infer}",
+        "async_generation_ratio=1",
+        "max_steps=60",
+        "rewards={length: {type: tests.cluster.length_reward.LengthReward}}",
+        "actor_infer.generating_args.max_new_tokens=24",
+    )
+    try:
+        while not (folder / "metrics.jsonl").exists():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        asked = scale(folder, 2)
+        assert asked.returncode == 0, asked.stderr
+        assert "1 -> 2 replicas; actor_infer-1 joins when devices and weights are there" in asked.stdout
+        for number, error in ((0, "at least 1"), (1000, "999 replicas more need 999, and Ray has")):
+            refused = scale(folder, number)
+            assert refused.returncode == 2 and error in refused.stderr and "Traceback" not in refused.stderr
+        reached("actor_infer-1 rejoined with version")
+        joined_at = len(launcher.metrics())
+        while len(launcher.metrics()) < joined_at + 3:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        asked = scale(folder, 1)
+        assert asked.returncode == 0 and "2 -> 1 replicas; actor_infer-1 leaves" in asked.stdout
+        reached("engine actor_infer-1 has left")
+        left_at = len(launcher.metrics())
+        while len(launcher.metrics()) < left_at + 2:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        process.terminate()
+        output, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 130, output
+    metrics = launcher.metrics()
+    assert {m["rollout/engines"] for m in metrics} == {1, 2} and metrics[-1]["rollout/engines"] == 1
+    last = metrics[-1]
+    assert last["rollout/lost_engines"] == last["rollout/returned_engines"] == last["groups/failed"] == 0
+    assert last["groups/trained"] == 8 * len(metrics)
+    assert max(m["staleness/max"] for m in metrics) <= 1
+    assert all(abs(m["correction/rho_max"] - 1) < 0.5 for m in metrics)
+    assert "actor_infer-1" in "".join((folder / "run.log").read_text().splitlines()[-200:])
+    ended = scale(folder, 2)
+    assert ended.returncode == 2 and "is not running" in ended.stderr
