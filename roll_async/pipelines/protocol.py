@@ -14,6 +14,7 @@ from typing import Protocol
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.config.schema import PipelineConfig
+from roll_async.pipelines.lag_zero import LagZeroOptions
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
@@ -116,6 +117,8 @@ class RunPlan:
     """N."""
     groups_per_part: int
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
+    lag_zero: LagZeroOptions | None = None
+    """When log-probs of tokens of the present weights are a mismatch; None = nobody looks."""
     rescue_timeout_s: float = 1800.0
     """After another role failed: seconds to finish the step under way, and as many again for its checkpoint."""
 
@@ -132,6 +135,7 @@ class RunPlan:
             groups_per_batch=config.groups_per_batch,
             samples_per_group=config.samples_per_group,
             groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
+            lag_zero=LagZeroOptions.of(config),
             rescue_timeout_s=config.fault.stall_timeout,
         )
 

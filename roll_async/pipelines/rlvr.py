@@ -33,6 +33,7 @@ from typing import TypeVar
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
+from roll_async.pipelines.lag_zero import LagZero
 from roll_async.pipelines.metrics import StepClock, merged_reports, step_metrics
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
 from roll_async.schema import Group
@@ -106,7 +107,8 @@ class RLVRPipeline:
 
     async def _train(self) -> RunEnd:
         """The first weights, then the train loop."""
-        await self._parts.synchronizer.push(self.trainer.trained)
+        first = await self._parts.synchronizer.push(self.trainer.trained)
+        self.trainer.lag_zero.pushed(first.canary)
         return await self.trainer.run()
 
     async def _run_beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
@@ -152,6 +154,7 @@ class TrainLoop:
 
     def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
         self._parts, self._plan = parts, plan
+        self.lag_zero = LagZero(plan.lag_zero)
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
         self._busy_s: Mapping[str, float] = {}
@@ -228,21 +231,23 @@ class TrainLoop:
         self.trained, self.mid_step = step, False  # the weights contain it, whether recording it succeeds or not
         self.num_samples += report.num_samples
         ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
-        sync, validation = None, {}
+        sync, validation, agreement = None, {}, self.lag_zero.check(step, report.metrics)
         try:
             ages = await parts.queue.freshness(step)
             await parts.queue.step_trained(step)
+            self.lag_zero.stop(step, report.metrics)
             if not self._abandoned and self._push_due(step):
                 self.state = TrainerState.SYNCHRONIZING
                 with clock.measure("weight_sync"):
                     sync = await parts.synchronizer.push(step)
+                self.lag_zero.pushed(sync.canary)
             if not self._abandoned:
                 self.state = TrainerState.VALIDATING
                 with clock.measure("validation"):
                     validation = await self._validate(step)
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
             metrics = self._metrics(step, groups, report, sync, clock, ages)
-            parts.observer.step(step, {**metrics, **validation})
+            parts.observer.step(step, {**metrics, **agreement, **validation})
             self._trace(step, groups, clock)
             if parts.dump is not None:
                 parts.dump(step, groups)

@@ -34,6 +34,16 @@ _UNCHANGED = 0.01
 """
 
 
+def band_of(config: PipelineConfig) -> float:
+    """`weight_sync.canary_band`, or what the dtypes of engine and trainer explain."""
+    engine, trainer = config.actor_infer, config.actor_train
+    if config.weight_sync.canary_band is not None:
+        return config.weight_sync.canary_band
+    if getattr(engine.strategy_args.strategy_config, "quantization", None) is not None:
+        return QUANTIZED_BAND
+    return max(BANDS[dtype] for dtype in (engine.model_args.dtype, trainer.model_args.dtype))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryOptions:
     """Options of the check."""
@@ -53,17 +63,14 @@ class CanaryOptions:
     @classmethod
     def of(cls, config: PipelineConfig) -> CanaryOptions | None:
         """As the config has it; None = no canary."""
-        push, engine, trainer = config.weight_sync, config.actor_infer, config.actor_train
+        push = config.weight_sync
         if not push.canary_prompts:
             return None
-        dtypes = (engine.model_args.dtype, trainer.model_args.dtype)
-        quantized = getattr(engine.strategy_args.strategy_config, "quantization", None) is not None
-        band = QUANTIZED_BAND if quantized else max(BANDS[dtype] for dtype in dtypes)
         return cls(
             prompts=push.canary_prompts,
-            band=band if push.canary_band is None else push.canary_band,
+            band=band_of(config),
             stop=push.on_mismatch == "stop",
-            adapter=bool(trainer.model_args.lora_rank),
+            adapter=bool(config.actor_train.model_args.lora_rank),
             timeout_s=config.async_training.sync_timeout,
         )
 

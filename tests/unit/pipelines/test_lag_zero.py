@@ -1,0 +1,68 @@
+"""Tokens of the present weights that engine and trainer judge differently: an alarm with its suspect."""
+
+import asyncio
+import logging
+
+import pytest
+
+from roll_async.config.api import load
+from roll_async.pipelines.lag_zero import DIFFERENCE, LagZero, LagZeroOptions
+from roll_async.weight_sync.canary import CanaryReport, EngineMismatch
+
+
+@pytest.mark.parametrize(
+    ("canary", "suspect"),
+    [
+        (CanaryReport(difference={"a": 1e-5}), "the canary agrees. Suspect: template (the trainer scores other ids"),
+        (CanaryReport(alarms=("a errs. Suspect: weights",)), "as the canary of that version did: a errs. Suspect: wei"),
+        (None, "Suspect: weights, numerics or template; weight_sync.canary_prompts tells them apart"),
+    ],
+)
+def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
+    caplog.set_level(logging.WARNING, "roll_async")
+    look = LagZero(LagZeroOptions(band=1e-3))
+    look.pushed(canary)
+    assert look.check(1, {DIFFERENCE: 5e-4}) == {"weights/lag_zero_alarm": 0.0} and not caplog.text
+    assert look.check(2, {}) == {}, "no token of lag 0"
+    assert look.check(3, {DIFFERENCE: 0.25}) == {"weights/lag_zero_alarm": 1.0}
+    assert "step 3: tokens of the present weights differ by 0.25 nats" in caplog.text and suspect in caplog.text
+    look.stop(3, {DIFFERENCE: 0.25})
+    with pytest.raises(EngineMismatch, match="step 3: .*on_mismatch: stop"):
+        LagZero(LagZeroOptions(band=1e-3, stop=True)).stop(3, {DIFFERENCE: 0.25})
+    assert LagZero(None).check(1, {DIFFERENCE: 9.0}) == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "looks"),
+    [
+        ("weight_sync.on_mismatch=stop", True),
+        ("weight_sync.canary_prompts=0", True),
+        ("async_training.interrupt.mode=keep", False),
+        ("actor_infer.generating_args.top_p=0.9", False),
+        ("actor_infer.generating_args.top_k=20", False),
+    ],
+)
+def test_where_equal_weights_need_not_mean_equal_logprobs_nobody_looks(override, looks):
+    options = LagZeroOptions.of(load("configs/rlvr_config_async_cpu.yaml", (override,), "rlvr"))
+    assert (options is not None) == looks
+    assert options is None or (options.band == 1e-3 and options.stop == override.endswith("stop"))
+
+
+def test_a_mismatch_ends_the_run_after_its_step_is_published(a_run, run):
+    async def go():
+        job = a_run(lag_zero=LagZeroOptions(band=1e-3, stop=True))
+        learn = job.learn
+
+        async def wrong(groups, step):
+            report = await learn(groups, step)
+            report.metrics[DIFFERENCE] = 0.5 if step == 2 else 1e-5
+            return report
+
+        job.learn = wrong
+        with pytest.raises(BaseExceptionGroup) as errors:
+            async with asyncio.timeout(1000):
+                await job.go()
+        assert "step 2: tokens of the present weights" in str(errors.value.exceptions[0])
+        assert [m["weights/lag_zero_alarm"] for m in job.published] == [0.0, 1.0] and job.saved == [2]
+
+    run(go())
