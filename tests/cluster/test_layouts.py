@@ -1,0 +1,88 @@
+"""Layouts of both sides through the launcher: after every push each engine is on the policy of the trainer."""
+
+import json
+import shutil
+
+import pytest
+from tiny_families import EXPERTS
+
+pytest.importorskip("ray")
+pytest.importorskip("megatron.core")
+
+MEGATRON = "actor_train.strategy_args.strategy_config"
+HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
+SPREAD = "rewards={length: {type: tests.cluster.length_reward.LengthReward}}"
+HALF = "actor_train.training_args.per_device_train_batch_size=16"
+"""Samples of a data-parallel rank, of two."""
+
+
+def agrees(launcher, *overrides, steps=2):
+    """Synchronous steps, each on the policy that the engines were pushed."""
+    code, output = launcher.run("async_generation_ratio=0", f"max_steps={steps}", SPREAD, *overrides, timeout=900)
+    assert code == 0, output
+    metrics = launcher.metrics()
+    assert [m["step"] for m in metrics] == list(range(1, steps + 1))
+    for m in metrics:
+        assert m["staleness/max"] == 0 and m["groups/failed"] == 0
+        assert abs(m["correction/rho_max"] - 1) < 1e-3 and m["weights/lag_zero_alarm"] == 0
+        assert m["weights/canary_alarms"] == 0 and m["weights/canary_difference"] < 1e-4
+    assert metrics[-1]["weights/canary_moved"] > 0
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def moe_model(demo_assets, tmp_path_factory):
+    """A random mixture of experts with the tokenizer of the demo."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("moe")
+    for file in (demo_assets / "model").iterdir():
+        if "token" in file.name or file.name.endswith(".jinja"):
+            shutil.copy(file, folder)
+    demo = json.loads((demo_assets / "model" / "config.json").read_text())
+    same = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id", "max_position_embeddings")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **{name: demo.get(name) for name in same},
+        **EXPERTS,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        dtype="float32",
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_experts_on_two_ranks_and_the_hugging_face_engine(launcher, moe_model):
+    agrees(
+        launcher,
+        f"pretrain={moe_model}",
+        "actor_train.world_size=2",
+        f"{MEGATRON}.expert_model_parallel_size=2",
+        HALF,
+        HF,
+    )
+
+
+def test_tensor_pipeline_and_data_parallel_trainers_and_two_replicas(launcher):
+    metrics = agrees(
+        launcher,
+        "actor_train.world_size=8",
+        f"{MEGATRON}.tensor_model_parallel_size=2",
+        f"{MEGATRON}.pipeline_model_parallel_size=2",
+        HALF,
+        HF,
+        "actor_infer.world_size=2",
+    )
+    assert metrics[-1]["rollout/engines"] == 2
+
+
+def test_an_engine_on_two_tensor_parallel_ranks(launcher):
+    pytest.importorskip("vllm")
+    agrees(launcher, "actor_infer.strategy_args.strategy_config.tensor_parallel_size=2")
