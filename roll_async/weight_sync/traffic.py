@@ -1,8 +1,8 @@
 """How many bytes of a weight push cross which kind of link, and how long that takes at given bandwidths.
 
-Arithmetic over tensor shapes, for models and clusters that are not at hand; `roll-async simulate --weights` and `roll-async
-show --weights` print it. The rules are those of the push itself: `layout.py` says what an engine rank keeps, every trainer rank that holds a
-tensor sends its share, and replicas relay the weights in a chain (`links.py`).
+Arithmetic over tensor shapes, for models and clusters that are not at hand; `roll-async simulate --weights` and
+`roll-async show --weights` print it. The rules are those of the push itself: `layout.py` says what an engine rank
+keeps, every trainer rank that holds a tensor sends its share, and replicas relay the weights in a chain (`links.py`).
 """
 
 from __future__ import annotations
