@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 from ray._private.state import state as cluster_state
@@ -151,7 +151,7 @@ class NodePool:
         return options
 
 
-def _resources() -> tuple[dict[str, float], list[dict[str, float]]]:
+def _resources() -> tuple[Mapping[str, float], list[dict[str, float]]]:
     """(the most that an autoscaler may bring it to, what each node has)."""
     most = cluster_state.get_max_resources_from_cluster_config() or {}
     return most, [node["Resources"] for node in ray.nodes() if node["Alive"]]
