@@ -122,7 +122,7 @@ def config_of(name: str, folder: Path, model: Path, env_type: str, env_config: d
         "pretrain": str(model),
         "max_steps": steps,
         "save_steps": 0,
-        "rollout_batch_size": 16,
+        "rollout_batch_size": 8,
         "sequence_length": 1000,
         "async_generation_ratio": 1,
         "algorithm": {"adv_estimator": "grpo", "pg_variant": "ppo"},
@@ -135,13 +135,13 @@ def config_of(name: str, folder: Path, model: Path, env_type: str, env_config: d
         "actor_train": {
             "model_args": {"dtype": "fp32"},
             "training_args": {
-                "learning_rate": 1e-3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2,
+                "learning_rate": 1e-3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
             },
             "strategy_args": {
                 "strategy_name": "megatron_train",
                 "strategy_config": {"transformer_impl": "local", "use_distributed_optimizer": False},
             },
-            "infer_batch_size": 8,
+            "infer_batch_size": 4,
         },
         "actor_infer": {
             "model_args": {"dtype": "fp32"},
