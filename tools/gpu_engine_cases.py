@@ -151,10 +151,11 @@ def _send(peer: Connection, answers, device: str, transport: str, scratch: str) 
 
 def _receive(peer: Connection, answers, device: str, number: int) -> None:
     _see(device, number)
+    from roll_async.weight_sync.changes import LastExport
     from roll_async.weight_sync.digest import of_replica
     from roll_async.weight_sync.transports import open_receiver
 
-    receiver = open_receiver(peer.recv())
+    receiver = open_receiver(peer.recv(), LastExport())
     found = {}
     while (bucket := peer.recv()) is not None:
         receiver.take(bucket)

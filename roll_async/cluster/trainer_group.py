@@ -161,7 +161,7 @@ class MegatronRank:
     def update_values(self, share: Share, step: int) -> Mapping[str, float]:
         return self._worker.update_values(share, step)
 
-    def export_begin(self, transport: str, verify: str, version: int, block_bytes: int) -> UpdatePlan:
+    def export_begin(self, plan: UpdatePlan, block_bytes: int) -> UpdatePlan:
         """Begin the export of this rank's part of a weight version. It needs no other rank."""
         from roll_async.weight_sync.transports import open_sender
 
@@ -172,11 +172,11 @@ class MegatronRank:
             expert_parallel=role.engine_expert_parallel,
         )
         self._export = open_sender(
-            UpdatePlan(version=version, transport=transport, verify=verify, layout=layout),
+            replace(plan, layout=layout),
             self._worker.weight_parts(),
             source=self._placement.index,
             block_bytes=block_bytes,
-            previous=self._export,  # all versions share its memory and connections
+            previous=self._export,  # its memory, its connections and its copy of what was sent are used again
             folder=role.weights_folder,
         )
         return self._export.plan
@@ -336,16 +336,12 @@ class RayTrainerGroup:
         refs = [ray.put(share) for share in shares]
         return shares, [refs[started.data_parallel_rank] for started in self._started]
 
-    async def export_weights(
-        self, version: int, transport: str, verify: str
-    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """The plan, then every bucket, then the digest. The next bucket is filled while the caller uses the current
-        one.
+    async def export_weights(self, plan: UpdatePlan) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """The plan with the engines' layout, then every bucket, then the digest. The next bucket is filled while the
+        caller uses the current one.
         """
         block_bytes = max(1, self._bucket_bytes // len(self._ranks))
-        plans = await self._all(
-            "export_begin", lambda r: r.export_begin.remote(transport, verify, version, block_bytes)
-        )
+        plans = await self._all("export_begin", lambda r: r.export_begin.remote(plan, block_bytes))
         pending = asyncio.ensure_future(self._next_bucket(0))
         try:
             yield plans[0]

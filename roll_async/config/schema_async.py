@@ -74,6 +74,10 @@ class WeightSyncConfig:
     """MiB per bucket; two are in use."""
     verify: Literal["full", "sample", "none"] = "sample"
     """Digest an engine must prove before it serves a version: of all bytes, of a sample, none."""
+    sparse: Literal["auto", "on", "off"] = "auto"
+    """Send only the values that changed, to engines that hold the version before: auto = over a network (gloo,
+    filesystem). Each trainer rank and engine rank keeps a copy of what it sent or received in host memory.
+    """
     canary_prompts: int = bounded(16, ">= 0")
     """Prompts that engines and trainer score after each push, to see that they compute the same; 0 = none."""
     canary_band: float | None = bounded(None, "> 0")

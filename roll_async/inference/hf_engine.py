@@ -25,6 +25,7 @@ from roll_async.inference.staging import Incoming
 from roll_async.inference.storages import Storages
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.transports import STAGED
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class HfEngine:
         self._manager: Any = None
         """Transformers' ContinuousBatchingManager; None while the KV cache is asleep."""
         self._incoming: Incoming | None = None
+        self._kept = LastExport()
         self._recorder: ExpertRecorder | None = None
         self._serving, self._settled, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._settled.set()
@@ -356,7 +358,7 @@ class HfEngine:
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
         self._give_up()
         self._mixed = self._mixed or in_place
-        self._incoming = Incoming(plan, self._targets.names)
+        self._incoming = Incoming(plan, self._targets.names, self._kept)
 
     def _give_up(self) -> None:
         """Discard an update that was not committed."""
@@ -399,7 +401,8 @@ class HfEngine:
             raise RuntimeError("commit on a running engine; pause it first")
         self._mixed = True
         await asyncio.to_thread(self._copy, self._incoming.staged)
-        self._give_up()
+        self._incoming.committed()
+        self._incoming = None
         self._version, self._mixed = version, False
 
     # Sleep

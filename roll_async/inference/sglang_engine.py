@@ -35,6 +35,7 @@ from roll_async.schema import (
     merge_runs,
 )
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.transports import STAGED
 
 if TYPE_CHECKING:
@@ -75,12 +76,12 @@ class SglangEngine:
         """The model holds no whole version: nothing is generated until the next commit."""
         self._running: dict[str, _Running] = {}
         self._incoming: Incoming | None = None
+        self._kept = LastExport()
         self._failed = False
-        on_cuda = settings.device != "cpu"
         # On CUDA SGLang decides at the start whether it keeps a copy of the weights on the host.
         levels = levels_up_to(settings.sleep_level)
-        self._sleep = SleepRules(levels[-1:] if on_cuda else levels)
-        self._levels = levels[-1:] if on_cuda else levels
+        self._levels = levels if settings.device == "cpu" else levels[-1:]
+        self._sleep = SleepRules(self._levels)
         self._serving = asyncio.Event()
         if not settings.random_weights:
             self._serving.set()
@@ -337,7 +338,7 @@ class SglangEngine:
         if in_place and self._serving.is_set():
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
         await self._give_up()
-        self._incoming = Incoming(plan, self._names)
+        self._incoming = Incoming(plan, self._names, self._kept)
         if in_place:
             self._mixed = True
             await self._open()
@@ -384,7 +385,7 @@ class SglangEngine:
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
-        self._incoming.close()
+        self._incoming.committed()
         self._incoming, self._version, self._mixed = None, version, False
 
     async def _open(self) -> None:

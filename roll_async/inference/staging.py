@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica
 from roll_async.weight_sync.transports import STAGED, open_receiver
 
@@ -14,12 +15,12 @@ from roll_async.weight_sync.transports import STAGED, open_receiver
 class Incoming:
     """One update, from its first bucket to its commit."""
 
-    def __init__(self, plan: UpdatePlan, names: Iterable[str]) -> None:
-        """`names`: of all tensors that have to come."""
+    def __init__(self, plan: UpdatePlan, names: Iterable[str], kept: LastExport) -> None:
+        """`names`: of all tensors that have to come. `kept`: what the engine holds of the last update."""
         self.in_place = plan.transport not in STAGED
         """The transport leaves no room for a second model: tensors go into the served one as they come."""
         self.staged: list[tuple[str, Tensor]] = []
-        self._receiver = open_receiver(plan)
+        self._receiver = open_receiver(plan, kept)
         self._missing = set(names)
 
     def take_in(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
@@ -40,6 +41,11 @@ class Incoming:
         """Raises RuntimeError when tensors are missing."""
         if self._missing:
             raise RuntimeError(f"weight update is incomplete: {sorted(self._missing)[:3]} did not come")
+
+    def committed(self) -> None:
+        """The weights are served."""
+        self._receiver.committed()
+        self.close()
 
     def close(self) -> None:
         """Give the buckets' memory back."""

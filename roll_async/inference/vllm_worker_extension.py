@@ -21,6 +21,7 @@ from roll_async.inference.processes import end_with_owner
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.storages import Storages
 from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.receiving import Receiver
 from roll_async.weight_sync.transports import STAGED, open_receiver
 
@@ -31,6 +32,7 @@ class WeightUpdateExtension:
     """Mixed into vLLM's worker; `model_runner` is the worker's."""
 
     _roll_receiver: Receiver | None = None
+    _roll_kept: LastExport | None = None
     _roll_open = False
     _roll_kv_storages: Storages | None = None
     _roll_weights: Storages | None = None
@@ -49,7 +51,8 @@ class WeightUpdateExtension:
         self._roll_give_up()
         plan: UpdatePlan = pickle.loads(pickled)
         size = self.model_runner.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
-        self._roll_receiver = open_receiver(plan, rank=self.rank % size)  # type: ignore[attr-defined]
+        self._roll_kept = self._roll_kept or LastExport()
+        self._roll_receiver = open_receiver(plan, self._roll_kept, rank=self.rank % size)  # type: ignore[attr-defined]
         if plan.transport not in STAGED:
             self._roll_open_model()
 
@@ -75,6 +78,8 @@ class WeightUpdateExtension:
             self._roll_load()
         missing = self._roll_incomplete_layers()
         self._roll_close_model()
+        if not missing:
+            self._roll_receiver.committed()
         self._roll_give_up()
         if missing:
             raise RuntimeError(f"weight update is incomplete: {len(missing)} layers lack tensors, first {missing[0]}")

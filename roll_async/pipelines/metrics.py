@@ -165,7 +165,7 @@ def step_metrics(
         "time/train_s": report.train_s,
         "time/logprobs_s": report.logprobs_s,
         "time/weight_sync_s": clock.spent.get("weight_sync", 0.0),
-        **_canary_metrics(sync),
+        **_push_metrics(sync),
         "time/pause_s": sync.pause_s if sync is not None else 0.0,
         "time/validation_s": clock.spent.get("validation", 0.0),
         "time/save_s": clock.spent.get("save", 0.0),
@@ -186,12 +186,14 @@ def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int
     return {"idle/engines": idle, **{f"busy/{name}": share for name, share in shares.items()}}
 
 
-def _canary_metrics(sync: SyncReport | None) -> dict[str, float]:
-    """For a step with a push: the difference between the log-probs of engines and trainer."""
-    if sync is None or sync.canary is None:
+def _push_metrics(sync: SyncReport | None) -> dict[str, float]:
+    """For a step with a push: what was sent, and the difference between the log-probs of engines and trainer."""
+    if sync is None:
         return {}
-    found = sync.canary
-    metrics = {"weights/canary_alarms": float(len(found.alarms))}
+    metrics = {"weights/sent_bytes": float(sync.num_bytes), "weights/sent_share": sync.sent_share}
+    if (found := sync.canary) is None:
+        return metrics
+    metrics["weights/canary_alarms"] = float(len(found.alarms))
     if found.difference:
         metrics["weights/canary_difference"] = max(found.difference.values())
     if found.moved is not None:

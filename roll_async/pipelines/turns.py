@@ -29,7 +29,7 @@ from roll_async.buffer.states import QueueStats
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.pipelines.protocol import Batches, Learns, PipelineParts, RunPlan, Saves
-from roll_async.schema import Group, WeightVersion
+from roll_async.schema import Group
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory, StepReport
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.protocol import Rollout, WeightSource
@@ -244,11 +244,9 @@ class TurnSource:
     def __init__(self, source: WeightSource, turns: DeviceTurns) -> None:
         self._source, self._turns = source, turns
 
-    async def export_weights(
-        self, version: WeightVersion, transport: str, verify: str
-    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
+    async def export_weights(self, plan: UpdatePlan) -> AsyncIterator[UpdatePlan | Bucket | str]:
         await self._turns.to_both()
-        async for part in self._source.export_weights(version, transport, verify):
+        async for part in self._source.export_weights(plan):
             yield part
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
-from roll_async.schema import Group, Prompt, Reward, Sample, WeightVersion
+from roll_async.schema import Group, Prompt, Reward, Sample
 from roll_async.simulator.engine import bucket_names, digest_of
 from roll_async.simulator.models import RewardModel, ToolModel, TrainModel, uniform
 from roll_async.trainer.protocol import StepReport
@@ -190,16 +190,14 @@ class SimTrainer:
                 masked += sum(n for v, n in sample.version_runs if step - 1 - v > self._mask_older_than)
         return tokens, masked
 
-    async def export_weights(
-        self, version: WeightVersion, transport: str, verify: str
-    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
+    async def export_weights(self, plan: UpdatePlan) -> AsyncIterator[UpdatePlan | Bucket | str]:
         """Plan, buckets, digest; the buckets take `transfer_s` together."""
-        names = bucket_names(version, self._model.num_buckets)
-        yield UpdatePlan(version=version, transport=transport, verify=verify)
+        names = bucket_names(plan.version, self._model.num_buckets)
+        yield plan
         for index, name in enumerate(names):
             await asyncio.sleep(self._model.transfer_s / len(names))
             yield Bucket(index=index, blocks=(Block(source=0, slots=(), num_bytes=1, location=name),))
-        yield digest_of(version, names)
+        yield digest_of(plan.version, names)
 
 
 @dataclass

@@ -131,9 +131,9 @@ class TrainerGroup(ScoringGroup, Protocol):
         """
         ...
 
-    def export_weights(self, version: int, transport: str, verify: str) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """First the plan, then its buckets in order, then the digest, one part per engine rank (see `digest.py`).
-        The memory of a bucket may be reused when the iterator is advanced.
+    def export_weights(self, plan: UpdatePlan) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """First the plan with the engines' layout, then its buckets in order, then the digest, one part per engine rank
+        (see `digest.py`). The memory of a bucket may be reused when the iterator is advanced.
         """
         ...
 

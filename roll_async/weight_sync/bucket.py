@@ -8,7 +8,9 @@ in shared memory, an address to pull from, or a device handle.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.layout import Cut, EngineLayout
@@ -31,6 +33,9 @@ class TensorSlot:
     offset: int
     """Bytes from the start of the block; a multiple of 16."""
     num_bytes: int
+    """In the block."""
+    num_values: int | None = None
+    """Only that many values are here, those that changed, see `changes.py`; None = all bytes."""
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -39,8 +44,13 @@ class TensorSlot:
 
     @property
     def num_elements(self) -> int:
-        """Elements of that part."""
+        """Elements of that part, changed or not."""
         return math.prod(self.part_shape)
+
+    @property
+    def num_sent(self) -> int:
+        """Values in the block."""
+        return self.num_elements if self.num_values is None else self.num_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +77,11 @@ class Bucket:
         """Total of all blocks."""
         return sum(block.num_bytes for block in self.blocks)
 
+    @property
+    def slots(self) -> Iterator[TensorSlot]:
+        """Of all blocks."""
+        return chain.from_iterable(block.slots for block in self.blocks)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePlan:
@@ -78,9 +93,20 @@ class UpdatePlan:
     """full, sample or none: how much of each tensor the digest reads."""
     layout: EngineLayout = EngineLayout()
     """Which rank keeps which part, the same in every replica."""
+    export: int = 0
+    """Number of this export; 0 = no later export builds on it, so nobody keeps a copy."""
+    base: int | None = None
+    """Number of the export that every receiver holds: only what changed since need be sent; None = send everything."""
     attempt: int = 1
     """Number of the attempt of the push, from 1."""
     replica: str = ""
     """Name of the replica that gets this copy of the plan; empty = the trainer's own copy."""
     upstream: str | None = None
     """Name of the replica that relays the weights to this one; None = it pulls from the trainer."""
+
+    def chained(self, replicas: Sequence[str], attempt: int) -> dict[str, UpdatePlan]:
+        """The plan for each replica: in a chain, in which each may relay the weights to the next."""
+        return {
+            name: replace(self, attempt=attempt, replica=name, upstream=upstream)
+            for upstream, name in zip([None, *replicas], replicas, strict=False)
+        }

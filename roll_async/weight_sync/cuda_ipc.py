@@ -57,7 +57,7 @@ class DeviceReader:
     def __init__(self, links: BlockReader, same_device: BlockReader, *, device: str) -> None:
         self._links, self._same_device, self._device = links, same_device, device
 
-    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor]]:
         places = json.loads(block.location)
         if places["device"] == self._device:
             yield from self._same_device.read(replace(block, location=places["handle"]), rank)
@@ -72,7 +72,7 @@ class DeviceReader:
 class IpcReader:
     """Views of the sender's device memory, valid until the block after next is written. `location`: its handle."""
 
-    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor]]:
         arguments = list(pickle.loads(base64.b64decode(block.location)))
         # Each process numbers its visible devices from 0, so the sender's device index is not valid here.
         arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()

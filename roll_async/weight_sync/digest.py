@@ -41,7 +41,9 @@ class Digest:
         """Sum of everything added so far, below 2**128."""
 
     def update(self, slot: TensorSlot, data: Tensor) -> None:
-        """Add one piece. `data`: its bytes, uint8 [num_bytes], on any device; only bytes that are read are copied."""
+        """Add one piece. `data`: all of its bytes, also if few of them were sent, uint8, on any device; only bytes that
+        are read are copied.
+        """
         self.add(self.of(slot, data))
 
     def add(self, value: int) -> None:
@@ -51,11 +53,11 @@ class Digest:
     def of(self, slot: TensorSlot, data: Tensor) -> int:
         """Digest of one piece."""
         piece = hashlib.blake2b(digest_size=16)
-        piece.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.cut}|{slot.num_bytes};".encode())
+        piece.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.cut}|{data.numel()};".encode())
         if self._verify == "full":
             piece.update(_fold(data))
         elif self._verify == "sample":
-            windows = [data[start : start + _WINDOW_BYTES] for start in _window_starts(slot.num_bytes)]
+            windows = [data[start : start + _WINDOW_BYTES] for start in _window_starts(data.numel())]
             if data.is_cuda:  # one transfer for all windows instead of one each
                 windows = [torch.cat(windows).cpu()] if windows else []
             for window in windows:

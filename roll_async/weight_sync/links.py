@@ -229,7 +229,7 @@ class LinkReader:
         self._upstream: _Link | None = None
         self._keys: list[str] = []
 
-    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor]]:
         segments = _segments(block, rank)
         if not segments:
             return
@@ -393,9 +393,7 @@ def _num_bytes(segments: _Segments) -> int:
     return max((end for _, (_, end) in _steps(segments)), default=0)
 
 
-def _unpacked(
-    block: Block, rank: int, segments: _Segments, data: Tensor
-) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+def _unpacked(block: Block, rank: int, segments: _Segments, data: Tensor) -> Iterator[tuple[TensorSlot, Tensor]]:
     """As `packing.py: unpack`, from segments that are stored without gaps."""
     shifts, at = [], 0
     for start, stop in segments:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import Block, TensorSlot
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import flat_bytes
 from roll_async.weight_sync.layout import Cut, EngineLayout, Fragment, fragments
 
@@ -38,20 +38,19 @@ PlannedBlock = Sequence[tuple[TensorSlot, Tensor]]
 """The tensors of one block with their slots in it."""
 
 
-def plan_blocks(parts: Iterable[TensorPart], layout: EngineLayout, block_bytes: int) -> Iterator[PlannedBlock]:
+def plan_blocks(
+    parts: Iterable[TensorPart], layout: EngineLayout, block_bytes: int, kept: LastExport | None = None
+) -> Iterator[PlannedBlock]:
     """Cut a stream of parts where the engine's ranks need it and group the pieces into blocks of at most `block_bytes`.
-    A larger piece is cut further; only a single row, or a scalar, can be larger than a block.
+    A larger piece is cut further; only a single row, or a scalar, can be larger than a block. Where `kept` finds that
+    few values of a piece changed, these take its place.
 
-    Holds references to at most one block of tensors at a time, so a model is never copied as a whole.
+    Holds references to at most one block of tensors at a time.
     """
     pending: list[tuple[TensorSlot, Tensor]] = []
     filled = 0
     for part in parts:
         for fragment, tensor in _pieces(part, layout, block_bytes):
-            num_bytes = tensor.numel() * tensor.element_size()
-            if pending and filled + num_bytes > block_bytes:
-                yield _placed(pending)
-                pending, filled = [], 0
             slot = TensorSlot(
                 name=part.name,
                 dtype=str(tensor.dtype).removeprefix("torch."),
@@ -59,10 +58,16 @@ def plan_blocks(parts: Iterable[TensorPart], layout: EngineLayout, block_bytes: 
                 cut=fragment.cut,
                 ranks=fragment.ranks,
                 offset=0,
-                num_bytes=num_bytes,
+                num_bytes=tensor.numel() * tensor.element_size(),
             )
+            if kept is not None and (changes := kept.changes(slot, tensor)) is not None:
+                num_values = changes.numel() // (tensor.element_size() + 1)
+                slot, tensor = replace(slot, num_bytes=changes.numel(), num_values=num_values), changes
+            if pending and filled + slot.num_bytes > block_bytes:
+                yield _placed(pending)
+                pending, filled = [], 0
             pending.append((slot, tensor))
-            filled += _aligned(num_bytes)
+            filled += _aligned(slot.num_bytes)
     if pending:
         yield _placed(pending)
 
@@ -115,9 +120,8 @@ def pack(planned: PlannedBlock, target: Tensor) -> None:
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def unpack(block: Block, data: Tensor, rank: int = 0) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-    """(slot, bytes, tensor) of what engine rank `rank` keeps of a block: views of `data`, uint8 [>= num_bytes]."""
+def unpack(block: Block, data: Tensor, rank: int = 0) -> Iterator[tuple[TensorSlot, Tensor]]:
+    """(slot, bytes) of what engine rank `rank` keeps of a block: views of `data`, uint8 [>= num_bytes]."""
     for slot in block.slots:
         if rank in slot.ranks:
-            raw = data[slot.offset : slot.offset + slot.num_bytes]
-            yield slot, raw, raw.view(getattr(torch, slot.dtype)).view(slot.part_shape)
+            yield slot, data[slot.offset : slot.offset + slot.num_bytes]

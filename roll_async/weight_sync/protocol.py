@@ -13,10 +13,8 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 class WeightSource(Protocol):
     """The trainer's side."""
 
-    def export_weights(
-        self, version: WeightVersion, transport: str, verify: str
-    ) -> AsyncIterator[UpdatePlan | Bucket | str]:
-        """The plan, every bucket, then the digest."""
+    def export_weights(self, plan: UpdatePlan) -> AsyncIterator[UpdatePlan | Bucket | str]:
+        """The plan with the engines' layout, every bucket, then the digest."""
         ...
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:

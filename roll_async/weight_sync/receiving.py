@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import Block, Bucket, TensorSlot, UpdatePlan
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import Digest
 from roll_async.weight_sync.layout import needed_elements
 
@@ -22,8 +23,8 @@ _Pieces = list[tuple[TensorSlot, Tensor]]
 class BlockReader(Protocol):
     """One transport's receiving end, for one weight update."""
 
-    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
-        """(slot, bytes uint8 [num_bytes], tensor) of each piece that engine rank `rank` keeps, as views. Those of host
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor]]:
+        """(slot, bytes uint8 [num_bytes]) of each piece that engine rank `rank` keeps, as views. Those of host
         transports stay valid, those of device transports until the block after next.
         """
         ...
@@ -34,11 +35,24 @@ class BlockReader(Protocol):
 class Receiver:
     """One weight update on one engine rank."""
 
-    def __init__(self, plan: UpdatePlan, reader: BlockReader, *, rank: int = 0, keeps_memory: bool) -> None:
-        """`rank`: tensor-parallel rank of the engine. `keeps_memory`: the reader's views stay valid until the update is
-        closed; otherwise pieces are copied.
+    def __init__(
+        self,
+        plan: UpdatePlan,
+        reader: BlockReader,
+        kept: LastExport,
+        *,
+        rank: int = 0,
+        keeps_memory: bool,
+        owns_memory: bool = False,
+    ) -> None:
+        """`kept`: this rank's copy of the last export. `rank`: tensor-parallel rank of the engine. `keeps_memory`: the
+        reader's views stay valid until the update is closed; otherwise pieces are copied. `owns_memory`: they stay
+        valid as long as they are referenced. Raises RuntimeError when the plan builds on an export that is not held.
         """
         self._plan, self._reader, self._rank, self._keeps_memory = plan, reader, rank, keeps_memory
+        self._kept, self._owns_memory = kept, owns_memory
+        if not kept.begin(plan) and plan.base is not None:
+            raise RuntimeError(f"export {plan.export} holds what changed since export {plan.base}, which is not held")
         self._digest = Digest(plan.verify)
         self._incomplete: dict[str, _Pieces] = {}
         self._missing: dict[str, int] = {}
@@ -47,9 +61,12 @@ class Receiver:
     def take(self, bucket: Bucket) -> None:
         """Receive the pieces of a bucket that this rank keeps."""
         for block in bucket.blocks:
-            for slot, raw, tensor in self._reader.read(block, self._rank):
-                self._digest.update(slot, raw)
-                self._add(slot, tensor if self._keeps_memory else tensor.clone())
+            for slot, raw in self._reader.read(block, self._rank):
+                whole = self._kept.whole(slot, raw, owned=self._owns_memory)
+                self._digest.update(slot, whole)
+                if whole is raw and not self._keeps_memory:
+                    whole = raw.clone()
+                self._add(slot, whole.view(getattr(torch, slot.dtype)).view(slot.part_shape))
 
     def _add(self, slot: TensorSlot, tensor: Tensor) -> None:
         if slot.cut is None:
@@ -78,6 +95,10 @@ class Receiver:
     def digest(self) -> str:
         """Digest of everything received."""
         return self._digest.hexdigest()
+
+    def committed(self) -> None:
+        """The engine serves these weights: the next export may build on them."""
+        self._kept.complete(self._plan)
 
     def close(self) -> None:
         """Release the connection and the received pieces."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import Block, UpdatePlan
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import Digest
 from roll_async.weight_sync.packing import PlannedBlock, TensorPart, plan_blocks, size_of
 
@@ -33,11 +34,20 @@ class BlockSender:
     """Sends one trainer rank's part of one weight version."""
 
     def __init__(
-        self, parts: Iterable[TensorPart], plan: UpdatePlan, block_bytes: int, writer: BlockWriter, *, source: int
+        self,
+        parts: Iterable[TensorPart],
+        plan: UpdatePlan,
+        block_bytes: int,
+        writer: BlockWriter,
+        kept: LastExport,
+        *,
+        source: int,
     ) -> None:
-        self.plan, self.writer = plan, writer
+        """`kept`: this rank's copy of the last export."""
+        self.plan, self.writer, self.kept = plan, writer, kept
         self._source = source
-        self._planned = plan_blocks(parts, plan.layout, block_bytes)
+        kept.begin(plan)
+        self._planned = plan_blocks(parts, plan.layout, block_bytes, kept)
         self._digest = Digest(plan.verify)
         self._index = 0
         self.sent = [0] * plan.layout.tensor
@@ -47,12 +57,14 @@ class BlockSender:
         """Publish the next block; None when this rank has sent all of its own."""
         planned = next(self._planned, None)
         if planned is None:
+            self.kept.complete(self.plan)
             return None
         index, self._index = self._index, self._index + 1
         num_bytes = size_of(planned)
         location, data = self.writer.write(index, planned, num_bytes)
-        for slot, _ in planned:  # the digest is over the written bytes, which are those that receivers read
-            piece = self._digest.of(slot, data[slot.offset : slot.offset + slot.num_bytes])
+        for slot, _ in planned:  # the digest is over what receivers will hold: the written bytes, or what they change
+            whole = data[slot.offset : slot.offset + slot.num_bytes] if slot.num_values is None else self.kept[slot]
+            piece = self._digest.of(slot, whole)
             for rank in slot.ranks:
                 self.sent[rank] += piece
         return Block(

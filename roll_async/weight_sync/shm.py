@@ -107,7 +107,7 @@ class FileWriter:
 class FileReader:
     """Maps the sender's files privately, so that a write here does not change the sender's."""
 
-    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor, Tensor]]:
+    def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor]]:
         if not any(rank in slot.ranks for slot in block.slots):
             return
         with open(block.location, "rb") as file:

@@ -22,12 +22,11 @@ from roll_async.schema import WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.canary import Canary, CanaryReport
 from roll_async.weight_sync.protocol import Rollout, UpdatedReplica, WeightSource
-from roll_async.weight_sync.transports import STAGED
+from roll_async.weight_sync.transports import STAGED, sends_changes
 
 logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 30.0
-
 _LIVENESS_INTERVAL_S = 1.0
 """How often a push checks that the replicas it waits for are alive."""
 
@@ -60,6 +59,8 @@ class SyncOptions:
     timeout_s: float = 300.0
     """Limit of one attempt to transfer, and of the swap."""
     retry_delay_s: float = 1.0
+    sparse: bool = False
+    """Send only what changed to replicas that hold what the last export sent."""
 
     @classmethod
     def of(cls, config: PipelineConfig, transport: str) -> SyncOptions:
@@ -73,6 +74,7 @@ class SyncOptions:
             max_retries=a.max_sync_retries,
             timeout_s=a.sync_timeout,
             retry_delay_s=a.sync_retry_delay,
+            sparse=sends_changes(config.weight_sync.sparse, transport),
         )
 
 
@@ -89,6 +91,9 @@ class SyncReport:
     stopped_s: float
     """Seconds from the interruption to the end of the push, in which no engine generated."""
     num_bytes: int
+    """Sent by the trainer in the last attempt."""
+    sent_share: float
+    """Values sent of all values; below 1 where only changes were sent."""
     attempts: int
     replicas: int
     """Replicas that serve the version."""
@@ -134,7 +139,8 @@ class _Push(Generic[Replica]):
     serving: list[Replica] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     attempt: int = 0
-    num_bytes: int = 0
+    buckets: list[Bucket] = field(default_factory=list)
+    """Sent in the present attempt."""
     interrupted_s: float | None = None
     pause_s: float = 0.0
     transfer_s: float = 0.0
@@ -168,6 +174,8 @@ class ParameterSynchronizer(Generic[Replica]):
         self._deadline = 0.0
         self._timed_out: set[int] = set()
         """Identities of replicas that missed the deadline in this attempt."""
+        self._export, self._holders = 0, list[Replica]()
+        """Number of the last export, and the replicas that hold what it sent."""
         self.param_sync_count = 0
         self.sync_failures = 0
         self.version: WeightVersion | None = None
@@ -303,7 +311,7 @@ class ParameterSynchronizer(Generic[Replica]):
         if not push.waiting:
             return
         push.attempt += 1
-        push.num_bytes = 0
+        push.buckets = []
         started = loop.time()
         try:
             failures = await self._transfer(push)
@@ -311,7 +319,8 @@ class ParameterSynchronizer(Generic[Replica]):
             failures = {r.name: f"the trainer sent nothing within {self._limit}" for r in push.waiting}
         push.transfer_s += loop.time() - started
         tried, push.waiting = push.waiting, []
-        push.proved += self._sort(push, tried, failures, relayed=True)
+        self._holders = self._sort(push, tried, failures, relayed=True)
+        push.proved += self._holders
 
     def _still_alive(self, replicas: Sequence[Replica], push: _Push[Replica]) -> list[Replica]:
         """These replicas without those lost since the push began: dead, or removed because they did not pause. Compares
@@ -352,7 +361,7 @@ class ParameterSynchronizer(Generic[Replica]):
         failures: dict[str, str] = {}
         self._timed_out.clear()
         digest = ""
-        export = self._source.export_weights(push.version, self._options.transport, self._options.verify)
+        export = self._source.export_weights(self._next_export(push))
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         try:
             while True:
@@ -362,11 +371,11 @@ class ParameterSynchronizer(Generic[Replica]):
                     break
                 left = [r for r in push.waiting if r.name not in failures]
                 if isinstance(item, UpdatePlan):
-                    plans = _chained(item, left, push.attempt)
+                    plans = item.chained([r.name for r in left], push.attempt)
                     await self._each(left, failures, lambda r, plans=plans: r.begin_update(plans[r.name]))
                 elif isinstance(item, Bucket):
                     await self._each(left, failures, lambda r, bucket=item: r.load_bucket(bucket))
-                    push.num_bytes += item.num_bytes
+                    push.buckets.append(item)
                 else:
                     digest = item
         finally:
@@ -374,6 +383,15 @@ class ParameterSynchronizer(Generic[Replica]):
         self._enter(SyncState.VERIFYING)
         await self._each([r for r in push.waiting if r.name not in failures], failures, lambda r: _prove(r, digest))
         return failures
+
+    def _next_export(self, push: _Push[Replica]) -> UpdatePlan:
+        """The plan of the next export: full unless every replica that gets it holds what the last one sent."""
+        plan = UpdatePlan(version=push.version, transport=self._options.transport, verify=self._options.verify)
+        if not self._options.sparse:
+            return plan
+        base = self._export if all(replica in self._holders for replica in push.waiting) else None
+        self._holders, self._export = [], self._export + 1
+        return replace(plan, export=self._export, base=base)
 
     async def _interrupt(self, push: _Push[Replica]) -> None:
         """Stop the engines, once per push."""
@@ -394,6 +412,7 @@ class ParameterSynchronizer(Generic[Replica]):
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         await self._each(proved, failures, lambda r: r.commit(push.version))
         push.serving += self._sort(push, proved, failures, relayed=False)
+        self._holders = [replica for replica in self._holders if replica in push.serving]
 
     async def _readmit_serving(self, push: _Push[Replica]) -> None:
         """Call `readmit` for restarted replicas that now serve the version."""
@@ -405,19 +424,21 @@ class ParameterSynchronizer(Generic[Replica]):
     def _report(self, push: _Push[Replica]) -> SyncReport:
         now = asyncio.get_running_loop().time()
         assert push.interrupted_s is not None
+        slots = [slot for bucket in push.buckets for slot in bucket.slots]
         report = SyncReport(
             version=push.version,
             total_s=now - push.started_s,
             pause_s=push.pause_s,
             transfer_s=push.transfer_s,
             stopped_s=now - push.interrupted_s,
-            num_bytes=push.num_bytes,
+            num_bytes=sum(bucket.num_bytes for bucket in push.buckets),
+            sent_share=sum(slot.num_sent for slot in slots) / max(1, sum(slot.num_elements for slot in slots)),
             attempts=push.attempt,
             replicas=len(push.serving),
         )
         logger.info(
             "Parameter sync: version %d on %d replicas, %.1f MiB in %.3f s (engines stopped %.3f s, attempt %d)",
-            push.version, report.replicas, push.num_bytes / 2**20, report.transfer_s, report.stopped_s, push.attempt,
+            push.version, report.replicas, report.num_bytes / 2**20, report.transfer_s, report.stopped_s, push.attempt,
         )  # fmt: skip
         return report
 
@@ -470,15 +491,6 @@ class ParameterSynchronizer(Generic[Replica]):
         self._state = state
         if self._push is not None:
             logger.debug("Parameter sync: version %d %s", self._push.version, state.value)
-
-
-def _chained(plan: UpdatePlan, replicas: Sequence[UpdatedReplica], attempt: int) -> dict[str, UpdatePlan]:
-    """The plan for each replica: in a chain, in which each may relay the weights to the next."""
-    plans, upstream = {}, None
-    for replica in replicas:
-        plans[replica.name] = replace(plan, attempt=attempt, replica=replica.name, upstream=upstream)
-        upstream = replica.name
-    return plans
 
 
 async def _prove(replica: UpdatedReplica, digest: str) -> None:

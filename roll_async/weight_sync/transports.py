@@ -10,6 +10,7 @@ from roll_async.config.schema import PipelineConfig, SglangConfig
 from roll_async.weight_sync.bucket import UpdatePlan
 
 if TYPE_CHECKING:  # choosing a transport must not import torch
+    from roll_async.weight_sync.changes import LastExport
     from roll_async.weight_sync.packing import TensorPart
     from roll_async.weight_sync.receiving import Receiver
     from roll_async.weight_sync.sending import BlockSender, BlockWriter
@@ -33,6 +34,16 @@ STAGED = frozenset({"shm", "filesystem", "gloo"})
 
 ONE_HOST = frozenset({"shm", "cuda_ipc"})
 """They end at the host of the trainer."""
+
+OVER_NETWORK = frozenset({"gloo", "filesystem"})
+"""They cross a network or a disk: fewer bytes are less time. Within a host, finding what changed costs what a copy
+costs; between devices, it would have to pass through the host.
+"""
+
+
+def sends_changes(wanted: str, transport: str) -> bool:
+    """`weight_sync.sparse` for a transport."""
+    return wanted == "on" or (wanted == "auto" and transport in OVER_NETWORK)
 
 
 def transport_of(config: PipelineConfig) -> tuple[str, str]:
@@ -97,13 +108,17 @@ def open_sender(
 ) -> BlockSender:
     """Start sending the part of a weight version that trainer rank `source` holds.
 
-    `previous`: the sender of the previous version, whose memory, files and connections are reused. `folder`: for the
-    files of the transport `filesystem`.
+    `previous`: the sender of the previous version, whose memory, files, connections and copy of what was sent are
+    reused. `folder`: for the files of the transport `filesystem`.
     """
+    from roll_async.weight_sync.changes import LastExport
     from roll_async.weight_sync.sending import BlockSender
 
-    writer = previous.writer if previous is not None else _open_writer(plan.transport, folder)
-    return BlockSender(parts, plan, block_bytes, writer, source=source)
+    if previous is None:
+        writer, kept = _open_writer(plan.transport, folder), LastExport()
+    else:
+        writer, kept = previous.writer, previous.kept
+    return BlockSender(parts, plan, block_bytes, writer, kept, source=source)
 
 
 def _open_writer(transport: str, folder: str | None) -> BlockWriter:
@@ -115,12 +130,19 @@ def _open_writer(transport: str, folder: str | None) -> BlockWriter:
     return make(folder)
 
 
-def open_receiver(plan: UpdatePlan, *, rank: int = 0) -> Receiver:
-    """Start receiving one weight version as tensor-parallel rank `rank` of an engine."""
+def open_receiver(plan: UpdatePlan, kept: LastExport, *, rank: int = 0) -> Receiver:
+    """Start receiving one weight version as tensor-parallel rank `rank` of an engine, which owns `kept`."""
     from roll_async.weight_sync.receiving import Receiver
 
     reader = _named(RECEIVERS[plan.transport])(plan, rank)
-    return Receiver(plan, reader, rank=rank, keeps_memory=plan.transport in STAGED)
+    return Receiver(
+        plan,
+        reader,
+        kept,
+        rank=rank,
+        keeps_memory=plan.transport in STAGED,
+        owns_memory=plan.transport == "gloo",
+    )
 
 
 def _named(path: str):  # noqa: ANN202 (a class or function of a transport module)

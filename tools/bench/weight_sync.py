@@ -1,19 +1,22 @@
 """Weights from trainer ranks to engine ranks, each a process of its own, against a plain copy of the same bytes.
 
     python tools/bench/weight_sync.py [--mib 256] [--bucket-mib 64] [--transport shm gloo] [--layouts 1:1x1 2:1x2 2:2x1]
-        [--verify sample] [--rounds 4] [--link-mib-s 0]
+        [--verify sample] [--rounds 4] [--link-mib-s 0] [--changed 0]
 
 A layout is `trainer ranks : replicas x tensor-parallel ranks`. Senders cut, pack and digest; receivers take in what
 they keep, digest it and put it into their model: one push without the engines. Medians over the rounds; the first
 one, which allocates, is dropped. All processes share the cores of this machine: `ratio` is the bandwidth of all bytes
-received together over that of a plain copy by one process. `--link-mib-s` makes every link as slow as that (16 MiB at a
-time, senders sleep): then bandwidth is not shared, and the time with 8 replicas over that with 1 shows the chain.
+brought up to date together over that of a plain copy by one process. `--changed`: between two pushes that share of
+the values changes, at random places, and only these are sent (`weight_sync.sparse`). `--link-mib-s` makes every link as
+slow as that (16 MiB at a time, senders sleep): then bandwidth is not shared, and the time with 8 replicas over that
+with 1 shows the chain.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import resource
 import statistics
@@ -29,6 +32,7 @@ import torch  # noqa: E402
 
 from roll_async.weight_sync import links  # noqa: E402
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan  # noqa: E402
+from roll_async.weight_sync.changes import LastExport  # noqa: E402
 from roll_async.weight_sync.digest import of_replica, of_trainer  # noqa: E402
 from roll_async.weight_sync.layout import Cut, EngineLayout  # noqa: E402
 from roll_async.weight_sync.packing import TensorPart  # noqa: E402
@@ -72,9 +76,13 @@ def trainer(pipe, args, rank: int, size: int, layout: EngineLayout) -> None:
     _slow_links(args.link_mib_s)
     parts, sender, version = parts_of(args.mib << 20, rank, size), None, 0
     while (word := pipe.recv()) is not None:
-        if word == "begin":
+        if word == "train":
+            _change(parts, args.changed, seed=version)
+            pipe.send("trained")
+        elif word == "begin":
             version += 1
-            plan = UpdatePlan(version=version, transport=args.transport, verify=args.verify, layout=layout)
+            numbers = {"export": version, "base": version - 1 or None} if args.changed else {}
+            plan = UpdatePlan(version=version, transport=args.transport, verify=args.verify, layout=layout, **numbers)
             block_bytes = (args.bucket_mib << 20) // size
             sender = open_sender(plan, parts, source=rank, block_bytes=block_bytes, previous=sender)
             pipe.send(plan)
@@ -84,14 +92,23 @@ def trainer(pipe, args, rank: int, size: int, layout: EngineLayout) -> None:
     pipe.send(_peak())
 
 
+def _change(parts: list[TensorPart], share: float, *, seed: int) -> None:
+    """Flip a bit of that share of the values, at random places."""
+    generator = torch.Generator().manual_seed(seed)
+    for part in parts:
+        flat = part.tensor.view(-1).view(torch.int16)
+        flat[torch.randint(0, len(flat), (int(share * len(flat)),), generator=generator)] ^= 1
+
+
 def engine(pipe, args, rank: int, layout: EngineLayout) -> None:
     """One receiving process: answers every bucket, then the digest, then the swap."""
     torch.set_num_threads(1)
     _slow_links(args.link_mib_s)
     model = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes(args.mib << 20)}
     pipe.send(_peak())
+    kept = LastExport()
     while (plan := pipe.recv()) is not None:
-        receiver = open_receiver(plan, rank=rank)
+        receiver = open_receiver(plan, kept, rank=rank)
         pipe.send("ready")
         while (bucket := pipe.recv()) is not None:
             receiver.take(bucket)
@@ -101,6 +118,7 @@ def engine(pipe, args, rank: int, layout: EngineLayout) -> None:
         pipe.send(receiver.digest)
         pipe.recv()
         _swap(model, receiver, layout, rank)
+        receiver.committed()
         receiver.close()
         pipe.send("swapped")
     pipe.send(_peak())
@@ -137,6 +155,9 @@ def _slow_links(mib_per_s: float) -> None:
 
 def push(trainers, replicas) -> tuple[float, float, int]:
     """(seconds of the transfer, of the swap, bytes sent by the trainer) of one version."""
+    for pipe in trainers:
+        pipe.send("train")
+    assert all(pipe.recv() == "trained" for pipe in trainers)
     started = time.perf_counter()
     for pipe in trainers:
         pipe.send("begin")
@@ -198,8 +219,8 @@ def measure(args, layout_name: str) -> dict:
     for process in processes:
         process.join(timeout=30)
     seconds, swap, num_bytes = (statistics.median(column) for column in zip(*rounds, strict=True))
-    received = sum(num_bytes for _ in range(num_replicas))
-    return {"seconds": seconds, "swap_s": swap, "bytes_sent": num_bytes, "bytes_received": received,
+    updated = num_replicas * sum(2 * math.prod(shape) for _, shape in shapes(args.mib << 20))
+    return {"seconds": seconds, "swap_s": swap, "bytes_sent": num_bytes, "bytes_updated": updated,
             "engine_extra_bytes": max(extra)}  # fmt: skip
 
 
@@ -223,6 +244,7 @@ def main() -> None:
     parser.add_argument("--verify", default="sample")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--link-mib-s", type=float, default=0.0)
+    parser.add_argument("--changed", type=float, default=0.0)
     args = parser.parse_args()
     from roll_async.config.processor import machine_line
 
@@ -236,13 +258,14 @@ def main() -> None:
         for layout in args.layouts:
             case = argparse.Namespace(**{**vars(args), "transport": transport})
             found = measure(case, layout)
-            ratio = found["bytes_received"] / found["seconds"] / copy
+            ratio = found["bytes_updated"] / found["seconds"] / copy
             line = {
                 "name": f"weight_sync {transport} {layout}", "value": round(found["seconds"], 3), "unit": "s",
                 "ratio": round(ratio, 3), "budget": 0.5, "ok": ratio >= 0.5, "swap_s": round(found["swap_s"], 3),
-                "sent_mib": round(found["bytes_sent"] / 2**20), "engine_extra_mib": found["engine_extra_bytes"] >> 20,
-                "mib": args.mib, "bucket_mib": args.bucket_mib, "copy_gb_s": round(copy / 1e9, 2),
-                "link_mib_s": args.link_mib_s,
+                "sent_mib": round(found["bytes_sent"] / 2**20, 1), "mib": args.mib,
+                "engine_extra_mib": found["engine_extra_bytes"] >> 20,
+                "bucket_mib": args.bucket_mib, "copy_gb_s": round(copy / 1e9, 2),
+                "link_mib_s": args.link_mib_s, "changed": args.changed,
             }  # fmt: skip
             print(json.dumps(line), flush=True)
 

@@ -24,7 +24,6 @@ from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, Scheduler
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.bucket import UpdatePlan
 from roll_async.weight_sync.synchronizer import SyncOptions
 
 
@@ -152,8 +151,8 @@ class Run:
         metrics = {"trainer/loss": float(len(self.learned)), "trainer/optimizer_steps": 1.0, "correction/rho_max": 2.0}
         return StepReport(metrics=metrics, logprobs_s=1.0, train_s=2.0, num_samples=2 * len(groups), num_tokens=40)
 
-    async def export_weights(self, version, transport, verify):
-        yield UpdatePlan(version=version, transport=transport, verify=verify)
+    async def export_weights(self, plan):
+        yield plan
         yield "digest"
 
     async def save(self, step):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica, of_trainer
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.packing import TensorPart
@@ -37,17 +38,17 @@ class Transfers:
 
     def sender(
         self, tensors, transport="shm", *, version=1, verify="full", block_bytes=1000, previous=None, source=0,
-        layout=EngineLayout(),
+        layout=EngineLayout(), **numbers,
     ):  # fmt: skip
-        """`tensors`: {name: tensor}, or parts."""
+        """`tensors`: {name: tensor}, or parts. `numbers`: export and base of the plan."""
         parts = self.whole(tensors) if isinstance(tensors, dict) else tensors
-        plan = UpdatePlan(version=version, transport=transport, verify=verify, layout=layout)
+        plan = UpdatePlan(version=version, transport=transport, verify=verify, layout=layout, **numbers)
         sender = open_sender(plan, parts, source=source, block_bytes=block_bytes, previous=previous, folder=self.folder)
         self._open.append(sender)
         return sender
 
-    def receiver(self, plan, rank=0):
-        receiver = open_receiver(plan, rank=rank)
+    def receiver(self, plan, rank=0, kept=None):
+        receiver = open_receiver(plan, kept or LastExport(), rank=rank)
         self._open.append(receiver)
         return receiver
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from roll_async.weight_sync import links
+from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.cuda_ipc import DeviceReader, DeviceWriter
 from roll_async.weight_sync.gloo import HostMedium
 from roll_async.weight_sync.layout import EngineLayout
@@ -196,8 +197,8 @@ class StreamMedium(HostMedium):
 def push_beside_a_computing_trainer(transfers, medium):
     """(digest sent, digest received, longest time that the trainer's own work took) of a push from and to devices."""
     plan = transfers.sender({}, "gloo").plan
-    sender = BlockSender(transfers.whole(transfers.tensors()), plan, 500, LinkWriter(medium), source=0)
-    receiver = Receiver(plan, LinkReader(StreamMedium(), plan, 0), keeps_memory=False)
+    sender = BlockSender(transfers.whole(transfers.tensors()), plan, 500, LinkWriter(medium), LastExport(), source=0)
+    receiver = Receiver(plan, LinkReader(StreamMedium(), plan, 0), LastExport(), keeps_memory=False)
     longest = 0.0
     for bucket in transfers.buckets([sender]):
         started = time.monotonic()
@@ -221,8 +222,8 @@ def test_without_streams_of_their_own_transfers_would_be_read_before_they_are_th
     medium = StreamMedium(lanes=False)
     plan = transfers.sender({}, "gloo").plan
     parts = transfers.whole({"a": torch.ones(100_000)})
-    sender = BlockSender(parts, plan, 1 << 20, LinkWriter(StreamMedium()), source=0)
-    receiver = Receiver(plan, LinkReader(medium, plan, 0), keeps_memory=False)
+    sender = BlockSender(parts, plan, 1 << 20, LinkWriter(StreamMedium()), LastExport(), source=0)
+    receiver = Receiver(plan, LinkReader(medium, plan, 0), LastExport(), keeps_memory=False)
     computed = threading.Event()
     medium.default.enqueue(computed.wait)  # the engine computes
     for bucket in transfers.buckets([sender]):
@@ -262,9 +263,9 @@ def test_roles_that_share_devices_read_their_own_device_in_place_and_pull_the_re
             yield from super().read(block, rank)
 
     writer = DeviceWriter(LinkWriter(HostMedium()), device="gpu0", handle=handle)
-    sender = BlockSender(transfers.whole({"a": torch.arange(100.0)}), plan, 150, writer, source=0)
+    sender = BlockSender(transfers.whole({"a": torch.arange(100.0)}), plan, 150, writer, LastExport(), source=0)
     reader = DeviceReader(Counting(HostMedium(), plan, 0), SameMemory(memory), device=here)
-    receiver = Receiver(plan, reader, keeps_memory=False)
+    receiver = Receiver(plan, reader, LastExport(), keeps_memory=False)
     for bucket in transfers.buckets([sender]):
         receiver.take(bucket)
     assert_equal(dict(receiver.tensors()), {"a": torch.arange(100.0)})

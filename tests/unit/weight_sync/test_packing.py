@@ -48,8 +48,9 @@ def test_every_tensor_comes_back_as_it_was_whatever_the_size_of_a_block(block_by
         data = torch.full((size_of(planned),), 255, dtype=torch.uint8)
         pack(planned, data)
         block = Block(source=0, slots=tuple(slot for slot, _ in planned), num_bytes=len(data), location="")
-        for slot, raw, tensor in unpack(block, data):
+        for slot, raw in unpack(block, data):
             assert len(raw) == slot.num_bytes
+            tensor = raw.view(getattr(torch, slot.dtype)).view(slot.part_shape)
             target = found[slot.name]
             if slot.cut is not None:
                 target = target.narrow(slot.cut.dim, slot.cut.start, slot.cut.stop - slot.cut.start)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
 
 
@@ -14,16 +14,16 @@ class FakeTrainer:
     def __init__(self):
         self.exports, self.open, self.gather_s = 0, 0, 0.0
 
-    async def export_weights(self, version, transport, verify):
+    async def export_weights(self, plan):
         self.exports += 1
         self.open += 1
         try:
-            yield UpdatePlan(version=version, transport=transport, verify=verify)
+            yield plan
             for index in range(3):
                 await asyncio.sleep(self.gather_s)
-                block = Block(source=0, slots=(), num_bytes=100, location=f"v{version}/{index}")
+                block = Block(source=0, slots=(), num_bytes=100, location=f"v{plan.version}/{index}")
                 yield Bucket(index=index, blocks=(block,))
-            yield digest_of(version, range(3))
+            yield digest_of(plan.version, range(3))
         finally:
             self.open -= 1
 
@@ -279,8 +279,8 @@ def test_a_replica_that_left_meanwhile_is_not_waited_for(run):
 def test_an_error_of_the_trainer_is_raised_and_not_blamed_on_a_replica(run):
     world = World()
 
-    async def broken_export(version, transport, verify):
-        yield UpdatePlan(version=version, transport=transport, verify=verify)
+    async def broken_export(plan):
+        yield plan
         raise RuntimeError("rank 3 died while gathering")
 
     world.trainer.export_weights = broken_export
@@ -307,3 +307,60 @@ def test_a_push_tells_each_replica_which_one_is_ahead_of_it_and_the_first_pulls_
     first, second = (replica.plan for replica in world.replicas)
     assert (first.replica, first.upstream) == ("engine-0", None)
     assert (second.replica, second.upstream) == ("engine-1", "engine-0")
+
+
+def plans_of(world):
+    """(export, base) of the plan that each replica saw last."""
+    return [(r.plan.export, r.plan.base) for r in world.replicas]
+
+
+def test_what_changed_is_sent_once_every_replica_holds_what_was_sent_before(run):
+    world = World(sparse=True)
+
+    async def go():
+        for version, seen in ((1, (1, None)), (2, (2, 1)), (3, (3, 2))):
+            await world.sync.push(version)
+            assert plans_of(world) == [seen, seen]
+
+    run(go())
+
+
+@pytest.mark.parametrize("call", ["load_bucket", "commit"])
+def test_a_replica_that_missed_a_version_gets_everything_and_so_do_the_others_after_it(run, call):
+    """Transfers and commits fail at the second push; the replica is served by the third export."""
+    world = World({call: ([None] * (3 if call == "load_bucket" else 1)) + [RuntimeError("lost")]}, {}, sparse=True)
+
+    async def go():
+        await world.sync.push(1)
+        await world.sync.push(2)
+        assert plans_of(world) == [(3, None), (2, 1)]
+        await world.sync.push(3)
+        assert plans_of(world) == [(4, None), (4, None)]
+        await world.sync.push(4)
+        assert plans_of(world) == [(5, 4), (5, 4)]
+
+    run(go())
+    assert [r.serves for r in world.replicas] == [4, 4]
+
+
+def test_a_replica_that_returns_gets_everything_under_the_same_name_too(run):
+    world = World(sparse=True)
+
+    async def go():
+        await world.sync.push(1)
+        world.replicas[1] = FakeReplica("engine-1", world.log)
+        await world.sync.push(2)
+        assert plans_of(world) == [(2, None), (2, None)]
+
+    run(go())
+
+
+def test_without_sparse_no_replica_keeps_anything(run):
+    world = World()
+
+    async def go():
+        await world.sync.push(1)
+        await world.sync.push(2)
+
+    run(go())
+    assert plans_of(world) == [(0, None), (0, None)]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
 
 BUCKETS, LOAD_S, COMMIT_S, PAUSE_S = 4, 1.0, 0.5, 0.25
@@ -68,11 +68,11 @@ class World:
             expects_return=lambda: False,
         )
 
-    async def export_weights(self, version, transport, verify):
-        yield UpdatePlan(version=version, transport=transport, verify=verify)
+    async def export_weights(self, plan):
+        yield plan
         for index in range(BUCKETS):
             yield Bucket(index=index, blocks=(Block(source=0, slots=(), num_bytes=10, location=""),))
-        yield f"{version}:{list(range(BUCKETS))}"
+        yield f"{plan.version}:{list(range(BUCKETS))}"
 
     async def interrupt(self, mode, timeout_s):
         self.states.append(self.sync.status())
