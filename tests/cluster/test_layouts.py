@@ -31,38 +31,40 @@ def agrees(launcher, *overrides, steps=2):
 
 
 @pytest.fixture(scope="module")
-def moe_model(demo_assets, tmp_path_factory):
-    """A random mixture of experts with the tokenizer of the demo."""
+def model_of(demo_assets, tmp_path_factory):
+    """Writes a random model of two layers with the tokenizer of the demo."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("moe")
-    for file in (demo_assets / "model").iterdir():
-        if "token" in file.name or file.name.endswith(".jinja"):
-            shutil.copy(file, folder)
     demo = json.loads((demo_assets / "model" / "config.json").read_text())
     same = ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id", "max_position_embeddings")
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        **{name: demo.get(name) for name in same},
-        **EXPERTS,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        dtype="float32",
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
+
+    def write(family, **more):
+        folder = tmp_path_factory.mktemp("model")
+        for file in (demo_assets / "model").iterdir():
+            if "token" in file.name or file.name.endswith(".jinja"):
+                shutil.copy(file, folder)
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(
+            **{name: demo.get(name) for name in same},
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            initializer_range=0.1,
+            dtype="float32",
+            **more,
+        )
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+        return folder
+
+    return write
 
 
-def test_experts_on_two_ranks_and_the_hugging_face_engine(launcher, moe_model):
+def test_experts_on_two_ranks_and_the_hugging_face_engine(launcher, model_of):
     agrees(
         launcher,
-        f"pretrain={moe_model}",
+        f"pretrain={model_of('Qwen3Moe', **EXPERTS, head_dim=16, norm_topk_prob=True)}",
         "actor_train.world_size=2",
         f"{MEGATRON}.expert_model_parallel_size=2",
         HALF,
@@ -70,9 +72,10 @@ def test_experts_on_two_ranks_and_the_hugging_face_engine(launcher, moe_model):
     )
 
 
-def test_tensor_pipeline_and_data_parallel_trainers_and_two_replicas(launcher):
+def test_tensor_pipeline_and_data_parallel_trainers_and_two_replicas(launcher, model_of):
     metrics = agrees(
         launcher,
+        f"pretrain={model_of('Qwen2')}",
         "actor_train.world_size=8",
         f"{MEGATRON}.tensor_model_parallel_size=2",
         f"{MEGATRON}.pipeline_model_parallel_size=2",
