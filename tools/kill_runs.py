@@ -83,10 +83,11 @@ class KilledRun:
         """Kill at a random instant: one driver of five while it starts, else within some steps after the first."""
         process = self.start(max_steps)
         assert process.stdout is not None
+        output = ""
         if victim == DRIVER and dice.random() < 0.2:
             delay_s, where = dice.uniform(0, 15), "after the start"
         else:
-            _read_steps(process.stdout, 1)
+            output = _read_steps(process.stdout, 1)
             delay_s, where = dice.uniform(0, 4), "after its first step"
         try:
             process.wait(delay_s)
@@ -94,10 +95,10 @@ class KilledRun:
             os.kill(process.pid if victim == DRIVER else _actor(process.pid, victim), signal.SIGKILL)
         expected = -signal.SIGKILL if victim == DRIVER else EXIT_ROLE_FAILED
         if victim in GOES_ON:
-            _read_steps(process.stdout, STEPS_AFTERWARDS)
+            output += _read_steps(process.stdout, STEPS_AFTERWARDS)
             expected = -signal.SIGKILL
             process.kill()
-        output, _ = process.communicate()
+        output += process.communicate()[0]
         if process.returncode != expected or (victim == ROLLOUT and "rollout process: process is gone" not in output):
             raise AssertionError(
                 f"{victim} killed: the run ended with {process.returncode}, not with {expected}:\n{output[-2000:]}"
@@ -195,12 +196,15 @@ class KilledRun:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _read_steps(lines: IO[str], steps: int) -> None:
-    """Read the console up to the line of the `steps`-th step from here."""
+def _read_steps(lines: IO[str], steps: int) -> str:
+    """The console up to the line of the `steps`-th step from here, or to its end."""
+    told = []
     for line in lines:
+        told.append(line)
         steps -= line.startswith("step ")
         if not steps:
-            return
+            break
+    return "".join(told)
 
 
 def _actor(driver: int, victim: str) -> int:
