@@ -164,9 +164,14 @@ class PipelineConfig:
         raise NotImplementedError
 
     @property
-    def validation_sampling(self) -> GeneratingArguments | None:
-        """How validation samples; None = no validation."""
+    def validation_sampling(self) -> Mapping[str, GeneratingArguments]:
+        """How each set of a validation is sampled, by name; none = no validation."""
         raise NotImplementedError
+
+    @property
+    def validation_mode(self) -> str:
+        """What waits for a validation."""
+        return "pause"
 
     @property
     def samples_per_batch(self) -> int:
@@ -323,9 +328,14 @@ class RLVRConfig(PipelineConfig):
         return self.response_length
 
     @property
-    def validation_sampling(self) -> GeneratingArguments | None:
-        """`validation.generating_args`."""
-        return None if self.validation is None else self.validation.generating_args
+    def validation_sampling(self) -> Mapping[str, GeneratingArguments]:
+        """`validation.generating_args`, as the set without a name."""
+        return {} if self.validation is None else {"": self.validation.generating_args}
+
+    @property
+    def validation_mode(self) -> str:
+        """`validation.mode`."""
+        return "pause" if self.validation is None else self.validation.mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,9 +379,9 @@ class AgenticConfig(PipelineConfig):
         return self.sequence_length
 
     @property
-    def validation_sampling(self) -> GeneratingArguments | None:
+    def validation_sampling(self) -> Mapping[str, GeneratingArguments]:
         """As in training: worlds of validation differ by their seeds."""
-        return self.actor_infer.generating_args
+        return {"": self.actor_infer.generating_args}
 
 
 def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:

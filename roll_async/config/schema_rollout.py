@@ -207,3 +207,6 @@ class ValidationConfig:
     """Held-out prompt files."""
     generating_args: GeneratingArguments = section(GeneratingArguments)
     """Sampling; temperature 0 = greedy."""
+    mode: Literal["pause", "share"] = "pause"
+    """pause: trainer and training requests wait for it; share: it uses the slots that no training request wants, and
+    what the next push still finds of it goes first."""

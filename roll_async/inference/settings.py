@@ -118,5 +118,4 @@ TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _all_generating_args(config: PipelineConfig) -> list[GeneratingArguments]:
-    validation = config.validation_sampling
-    return [config.actor_infer.generating_args, *([] if validation is None else [validation])]
+    return [config.actor_infer.generating_args, *config.validation_sampling.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -128,10 +128,10 @@ def training_tasks(config: AgenticConfig) -> Tasks:
     return Tasks(manager.tags, manager.num_groups_partition, seed=config.seed)
 
 
-def validation_tasks(config: AgenticConfig) -> Sequence[Prompt]:
+def validation_tasks(config: AgenticConfig) -> Mapping[str, Sequence[Prompt]]:
     """val_batch_size trajectories on worlds of their own; none without eval_steps."""
     if not config.eval_steps:
-        return ()
+        return {}
     manager = config.val_env_manager
     tasks = Tasks(manager.tags, manager.num_groups_partition, seed=config.seed, validation=True)
-    return [tasks.at(i // manager.group_size) for i in range(config.val_batch_size)]
+    return {"": [tasks.at(i // manager.group_size) for i in range(config.val_batch_size)]}

@@ -179,9 +179,12 @@ def _engine(config: PipelineConfig) -> list[str]:
     transport = config.weight_sync.transport
     if transport not in ("auto", *SENDERS):
         problems.append(f"weight_sync.transport={transport} is not there yet; use auto")
-    generating, validation = config.actor_infer.generating_args, config.validation_sampling
-    for section, args in (("actor_infer", generating), ("validation", validation)):
-        if args is not None and not args.logprobs and (section == "actor_infer" or args is not generating):
+    generating = config.actor_infer.generating_args
+    sections = {
+        f"validation.sets.{name}" if name else "validation": a for name, a in config.validation_sampling.items()
+    }
+    for section, args in {"actor_infer": generating, **sections}.items():
+        if not args.logprobs and (section == "actor_infer" or args is not generating):
             problems.append(
                 f"{section}.generating_args.logprobs=false has no effect: engines always report log-probs; remove it"
             )

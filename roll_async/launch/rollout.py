@@ -80,7 +80,7 @@ class StartedTasks:
 
     prompts: PromptSource
     source: Callable[[RolloutSpec], Callable[[AsyncLLMServerManager], GroupSource]]
-    validation: Sequence[Prompt] = ()
+    validation: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     pool: Callable[[], PromptPool] | None = None
     """Makes the pool over the stream, one for each run; None = no pool."""
 
@@ -178,8 +178,8 @@ class LoadedPrompts:
     """Contents of the prompt files of a run."""
 
     stream: ShuffledPrompts
-    held_out: Sequence[Prompt]
-    """Validation prompts; none without eval_steps."""
+    held_out: Mapping[str, Sequence[Prompt]]
+    """Validation prompts, by set; none without eval_steps."""
     pool: Callable[[], PooledPrompts] | None
 
 
@@ -198,14 +198,14 @@ def prompts_of(config: RLVRConfig) -> LoadedPrompts:
     return LoadedPrompts(stream=stream, held_out=_held_out(config), pool=pool)
 
 
-def _held_out(config: RLVRConfig) -> Sequence[Prompt]:
+def _held_out(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
     if config.validation is None or not config.eval_steps:
-        return ()
+        return {}
     # Validation may use a part of the domains: AIME alone for a run over mathematics and code.
     held_out = load_prompts(_data_options(config, config.validation.data_args), every_domain=False)
     stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
-    return [p for p in prompts if p is not None]
+    return {"": [p for p in prompts if p is not None]}
 
 
 def _data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:

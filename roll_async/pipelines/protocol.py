@@ -119,6 +119,8 @@ class RunPlan:
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
     lag_zero: LagZeroOptions | None = None
     """When log-probs of tokens of the present weights are a mismatch; None = nobody looks."""
+    validation_mode: str = "pause"
+    """What waits for a validation: `ValidationConfig.mode`."""
     rescue_timeout_s: float = 1800.0
     """After another role failed: seconds to finish the step under way, and as many again for its checkpoint."""
 
@@ -136,6 +138,7 @@ class RunPlan:
             samples_per_group=config.samples_per_group,
             groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
             lag_zero=LagZeroOptions.of(config),
+            validation_mode=config.validation_mode,
             rescue_timeout_s=config.fault.stall_timeout,
         )
 

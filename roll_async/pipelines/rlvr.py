@@ -17,6 +17,9 @@ One training step:
         ^                          |
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
 
+A validation measures the weights of its step. In mode share it only begins there and goes on beside the next steps; the
+next push, which would change the weights, waits for the rest of it. The last model's validation is always waited for.
+
 The metrics of a step are published before it is saved: a run that is killed in between repeats the step, one that is
 killed afterwards has published all of it. When another role fails, a step whose groups have all been taken is finished
 and published without a push, so that it can be saved (`abandon`, `rescue`). While the trainer waits for groups,
@@ -27,7 +30,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from roll_async.buffer.deadline import within
@@ -149,6 +154,14 @@ class RLVRPipeline:
             self.rescued = f"step {trainer.saved} is saved" if trainer.saved else "no step was trained"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Validation:
+    """A validation that has begun."""
+
+    step: int
+    metrics: asyncio.Future[Mapping[str, float]]
+
+
 class TrainLoop:
     """Consumes one batch a step until `max_steps`, the end of the data, or a stop; `run` is called once."""
 
@@ -158,8 +171,10 @@ class TrainLoop:
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
         self._busy_s: Mapping[str, float] = {}
-        self._validated = 0
-        """Last step that was validated."""
+        self._validated_until = 0
+        """Last step of which a validation has begun."""
+        self._validation: _Validation | None = None
+        """The one whose result is not published."""
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -199,12 +214,15 @@ class TrainLoop:
     async def run(self) -> RunEnd:
         """Train until the end. Waits for the queue, unblocked by put, by the end of the data or by a stop."""
         try:
-            for step in range(self._plan.first_step, self._plan.max_steps + 1):
-                if (end := await self._step(step)) is not None:
-                    return end
-            return RunEnd.FINISHED
+            end, step = None, self._plan.first_step
+            while end is None and step <= self._plan.max_steps:
+                end, step = await self._step(step), step + 1
+            if not self._abandoned:
+                self._tell(await self._validated())
+            return end or RunEnd.FINISHED
         finally:
             self.state = TrainerState.STOPPED
+            await self._drop_validation()
 
     async def save(self) -> None:
         """Save the last whole step, unless it is saved, or the weights contain a part of the next one."""
@@ -231,22 +249,27 @@ class TrainLoop:
         self.trained, self.mid_step = step, False  # the weights contain it, whether recording it succeeds or not
         self.num_samples += report.num_samples
         ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
-        sync, validation, agreement = None, {}, self.lag_zero.check(step, report.metrics)
+        sync, results, agreement = None, [], self.lag_zero.check(step, report.metrics)
         try:
             ages = await parts.queue.freshness(step)
             await parts.queue.step_trained(step)
             self.lag_zero.stop(step, report.metrics)
             if not self._abandoned and self._push_due(step):
+                with clock.measure("validation"):
+                    results.append(await self._validated())
                 self.state = TrainerState.SYNCHRONIZING
                 with clock.measure("weight_sync"):
                     sync = await parts.synchronizer.push(step)
                 self.lag_zero.pushed(sync.canary)
             if not self._abandoned:
-                self.state = TrainerState.VALIDATING
                 with clock.measure("validation"):
-                    validation = await self._validate(step)
+                    results.append(await self._validated(wait=False))
+                    results.append(await self._validate(step))
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
             metrics = self._metrics(step, groups, report, sync, clock, ages)
+            *earlier, validation = [result for result in results if result] or [{}]
+            for result in earlier:  # one record holds one validation: the last model's
+                self._tell(result)
             parts.observer.step(step, {**metrics, **agreement, **validation})
             self._trace(step, groups, clock)
             if parts.dump is not None:
@@ -261,11 +284,11 @@ class TrainLoop:
         if self._abandoned or step < self._plan.first_step:
             return
         if parts.synchronizer.status().version != step:
+            self._tell(await self._validated())
             self.state = TrainerState.SYNCHRONIZING
             await parts.synchronizer.push(step)
-        if self._eval_due(step) and self._validated < step:
-            self.state = TrainerState.VALIDATING
-            parts.observer.event("validation", step=step, **await self._validate(step))
+        if self._validated_until < step:
+            self._tell(await self._validate(step))
 
     def _push_due(self, step: int) -> bool:
         """Every k steps, before a validation (which measures the weights of its step), and after the last step."""
@@ -366,14 +389,59 @@ class TrainLoop:
             observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=step)
 
     async def _validate(self, step: int) -> Mapping[str, float]:
-        """Generation for training is paused while the validation prompts run."""
-        parts = self._parts
-        if parts.validate is None or not self._eval_due(step):
+        """Begin the validation of a due step. Its result, if it is waited for at once: else nothing yet."""
+        if not self._eval_due(step):
             return {}
-        await parts.rollouter.pause()
+        waits = self._plan.validation_mode == "pause" or step == self._plan.max_steps or self._data_ended
+        if not waits:
+            self._begin_validation(step)
+            return {}
+        async with self._training_set_aside():
+            self._begin_validation(step)
+            return await self._result_of_validation()
+
+    def _begin_validation(self, step: int) -> None:
+        validate, self._validated_until = self._parts.validate, step
+        assert validate is not None and self._validation is None
+        self._validation = _Validation(step=step, metrics=asyncio.ensure_future(validate(step)))
+
+    async def _validated(self, *, wait: bool = True) -> Mapping[str, float]:
+        """The result of a validation that began at an earlier step; nothing without one. What is left of it goes before
+        training; without `wait`, it is left alone.
+        """
+        if self._validation is None or not (wait or self._validation.metrics.done()):
+            return {}
+        if self._validation.metrics.done():
+            return await self._result_of_validation()
+        async with self._training_set_aside():
+            return await self._result_of_validation()
+
+    async def _result_of_validation(self) -> Mapping[str, float]:
+        assert self._validation is not None
+        self.state, begun = TrainerState.VALIDATING, self._validation
+        measured = await self._resync_during(begun.metrics, stoppable=False) or {}
+        self._validation = None
+        return {**measured, "validation/lag": float(self.trained - begun.step)}
+
+    @asynccontextmanager
+    async def _training_set_aside(self) -> AsyncIterator[None]:
+        """Generation for training is paused meanwhile."""
+        await self._parts.rollouter.pause()
         try:
-            self._validated = step
-            measured = await self._resync_during(parts.validate(step), stoppable=False) or {}
-            return {**measured, "validation/version": float(parts.synchronizer.status().version or 0)}
+            yield
         finally:
-            await parts.rollouter.resume()
+            await self._parts.rollouter.resume()
+
+    async def _drop_validation(self) -> None:
+        """The run ends with an error: nobody waits for the validation any more."""
+        if self._validation is not None:
+            metrics = self._validation.metrics
+            metrics.cancel()
+            await asyncio.wait({metrics})
+            if not metrics.cancelled():
+                metrics.exception()  # marks it as retrieved
+
+    def _tell(self, validation: Mapping[str, float]) -> None:
+        """Publish a result that belongs to no record of a step."""
+        if validation:
+            self._parts.observer.event("validation", **validation)

@@ -1,4 +1,6 @@
-"""The metrics of one validation, as papers report them: n samples per prompt, avg@n, pass@k, the standard error.
+"""Validations: held-out sets, each with its own sampling, measured with one version of the weights.
+
+Metrics are those that papers report: n samples per prompt, avg@n, pass@k, the standard error.
 
 pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k), c of n samples right   (Chen et al. 2021, arXiv 2107.03374)
 standard error = sample deviation of the prompts' means / sqrt(prompts); samples of one prompt are not independent
@@ -6,29 +8,112 @@ standard error = sample deviation of the prompts' means / sqrt(prompts); samples
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from roll_async.buffer.errors import first_cause
+from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, mean
-from roll_async.schema import FinishReason, Prompt, Reward, Sample
+from roll_async.rollout.chat_scheduler import sampling_of
+from roll_async.rollout.group_source import GroupSource
+from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.schema import FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 _Scored = tuple[Prompt, Sample, Reward]
 
 
-def validation_metrics(answered: Sequence[tuple[Prompt, Sample]], *, num_asked: int) -> dict[str, float]:
-    """`validation/NAME` over all samples, and with more than one domain `validation/domains/DOMAIN/NAME`. A mean over
-    nothing is not published; `num_asked` counts the samples, those without a score included.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetSampling:
+    """How a held-out set is sampled."""
+
+    sampling: SamplingParams
+    samples: int = 1
+    """Samples per prompt."""
+
+    @classmethod
+    def of(cls, args: GeneratingArguments) -> SetSampling:
+        """As the config has it."""
+        return cls(sampling=sampling_of(args), samples=args.num_return_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A held-out set."""
+
+    name: str
+    """Empty = the main one."""
+    prompts: Sequence[Prompt]
+    sampled: SetSampling
+
+    @property
+    def prefix(self) -> str:
+        """Of its metrics."""
+        return f"validation/sets/{self.name}" if self.name else "validation"
+
+
+class Validation:
+    """Measures all sets at once; called with the training step whose weights the engines hold."""
+
+    def __init__(
+        self,
+        sets: Sequence[HeldOut],
+        source: GroupSource,
+        manager: AsyncLLMServerManager,
+        *,
+        yields: bool,
+        version: Callable[[], WeightVersion | None],
+    ) -> None:
+        """`yields`: training requests go before its own. `version`: what the engines hold."""
+        self._sets, self._source, self._manager = sets, source, manager
+        self._yields, self._version = yields, version
+
+    async def __call__(self, step: int) -> Mapping[str, float]:
+        """Metrics of the samples that the version at the start sampled whole. A replica that is restarted meanwhile may
+        have newer weights; what they sample is counted and left out.
+        """
+        version = self._version()
+        self._manager.yield_foreground(self._yields)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(self._ask(held_out, step)) for held_out in self._sets]
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from None
+        finally:
+            self._manager.yield_foreground(False)
+        metrics, num_other = {"validation/version": float(version or 0)}, 0
+        for held_out, answers in zip(self._sets, asked, strict=True):
+            answered = answers.result()
+            kept = [(p, s) for p, s in answered if all(v == version for v, _ in s.version_runs)]
+            num_asked = len(held_out.prompts) * held_out.sampled.samples
+            metrics |= validation_metrics(kept, num_asked=num_asked, prefix=held_out.prefix)
+            num_other += len(answered) - len(kept)
+        return {**metrics, "validation/other_version": float(num_other)}
+
+    async def _ask(self, held_out: HeldOut, step: int) -> list[tuple[Prompt, Sample]]:
+        sampled = held_out.sampled
+        asked = [prompt for prompt in held_out.prompts for _ in range(sampled.samples)]
+        name = f"validation.{step}.{held_out.name}" if held_out.name else f"validation.{step}"
+        return await self._source.validate(asked, sampled.sampling, name=name)
+
+
+def validation_metrics(
+    answered: Sequence[tuple[Prompt, Sample]], *, num_asked: int, prefix: str = "validation"
+) -> dict[str, float]:
+    """`PREFIX/NAME` over all samples, and with more than one domain `PREFIX/domains/DOMAIN/NAME`. A mean over nothing
+    is not published; `num_asked` counts the samples, those without a score included.
     """
     scored = [(prompt, sample, sample.reward) for prompt, sample in answered if sample.reward is not None]
-    metrics = {"validation/unscored": float(num_asked - len(scored))}
+    metrics = {f"{prefix}/unscored": float(num_asked - len(scored))}
     domains = sorted({prompt.domain for prompt, _, _ in scored})
-    parts = {"validation": scored}
+    parts = {prefix: scored}
     if len(domains) > 1:
-        parts |= {f"validation/domains/{d}": [item for item in scored if item[0].domain == d] for d in domains}
-    for prefix, part in parts.items():
-        metrics[f"{prefix}/samples"] = float(len(part))
+        parts |= {f"{prefix}/domains/{d}": [item for item in scored if item[0].domain == d] for d in domains}
+    for place, part in parts.items():
+        metrics[f"{place}/samples"] = float(len(part))
         if part:
-            metrics |= {f"{prefix}/{name}": value for name, value in _of_part(part).items()}
+            metrics |= {f"{place}/{name}": value for name, value in _of_part(part).items()}
     return metrics
 
 

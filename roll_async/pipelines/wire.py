@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roll_async.buffer.fingerprint import PROMPTS, prompts_checksum
 from roll_async.buffer.ledger import Ledger
@@ -23,8 +23,7 @@ from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
-from roll_async.pipelines.validation import validation_metrics
-from roll_async.rollout.chat_scheduler import sampling_of
+from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
@@ -32,7 +31,7 @@ from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import PromptPool, PromptSource, Replica
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Prompt, SamplingParams
+from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
 from roll_async.weight_sync.protocol import WeightSource
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
@@ -108,24 +107,23 @@ class RolloutOptions:
     """How long the end of a run waits for groups before it cancels them."""
     budget: BudgetOptions | None = None
     """None = without dynamic sampling."""
-    validation: SamplingParams | None = None
-    """Sampling parameters of the validation."""
-    validation_samples: int = 1
-    """Samples per held-out prompt."""
+    validation: Mapping[str, SetSampling] = field(default_factory=dict)
+    """How each held-out set is sampled, by name."""
+    validation_mode: str = "pause"
+    """What waits for a validation: `ValidationConfig.mode`."""
     canary: CanaryOptions | None = None
     """The check after each push that engines compute the same log-probs as the trainer; None = no check."""
 
     @classmethod
     def of(cls, config: PipelineConfig, transport: str) -> RolloutOptions:
         """As the config has it. `transport`: what `choose_transport` chose."""
-        validation = config.validation_sampling
         return cls(
             queue=QueueOptions.of(config),
             sync=SyncOptions.of(config, transport),
             stop_timeout_s=config.async_training.interrupt.timeout,
             budget=BudgetOptions.of(config),
-            validation=None if validation is None else sampling_of(validation),
-            validation_samples=1 if validation is None else validation.num_return_sequences,
+            validation={name: SetSampling.of(args) for name, args in config.validation_sampling.items()},
+            validation_mode=config.validation_mode,
             canary=CanaryOptions.of(config),
         )
 
@@ -142,8 +140,8 @@ class RolloutRoles:
     weights: WeightSource
     """The trainer's ranks."""
     ledger: Ledger
-    validation: Sequence[Prompt] = ()
-    """Held-out prompts; none = no validation."""
+    validation: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """Held-out prompts by set; none = no validation."""
     restored: int = 0
     """Step of the checkpoint from which the run is resumed; 0 = a fresh run."""
     position: Mapping[str, object] | None = None
@@ -205,7 +203,12 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         canary=_canary(roles.prompts, source_of_weights, options.canary),
     )
     supervisor.attach(synchronizer)
-    validate = _validation(source, roles.validation, options) if roles.validation else None
+    validate = None
+    if roles.validation:
+        sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
+        validate = Validation(
+            sets, source, manager, yields=options.validation_mode == "share", version=lambda: synchronizer.version
+        )
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
 
 
@@ -215,18 +218,6 @@ def _canary(prompts: PromptSource, source: WeightSource, options: CanaryOptions 
     found = (prompts.at(i) for i in range(options.prompts))
     rows = canary_rows([p.token_ids for p in found if p is not None], options)
     return Canary(rows, source, options) if rows else None
-
-
-def _validation(source: GroupSource, prompts: Sequence[Prompt], options: RolloutOptions) -> Validate:
-    sampling = options.validation
-    assert sampling is not None, "validation prompts without sampling parameters"
-    asked = [prompt for prompt in prompts for _ in range(options.validation_samples)]
-
-    async def validate(step: int) -> Mapping[str, float]:
-        answered = await source.validate(asked, sampling, name=f"validation.{step}")
-        return validation_metrics(answered, num_asked=len(asked))
-
-    return validate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

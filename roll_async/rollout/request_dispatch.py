@@ -58,6 +58,8 @@ class RequestDispatch:
         self._round_began_s = float("-inf")
         self._num_requests = 0
         self._followed: set[ReplicaLink] = set()
+        self._yielding: set[Attempt] = set()
+        """Attempts of the foreground that were dispatched while it yields; some have ended."""
         self._failure: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -189,7 +191,9 @@ class RequestDispatch:
             pending = self._waiting.pop(foreground_only=self._foreground_only)
             if pending is None:
                 break
-            name = self._choice.choose(pending.affinity, self._avoided(pending))
+            waits_for_home = pending.foreground and pending.later_turn
+            key = pending.conversation if waits_for_home else pending.affinity
+            name = self._choice.choose(key, self._avoided(pending))
             if name is None:
                 passed.append(pending)
                 continue
@@ -198,6 +202,29 @@ class RequestDispatch:
             self._dispatch(pending, self._links[name], now)
         for pending in passed:
             self._waiting.add(pending)
+        if self._waiting.foreground_yields:
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """While the foreground yields: as many of its requests as others wait stop, keeping their tokens."""
+        self._yielding = {attempt for attempt in self._yielding if not attempt.ended}
+        if not self._yielding:
+            return
+        running = [attempt for attempt in self._yielding if attempt.stop is None]
+        num_wanted = self._waiting.num_background - (len(self._yielding) - len(running))
+        # The youngest have the fewest tokens to read again.
+        chosen = sorted(running, key=lambda attempt: -attempt.request.order)[: max(0, num_wanted)]
+        if chosen:
+            self._spawn(self._end_on_servers(self._put_aside(chosen)), "requests that give way")
+            self._pump()
+
+    def _put_aside(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """The requests of these attempts keep their tokens and go on later. Returns the attempts that a replica has."""
+        self._recall(attempts)
+        running = [attempt for attempt in attempts if not attempt.ended]
+        for attempt in running:
+            attempt.stop = attempt.stop or Stop.ASIDE
+        return running
 
     def _send_home(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -219,6 +246,8 @@ class RequestDispatch:
             self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.LENGTH))
             return
         link.send(pending.attempt, now_s)
+        if pending.foreground and self._waiting.foreground_yields:
+            self._yielding.add(pending.attempt)
         self._counts.dispatched += 1
         self._counts.resumed += bool(pending.pieces)
         self._counts.in_flight += 1
@@ -257,18 +286,6 @@ class RequestDispatch:
         if self._links.get(link.name) is link:
             self._set_free(link)
             self._pump()
-
-    def overlooked(self) -> list[tuple[str, str]]:
-        """(request, replica) pairs where a request waits though the replica has a free slot for it. Between two events
-        there are none: invariant 10, which the simulator checks.
-        """
-        if not self._dispatching or self._pump_soon is not None:
-            return []
-        limit = self._options.max_concurrent_per_server
-        free = [k for k in self.links if not (k.suspect or k.leaving) and limit > len(k.in_flight) + k.foreign_requests]
-        waiting = [p for p in self._waiting if p.foreground or not self._foreground_only] if free else []
-        names = {link.name for link in free}
-        return [(p.request.request_id, sorted(left)[0]) for p in waiting if (left := names - set(self._avoided(p)))]
 
     # Ends of attempts
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING
 
 from roll_async.inference.protocol import PauseMode
-from roll_async.rollout.attempts import Attempt, Stop
+from roll_async.rollout.attempts import Attempt
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import Replica
 from roll_async.rollout.replica_link import ReplicaLink, ask_all, wait_drained
@@ -108,17 +108,45 @@ class AsyncLLMServerManager(RequestDispatch):
         """
         self._foreground_only = aside
         if aside:
-            await self._stop_running([a for a in self._all_in_flight() if not a.request.foreground])
+            self._waiting.foreground_yields = False
+            background = [a for a in self._all_in_flight() if not a.request.foreground]
+            await self._stop_running(background)
         else:
             self._pump()
 
     async def _stop_running(self, attempts: Sequence[Attempt]) -> None:
         """They stop where they run; their requests keep the tokens and go on when they may."""
-        self._recall(attempts)
-        running = [a for a in attempts if not a.ended]
-        for attempt in running:
-            attempt.stop = attempt.stop or Stop.ASIDE
-        await self._end_on_servers(running)
+        await self._end_on_servers(self._put_aside(attempts))
+
+    def yield_foreground(self, yields: bool) -> None:
+        """True: foreground requests take only the slots that no background request wants, until `set_aside` calls for
+        their end, or False.
+        """
+        self._waiting.foreground_yields = yields and not self._foreground_only
+        self._pump()
+
+    def overlooked(self) -> list[tuple[str, str]]:
+        """(request, replica) pairs where a request waits though the replica has a free slot for it. Between two events
+        there are none: invariant 10, which the simulator checks.
+        """
+        if not self._dispatching or self._pump_soon is not None:
+            return []
+        limit = self._options.max_concurrent_per_server
+        free = [k for k in self.links if not (k.suspect or k.leaving) and limit > len(k.in_flight) + k.foreign_requests]
+        waiting = [p for p in self._waiting if p.foreground or not self._foreground_only] if free else []
+        names = {link.name for link in free}
+        return [(p.request.request_id, sorted(left)[0]) for p in waiting if (left := names - set(self._avoided(p)))]
+
+    @property
+    def num_displaced(self) -> int:
+        """Background requests that wait though a foreground that yields holds slots. Between two events there are none:
+        invariant 10, which the simulator checks.
+        """
+        if self.paused_for_push or not self._waiting.foreground_yields:
+            return 0
+        foreground = [a for a in self._all_in_flight() if a.request.foreground]
+        num_stopping = sum(attempt.stop is not None for attempt in foreground)
+        return max(0, min(len(foreground), self._waiting.num_background) - num_stopping)
 
     # Replicas that come and go
 

@@ -1,4 +1,4 @@
-"""The queue of requests: foreground before background, later turns before first ones, then by age."""
+"""The queue of requests: foreground before background (or after it), later turns before first ones, then by age."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from roll_async.rollout.requests import PendingRequest
 
-_BACKGROUND = 2
-"""Kinds below are foreground."""
+_BACKGROUND, _YIELDING = 2, 4
+"""First kinds of the background, and of a foreground that yields to it."""
 
 
 class WaitingRequests:
@@ -22,13 +22,33 @@ class WaitingRequests:
         """Number of the valid heap entry of a request; its other entries are stale."""
         self._later: set[PendingRequest] = set()
         self._number = 0
+        self._foreground_yields = False
+
+    @property
+    def foreground_yields(self) -> bool:
+        """The foreground (a validation) comes after the background (training) instead of before it."""
+        return self._foreground_yields
+
+    @foreground_yields.setter
+    def foreground_yields(self, yields: bool) -> None:
+        if yields != self._foreground_yields:
+            self._foreground_yields = yields
+            waiting = list(self._entries)
+            self._heap.clear()
+            for pending in waiting:
+                self.add(pending)
+
+    @property
+    def num_background(self) -> int:
+        """Requests of the background that any replica may take."""
+        return sum(not (pending.foreground or pending.failed_on) for pending in self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[PendingRequest]:
         """In the order in which they are dispatched."""
-        return iter(sorted(self._entries, key=lambda pending: (_kind(pending), pending.order)))
+        return iter(sorted(self._entries, key=lambda pending: (self._kind(pending), pending.order)))
 
     def __contains__(self, pending: PendingRequest) -> bool:
         return pending in self._entries
@@ -39,7 +59,7 @@ class WaitingRequests:
         self._entries[pending] = self._number
         if pending.later_turn:
             self._later.add(pending)
-        heapq.heappush(self._heap, (_kind(pending), pending.order, self._number, pending))
+        heapq.heappush(self._heap, (self._kind(pending), pending.order, self._number, pending))
 
     def discard(self, pending: PendingRequest) -> bool:
         """Remove a request. False if it was not in the queue."""
@@ -49,11 +69,11 @@ class WaitingRequests:
     def pop(self, *, foreground_only: bool) -> PendingRequest | None:
         """Remove and return the first request; None when none may be dispatched."""
         while self._heap:
-            kind, _, number, pending = self._heap[0]
+            _, _, number, pending = self._heap[0]
             if self._entries.get(pending) != number:
                 heapq.heappop(self._heap)
                 continue
-            if foreground_only and kind >= _BACKGROUND:
+            if foreground_only and not pending.foreground:
                 return None
             heapq.heappop(self._heap)
             self.discard(pending)
@@ -66,9 +86,10 @@ class WaitingRequests:
         return bool(self._later)
 
     def later_turns(self, *, foreground_only: bool) -> list[PendingRequest]:
-        """Waiting later turns of conversations, in order."""
-        found = (pending for pending in self._later if pending.foreground or not foreground_only)
-        return sorted(found, key=lambda pending: (_kind(pending), pending.order))
+        """Waiting later turns of conversations, in order, without those of a foreground that yields."""
+        out = foreground_only or self._foreground_yields
+        found = (p for p in self._later if not out or p.foreground is foreground_only)
+        return sorted(found, key=lambda pending: (self._kind(pending), pending.order))
 
     def clear(self) -> None:
         """Remove all requests."""
@@ -76,6 +97,6 @@ class WaitingRequests:
         self._entries.clear()
         self._later.clear()
 
-
-def _kind(pending: PendingRequest) -> int:
-    return (0 if pending.foreground else _BACKGROUND) + (not pending.later_turn)
+    def _kind(self, pending: PendingRequest) -> int:
+        first = _BACKGROUND if not pending.foreground else _YIELDING if self._foreground_yields else 0
+        return first + (not pending.later_turn)

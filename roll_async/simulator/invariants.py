@@ -69,8 +69,14 @@ class Watch:
         self.slots_opened = 0
         """How often the slots of surplus groups were opened again: by pushes, and where nothing else can bring a batch.
         """
-        self._unvalidated: int | None = None
-        """The last step, if it was published without its validation."""
+        self._due: set[int] = set()
+        """Published steps whose validations are not."""
+        self._validated: set[int] = set()
+        self._validates = bool(scenario.validation_prompts and scenario.plan.eval_every)
+        self._overdue: list[int] = []
+        """Those of them that should have been measured by the last record."""
+        self._answers: dict[int, int] = {}
+        """Step to the scored samples of its validation that its weights have sampled whole."""
         self.last_learned = restored_step
         """Last step the trainer has learned whole."""
         self._last_begun = restored_step
@@ -218,8 +224,8 @@ class Watch:
     def batch(self, groups: Sequence[Group], step: int) -> None:
         """What a step, or a part of it, is about to train."""
         self._last_begun = step
-        if self._unvalidated is not None:
-            self.report(17, f"step {self._unvalidated} was to be validated, and was not")
+        if self._overdue:
+            self.report(17, f"steps {self._overdue} were to be validated, and were not")
         for group in groups:
             place = self.where.get(group.group_id)
             if place is not Where.BUFFERED:
@@ -296,21 +302,47 @@ class Watch:
             self.report(9, f"step {self.last_learned} was learned, and step {saved} is the last that is saved")
 
     def validated(self, step: int, answered: Sequence[tuple[Prompt, Sample]], sampling: SamplingParams) -> None:
-        """Invariant 17: a validation measures the weights of its step."""
-        for prompt, sample in answered if self.every_token else ():
-            self._check_tokens(prompt, (sample,), sampling)
-            versions = sorted({v for v, _ in sample.version_runs})
-            if versions != [step]:
-                self.report(17, f"the validation of step {step} measures versions {versions}")
+        """Answers of a validation came. Only replicas that returned or joined meanwhile may have other versions."""
+        number = self._answers.get(step, 0)
+        for prompt, sample in answered:
+            if self.every_token:
+                self._check_tokens(prompt, (sample,), sampling)
+            versions = {v for v, _ in sample.version_runs}
+            number += versions == {step} and sample.reward is not None
+            if versions != {step} and not (self.scenario.max_restarts or self.scenario.scales):
+                self.report(17, f"the validation of step {step} measures versions {sorted(versions)}")
+        self._answers[step] = number
+
+    def measured(self, metrics: Mapping[str, float | str], published_at: int | None = None) -> None:
+        """Invariant 17: a result is that of the weights of its step, and of no others."""
+        version = metrics.get("validation/version")
+        if version is None:
+            return
+        step, lag = int(version), metrics["validation/lag"]
+        self._due.discard(step)
+        self._validated.add(step)
+        if step not in self._answers:
+            self.report(17, f"a validation says version {step}, which none has measured")
+        if published_at is not None and lag != published_at - step:
+            self.report(17, f"the validation of step {step} says lag {lag} at step {published_at}")
+        told = sum(float(n) for key, n in metrics.items() if key.startswith("validation/") and key.endswith("/samples"))
+        if told != self._answers.pop(step, told):
+            self.report(17, f"the validation of step {step} counts {told} samples of its weights, which is wrong")
+
+    def validations_over(self) -> None:
+        """The run has ended as it should: what was due is measured, and so is the last model."""
+        last = {self.steps_done} if self._validates and self.steps_done > self.restored_step else set()
+        if missing := (self._due | last) - self._validated:
+            self.report(17, f"the run ends without the validations of steps {sorted(missing)}")
 
     def published(self, step: int, metrics: Mapping[str, float], now_s: float) -> None:
         """What a step tells."""
         self._progress_s = now_s
-        version, every = metrics.get("validation/version"), self.scenario.plan.eval_every
-        due = self.scenario.validation_prompts and every and step % every == 0
-        if version is not None and version != step:
-            self.report(17, f"the validation of step {step} says version {version:g}")
-        self._unvalidated = step if due and version is None else None  # a fault unless it ends the run
+        if self._validates and step % self.scenario.plan.eval_every == 0:
+            self._due.add(step)
+        self.measured(metrics, step)
+        waits, held = self.scenario.plan.validation_mode == "pause", metrics["weights/version"]
+        self._overdue = [due for due in self._due if waits or held > due]  # a fault unless it ends the run
 
     def progressing(self, now_s: float) -> None:
         """Invariant 18: the trainer does not wait longer than what can hold up a batch."""
@@ -363,6 +395,8 @@ class Watch:
         """Invariants 10 and 11, from the manager's links and what the engines really have."""
         for request, replica in manager.overlooked():
             self.report(10, f"{replica} has a free slot, and {request} waits")
+        if manager.num_displaced:
+            self.report(10, f"{manager.num_displaced} requests wait, and a validation that yields holds slots")
         allowed_s = _ENDED_WITHIN_S + 2 * self.scenario.manager.interrupt_timeout_s
         unwanted: dict[str, float] = {}
         for link in manager.links:

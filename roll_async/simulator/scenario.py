@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
 from roll_async.buffer.states import QueueOptions
 from roll_async.pipelines.protocol import RunPlan
+from roll_async.pipelines.validation import SetSampling
 from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
@@ -65,6 +66,9 @@ class Scenario:
     """How much may be generated for one batch; None = without a limit."""
     validation_prompts: int = 0
     validation_samples: int = 1
+    validation_mode: str = "pause"
+    second_set: bool = False
+    """Another held-out set, sampled otherwise."""
     by_value: bool = False
     """The trainer is the real learner over a fake actor, which compares every tensor."""
     stop_at_s: float | None = None
@@ -86,9 +90,18 @@ class Scenario:
             sync=self.sync,
             stop_timeout_s=self.manager.interrupt_timeout_s,
             budget=self.budget,
-            validation=replace(self.scheduler.sampling, temperature=0.0) if self.validation_prompts else None,
-            validation_samples=self.validation_samples,
+            validation=self.validation,
+            validation_mode=self.validation_mode,
         )
+
+    @property
+    def validation(self) -> dict[str, SetSampling]:
+        """How held-out prompts are sampled, by set."""
+        greedy = SetSampling(
+            sampling=replace(self.scheduler.sampling, temperature=0.0), samples=self.validation_samples
+        )
+        sampled = {"second": SetSampling(sampling=self.scheduler.sampling)} if self.second_set else {}
+        return {"": greedy, **sampled} if self.validation_prompts else {}
 
     @property
     def texts(self) -> Texts | TraceTexts:
@@ -166,10 +179,21 @@ def random_scenario(seed: int, *, agents: bool | None = None) -> Scenario:
     """A small world with random options and faults in which every batch must come: replica 0 is healthy, and what fails
     fails for good reasons only. `agents`: groups are trajectories in worlds; None = in a fifth of the seeds.
     """
-    chat = _random_chat(seed)
+    chat = _with_validation(_random_chat(seed))
     rng = Random(f"agents/{seed}")
     drawn = rng.random() < _AGENTS_SHARE
     return _with_agents(chat, rng) if (drawn if agents is None else agents) else chat
+
+
+def _with_validation(calm: Scenario) -> Scenario:
+    """What waits for a validation, and how many sets it has; then more worlds validate."""
+    rng = Random(f"validation/{calm.seed}")
+    mode, prompts, every = rng.choice(("pause", "share")), calm.validation_prompts, calm.plan.eval_every
+    if not prompts and mode != "pause" and rng.random() < 0.3:
+        prompts, every = rng.randint(1, 12), rng.randint(1, 2)
+    plan = replace(calm.plan, validation_mode=mode, eval_every=every)
+    second = bool(prompts) and rng.random() < 0.3
+    return replace(calm, plan=plan, validation_prompts=prompts, validation_mode=mode, second_set=second)
 
 
 def _random_chat(seed: int) -> Scenario:

@@ -94,7 +94,7 @@ class SeenSource:
         self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
     ) -> list[tuple[Prompt, Sample]]:
         answered = await super().validate(prompts, sampling, name=name)  # type: ignore[misc]
-        self.watch.validated(int(name.partition(".")[2]), answered, sampling)
+        self.watch.validated(int(name.split(".")[1]), answered, sampling)
         return answered
 
 
@@ -116,4 +116,6 @@ class Observer:
 
     def event(self, name: str, **fields: float | str) -> None:
         now = asyncio.get_running_loop().time()
+        if name == "validation":
+            self._world.watch.measured(fields)
         self._world.outcome.spans.append(("events", name, now, now, fields))

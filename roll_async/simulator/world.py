@@ -191,7 +191,7 @@ class World:
             prompts=tasks.prompts,
             weights=self.trainer,  # pyright: ignore[reportArgumentType]  # never scores
             ledger=self._ledger,
-            validation=tasks.held_out,
+            validation={name: tasks.held_out for name in scenario.validation},
             restored=step,
             position=self.store.states.get(step),
         )
@@ -357,6 +357,8 @@ class World:
             allowed.add(f"StallError: trainer: step {step} did not return {within}")
         if outcome.end not in allowed:
             watch.report(6, f"the run ended with {outcome.end!r} and not with one of {sorted(allowed)}")
+        if outcome.end in (RunEnd.FINISHED.value, RunEnd.END_OF_DATA.value):
+            watch.validations_over()
         if outcome.end == RunEnd.FINISHED.value and watch.steps_done != scenario.plan.max_steps:
             watch.report(9, f"finished after step {watch.steps_done} of {scenario.plan.max_steps}")
         if outcome.end == RunEnd.END_OF_DATA.value:

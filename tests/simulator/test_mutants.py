@@ -336,6 +336,18 @@ class SkipsValidations(TrainLoop):
         return {}
 
 
+class PushesOverValidations(TrainLoop):
+    async def _validated(self, *, wait=True):
+        return await super()._validated(wait=False)
+
+
+class GivesNoWay(AsyncLLMServerManager):
+    """A validation beside training keeps its slots."""
+
+    def _give_way(self):
+        pass
+
+
 class LeavesTheStep(TrainLoop):
     """The step under way is not saved when another role has failed."""
 
@@ -440,6 +452,8 @@ MUTANTS = {
     "never uses its budget": (Classes(rollouter=NeverUsesItsBudget), 6),
     "validates what is there": (Classes(trainer=ValidatesWhatIsThere), 17),
     "skips validations": (Classes(trainer=SkipsValidations), 17),
+    "pushes over validations": (Classes(trainer=PushesOverValidations), 17),
+    "gives no way": (Classes(manager=GivesNoWay), 10),
     "leaves the step": (Classes(trainer=LeavesTheStep), 9),
     "rests": (Classes(trainer=Rests), 18),
     "baseline of a sample": (Others(scheduler=BaselineOfASample), 13),
@@ -542,6 +556,21 @@ def process_dies(seed):
     )
 
 
+def shared_validations(seed):
+    """Validations as long as a batch beside training, on few slots."""
+    base = chat_scenario(seed)
+    return replace(
+        base,
+        validation_mode="share",
+        plan=replace(base.plan, validation_mode="share", eval_every=1 + seed % 3),
+        validation_prompts=6,
+        second_set=seed % 2 == 0,
+        manager=replace(base.manager, max_concurrent_per_server=3),
+        train=replace(base.train, fails_at_step=None, hangs_at_step=None),
+        stop_at_s=None,
+    )
+
+
 def hardly_any_spread(seed):
     """Nine of ten groups are filtered, and twice the groups of a batch is all there may be."""
     base = chat_scenario(seed)
@@ -581,6 +610,8 @@ WORLDS = {
     "masks nothing": by_value,
     "advantages of the next row": by_value,
     "surplus comes again at once": over_sampled,
+    "pushes over validations": shared_validations,
+    "gives no way": shared_validations,
     "leaves the step": process_dies,
     "cuts stop strings": stop_strings,
     "aborts without end": over_sampled,
@@ -628,6 +659,7 @@ def test_a_broken_restart_is_noticed(name):
         process_dies,
         stop_strings,
         replicas_leave,
+        shared_validations,
     ],
     ids=lambda world: world.__name__,
 )

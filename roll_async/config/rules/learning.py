@@ -1,11 +1,11 @@
-"""Rules about what is learned (C105, C141 to C150, C152)."""
+"""Rules about what is learned and measured (C105, C141 to C150, C152, C153)."""
 
 from dataclasses import asdict
 
 from roll_async.config.advantage_options import AGENTIC_ONLY
 from roll_async.config.correction_options import carries_behaviour_policy
 from roll_async.config.rules.shape import Findings, has_lengths, number
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, roles_on_engine_devices
 from roll_async.config.schema_worker import MegatronTrainConfig
 
 
@@ -42,6 +42,14 @@ def needed_roles(config: PipelineConfig) -> Findings:
         yield "C142", "teacher", f"required by algorithm.distill_coef={number(a.distill_coef)}"
     if isinstance(config, RLVRConfig) and config.eval_steps > 0 and config.validation is None:
         yield "C145", "validation", f"required by eval_steps={config.eval_steps}"
+
+
+def validation_place(config: PipelineConfig) -> Findings:
+    """C153."""
+    mode, shared = config.validation_mode, roles_on_engine_devices(config)
+    if mode != "pause" and shared:
+        message = f"{mode} needs engines that run all the time, and {', '.join(shared)} shares their devices; use pause"
+        yield "C153", "validation.mode", message
 
 
 def agentic_only(config: PipelineConfig) -> Findings:
@@ -100,4 +108,13 @@ def proximal_before_the_step(config: PipelineConfig) -> Findings:
         yield "C152", "algorithm.proximal_logprobs", message
 
 
-RULES = (overlong, needed_roles, agentic_only, double_correction, roles, weights_of_one, proximal_before_the_step)
+RULES = (
+    overlong,
+    needed_roles,
+    validation_place,
+    agentic_only,
+    double_correction,
+    roles,
+    weights_of_one,
+    proximal_before_the_step,
+)

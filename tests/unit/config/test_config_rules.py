@@ -73,6 +73,7 @@ RLVR_CASES = [
     ("C144", {"adv_estimator": "gigpo"}, "algorithm.adv_estimator: gigpo is for agentic configs"),
     ("C144", {"algorithm": {"pg_options": {"ratio_level": "segment"}}}, "algorithm.pg_options.ratio_level: segment is for agentic configs"),
     ("C145", {"eval_steps": 5}, "validation: required by eval_steps=5"),
+    ("C153", {"actor_infer.device_mapping": "range(0,4)", "eval_steps": 5, "validation": {"data_args": DATA, "mode": "share"}}, "validation.mode: share needs engines that run all the time, and actor_train shares their devices; use pause"),
     ("C146", {"pg_variant": "tis", "correction": {"weight_level": "token"}}, "algorithm.correction.weight_level: token would correct twice: tis with ratio_base behaviour already carries the behaviour policy; set it to none"),
     ("C146", {"pg_variant": "decoupled_ppo", "correction": {"weight_level": "sequence"}}, "algorithm.correction.weight_level: sequence would correct twice: decoupled_ppo with ratio_base proximal already carries the behaviour policy; set it to none"),
     ("C147", {"actor_train.micro_batching": "packed", "actor_train.max_tokens_per_microbatch": 40, "actor_train.router_replay": True}, "actor_train.micro_batching: packed cannot be combined with router_replay"),

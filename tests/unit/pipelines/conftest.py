@@ -10,6 +10,7 @@ from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.states import QueueOptions
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import TrainLoop
+from roll_async.pipelines.validation import SetSampling
 from roll_async.pipelines.wire import (
     Classes,
     EngineOptions,
@@ -87,7 +88,7 @@ class Run:
             prompts=self,
             weights=self,
             ledger=MemoryLedger(),
-            validation=[build.prompt()] * 3,
+            validation={"": [build.prompt()] * 3},
         )
         queue = QueueOptions(
             groups_per_batch=num_groups,
@@ -99,7 +100,8 @@ class Run:
             queue=queue,
             sync=SyncOptions(transport="shm"),
             stop_timeout_s=30.0,
-            validation=SamplingParams(max_new_tokens=5),
+            validation={"": SetSampling(sampling=SamplingParams(max_new_tokens=5))},
+            validation_mode=plan.get("validation_mode", "pause"),
         )
         self.side = wire_rollout(roles, options)
         self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
@@ -170,7 +172,7 @@ class Run:
         pass
 
     def event(self, name, **fields):
-        self.events.append(name)
+        self.events.append((name, fields))
 
     async def go(self):
         before = asyncio.all_tasks()

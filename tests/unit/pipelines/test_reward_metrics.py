@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from roll_async.pipelines.metrics import batch_metrics, reward_metrics
-from roll_async.pipelines.validation import pass_at_k, validation_metrics
-from roll_async.pipelines.wire import RolloutOptions, _validation
+from roll_async.pipelines.validation import HeldOut, SetSampling, Validation, pass_at_k, validation_metrics
+from roll_async.pipelines.wire import RolloutOptions
 from roll_async.schema import FinishReason, Reward, SamplingParams
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cpu.yaml"
@@ -140,13 +140,46 @@ def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
 
     keys = {"eval_steps": 5, "validation.generating_args.num_return_sequences": 3}
     options = RolloutOptions.of(load(CONFIG, overrides=[f"{k}={v}" for k, v in keys.items()]), "shm")
-    assert options.validation_samples == 3
+    assert options.validation[""].samples == 3
 
     class Source:
         async def validate(self, prompts, sampling, *, name):
             assert isinstance(sampling, SamplingParams)
             return [answered(build, "math", Reward(score=float(i % 3 == 0))) for i, _ in enumerate(prompts)]
 
-    metrics = asyncio.run(_validation(Source(), [build.prompt(), build.prompt()], options)(5))
+    class Engines:
+        def yield_foreground(self, yields):
+            assert not yields
+
+    held_out = HeldOut("", [build.prompt(), build.prompt()], options.validation[""])
+    metrics = asyncio.run(Validation([held_out], Source(), Engines(), yields=False, version=lambda: 0)(5))
     assert metrics["validation/samples"] == 6 and metrics["validation/unscored"] == 0
     assert metrics["validation/accuracy"] == pytest.approx(1 / 3)
+
+
+def test_each_set_has_its_sampling_and_its_metrics_and_counts_one_version_alone(build):
+    import asyncio
+
+    greedy, sampled = (
+        SetSampling(sampling=SamplingParams(max_new_tokens=9, temperature=t), samples=n)
+        for t, n in ((0.0, 1), (0.6, 4))
+    )
+    asked, yielded = {}, []
+
+    class Source:
+        async def validate(self, prompts, sampling, *, name):
+            asked[name] = (len(prompts), sampling.temperature)
+            runs = ((7, 1), (8, 1)) if "aime" in name else ((7, 2),)
+            kept = ((7, 2),)
+            return [(p, build.sample(p, runs=runs if i == 1 else kept)) for i, p in enumerate(prompts)]
+
+    class Engines:
+        def yield_foreground(self, yields):
+            yielded.append(yields)
+
+    sets = [HeldOut("", [build.prompt()] * 3, greedy), HeldOut("aime", [build.prompt()], sampled)]
+    metrics = asyncio.run(Validation(sets, Source(), Engines(), yields=True, version=lambda: 7)(7))
+    assert asked == {"validation.7": (3, 0.0), "validation.7.aime": (4, 0.6)} and yielded == [True, False]
+    assert metrics["validation/samples"] == 3 and metrics["validation/version"] == 7
+    assert metrics["validation/sets/aime/samples"] == 3 and metrics["validation/sets/aime/unscored"] == 1
+    assert metrics["validation/other_version"] == 1 and "validation/sets/aime/pass@2" in metrics

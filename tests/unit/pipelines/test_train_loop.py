@@ -108,7 +108,11 @@ def test_the_end_of_the_data_ends_the_run_with_the_last_whole_step(run, a_run):
     short = a_run(steps=100)
     short.size = 10
     assert run(short.go()) is RunEnd.END_OF_DATA
-    assert [step for step, _ in short.learned] == [1, 2] and short.saved == [2] and short.events == ["end_of_data"]
+    assert (
+        [step for step, _ in short.learned] == [1, 2]
+        and short.saved == [2]
+        and [name for name, _ in short.events] == ["end_of_data"]
+    )
 
 
 def test_the_death_of_the_only_engine_costs_time_and_nothing_else(run, a_run):
@@ -221,3 +225,67 @@ def test_a_due_validation_is_pushed_for_whatever_the_steps_between_pushes(run, a
     done = a_run(steps=5, sync_every=every, eval_every=1)
     run(done.go())
     assert [m["validation/version"] for m in done.published] == [1, 2, 3, 4, 5]
+
+
+def test_a_shared_validation_measures_its_version_beside_the_next_step(run, a_run):
+    """Engines have free slots while the trainer learns: nobody waits, and the result comes with the next record."""
+    times = {}
+    for mode in ("pause", "share"):
+        done = a_run(steps=5, eval_every=2, validation_mode=mode)
+        run(done.go())
+        found = [
+            (m["validation/version"], m["validation/lag"], m["validation/samples"])
+            for m in done.published
+            if "validation/lag" in m
+        ]
+        told = [(e["validation/version"], e["validation/lag"]) for name, e in done.events if name == "validation"]
+        times[mode] = [m["time/validation_s"] for m in done.published]
+        if mode == "pause":
+            assert found == [(2, 0, 3), (4, 0, 3), (5, 0, 3)] and not told
+            assert all(seconds > 4 for seconds in (times[mode][1], times[mode][3], times[mode][4]))
+        else:  # one record holds one validation: that of step 4 is an event beside the last model's
+            assert found == [(2, 1, 3), (5, 0, 3)] and told == [(4, 1)]
+            assert times[mode][:4] == [0.0] * 4 and times[mode][4] > 4
+        assert all(m["validation/other_version"] == 0 for m in done.published if "validation/lag" in m)
+
+
+def test_a_push_waits_for_what_is_left_of_a_shared_validation(run, a_run):
+    done = a_run(steps=4, eval_every=1, validation_mode="share", speeds=(2.0,), ratio=0.0)
+    done.learn_s = 1.0
+    run(done.go())
+    measured = [(m["validation/version"], m["validation/lag"]) for m in done.published if "validation/lag" in m]
+    told = [e["validation/version"] for name, e in done.events if name == "validation"]
+    assert measured == [(1, 1), (2, 1), (4, 0)] and told == [3]
+    assert [m["weights/version"] for m in done.published] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seconds", [14.0, 17.0, 30.0])
+def test_a_stopped_run_tells_the_validation_under_way(run, a_run, seconds):
+    stopped = a_run(steps=50, eval_every=1, validation_mode="share", speeds=(3.0,))
+
+    async def go():
+        running = asyncio.create_task(stopped.go())
+        await asyncio.sleep(seconds)
+        stopped.pipeline.request_stop()
+        return await running
+
+    assert run(go()) is RunEnd.INTERRUPTED
+    published = [m["validation/version"] for m in stopped.published if "validation/lag" in m]
+    told = [e["validation/version"] for name, e in stopped.events if name == "validation"]
+    assert sorted([*published, *told]) == list(range(1, len(stopped.learned) + 1))
+
+
+def test_a_failed_learner_ends_a_shared_validation(run, a_run):
+    """`go` asserts that no task is left."""
+    broken = a_run(eval_every=1, validation_mode="share", speeds=(2.0,), ratio=0.0)
+    learn = broken.learn
+
+    async def learn_once(groups, step):
+        if step == 2:
+            raise RuntimeError("CUDA error")
+        return await learn(groups, step)
+
+    broken.learn = learn_once
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(broken.go())
+    assert raised.group_contains(RuntimeError, match="CUDA error")

@@ -311,3 +311,32 @@ def test_the_engines_are_busy_only_while_something_runs(run, replica_class, make
             await task
 
     run(go())
+
+
+def test_a_validation_that_yields_uses_free_slots_only_and_gives_them_back(run, replica_class, make, managed, start):
+    """It keeps its tokens, and ends at once when the training is set aside for it."""
+
+    async def go():
+        replica, loop = replica_class("a"), asyncio.get_running_loop()
+        async with managed(replica, max_concurrent_per_server=2) as manager:
+            manager.yield_foreground(True)
+            questions = start(manager, [make(f"v{i}") for i in range(2)], foreground=True)
+            await asyncio.sleep(4.5)
+            began = loop.time()
+            tasks = start(manager, [make(f"r{i}") for i in range(3)])
+            await asyncio.gather(*tasks[:2])
+            assert loop.time() - began == pytest.approx(10, abs=0.1), "they waited for no validation request"
+            assert not any(q.done() for q in questions)
+            await asyncio.sleep(3)  # a third training request and one validation request
+            manager_waits = asyncio.create_task(manager.set_aside(True))
+            assert all(list(c.token_ids) == WHOLE for c in await asyncio.gather(*questions))
+            await manager_waits
+            assert loop.time() - began == pytest.approx(13 + 6, abs=0.2), "4 of the 10 tokens were kept"
+            assert not tasks[2].done()
+            manager.yield_foreground(True)  # of no effect while the training is set aside
+            (last,) = start(manager, [make("v9", tokens=2)], foreground=True)
+            await last
+            await manager.set_aside(False)
+            assert list((await tasks[2]).token_ids) == WHOLE
+
+    run(go())

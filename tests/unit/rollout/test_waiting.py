@@ -64,3 +64,19 @@ def test_one_in_the_middle_leaves_and_cannot_leave_twice(pending):
     waiting.add(middle)
     waiting.clear()
     assert len(waiting) == 0 and waiting.pop(foreground_only=False) is None
+
+
+def test_a_foreground_that_yields_comes_last_until_it_no_longer_yields(pending):
+    waiting = WaitingRequests()
+    for name, options in {
+        "v": {"foreground": True},
+        "later v": {"foreground": True, "later_turn": True},
+        "a": {},
+        "later": {"later_turn": True},
+    }.items():
+        waiting.add(pending(name, **options))
+    waiting.foreground_yields = True
+    assert [p.request.request_id for p in waiting] == ["later", "a", "later v", "v"] and waiting.num_background == 2
+    assert [p.request.request_id for p in waiting.later_turns(foreground_only=False)] == ["later"]
+    waiting.foreground_yields = False
+    assert drain(waiting, foreground_only=False) == ["later v", "v", "later", "a"]
