@@ -36,8 +36,8 @@ ONE_HOST = frozenset({"shm", "cuda_ipc"})
 """They end at the host of the trainer."""
 
 OVER_NETWORK = frozenset({"gloo", "filesystem"})
-"""They cross a network or a disk: fewer bytes are less time. Within a host, finding what changed costs what a copy
-costs; between devices, it would have to pass through the host.
+"""They cross a network or a disk: fewer bytes are less time. Within a host, finding what changed costs several
+times what a copy costs; between devices, it would have to pass through the host.
 """
 
 
