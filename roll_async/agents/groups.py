@@ -84,6 +84,8 @@ class AgentParts:
     worlds: WorldPool
     gateway: PolicyGateway | None = None
     """The model endpoint; needed by tags with an agent."""
+    silence_s: float = float("inf")
+    """Seconds without a turn after which an agent hangs."""
     executor: Executor | None = None
     """Thread that renders and encodes chats."""
     tell: Callable[[str, Task, Ending, Sequence[Sample]], None] | None = None
@@ -239,7 +241,8 @@ class AgentGroups:
         assert gateway is not None, "agents need the gateway"
         endpoint = gateway.open(session)
         try:
-            return await run_agent(plan.agent, task, session, endpoint, max_seconds=plan.session.max_seconds)
+            limits = {"max_seconds": plan.session.max_seconds, "silence_s": self._parts.silence_s}
+            return await run_agent(plan.agent, task, session, endpoint, **limits)
         finally:
             gateway.shut(endpoint)
 

@@ -188,16 +188,30 @@ class Play:
         )
 
 
-async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpoint, *, max_seconds: float) -> Ending:
-    """An agent of the user's own, to its end. A limit of its session that made it raise is how it ended."""
+async def run_agent(
+    agent: object,
+    task: Task,
+    session: Session,
+    endpoint: Endpoint,
+    *,
+    max_seconds: float,
+    silence_s: float = float("inf"),
+) -> Ending:
+    """An agent of the user's own, to its end. A limit of its session that made it raise is how it ended. One that asks
+    the policy nothing for `silence_s` hangs.
+    """
     reason = ""
     try:
-        async with asyncio.timeout(max_seconds if max_seconds < float("inf") else None):
+        async with _limit(max_seconds), _limit(silence_s) as silence:
+            session.on_activity = _Postponed(silence, silence_s)
             result = await agent.run(task, endpoint)  # type: ignore[attr-defined]
         if not isinstance(result, AgentResult):
             raise TypeError(f"run() returned {type(result).__name__}, not AgentResult")
         _finite(result.reward)
     except TimeoutError:
+        if silence.expired():
+            hung = f"the agent asked the policy nothing for {silence_s:g} s (fault.env_timeout)"
+            return Ending(outcome=Outcome.INFRA_ERROR, reason=hung)
         session.end(Outcome.TRUNCATED_TIME, f"the limit of {max_seconds:g} s is reached")
         result = None
     except GraderFailed as error:
@@ -206,6 +220,8 @@ async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpo
         return Ending(outcome=Outcome.INFRA_ERROR, reason=str(error))
     except Exception as error:  # the agent is user code: every exception is a failure of the agent
         result, reason = None, f"{type(error).__name__}: {error}"
+    finally:
+        session.on_activity = None
     turns = {"turns": float(session.num_turns)}
     if result is not None:
         solved = result.reward > 0 if result.solved is None else result.solved
@@ -217,6 +233,23 @@ async def run_agent(agent: object, task: Task, session: Session, endpoint: Endpo
     if session.ended is not None and session.ended.outcome.is_trusted:
         return Ending(outcome=session.ended.outcome, reason=str(session.ended), metrics={"acc": 0.0, **turns})
     return Ending(outcome=Outcome.AGENT_ERROR, reason=reason)
+
+
+def _limit(seconds: float) -> asyncio.Timeout:
+    return asyncio.timeout(seconds if seconds < float("inf") else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Postponed:
+    """Keeps a limit away while a turn runs, and sets it anew when none does."""
+
+    limit: asyncio.Timeout
+    seconds: float
+
+    def __call__(self, is_running: bool) -> None:
+        if not self.limit.expired():
+            without = is_running or self.seconds == float("inf")
+            self.limit.reschedule(None if without else asyncio.get_running_loop().time() + self.seconds)
 
 
 def state_key(state: str) -> int:

@@ -106,6 +106,8 @@ class Session:
         self._running: set[asyncio.Future[TurnReply]] = set()
         self.open_requests: set[str] = set()
         """Ids of the running requests, as the policy names them."""
+        self.on_activity: Callable[[bool], None] | None = None
+        """Called when a turn begins or ends, with whether one is running."""
         self._turns = itertools.count()
         self._num_turns = 0
         self._started_s: float | None = None
@@ -126,7 +128,8 @@ class Session:
         if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
             known = asyncio.ensure_future(self._limited(request))
             self._running.add(known)
-            known.add_done_callback(self._running.discard)
+            known.add_done_callback(self._ended)
+            self._active()
             known.add_done_callback(lambda done: None if done.cancelled() else done.exception())
             if key is not None:
                 self._replies[key] = known
@@ -140,6 +143,14 @@ class Session:
             if known.cancelled() and self.ended is not None:
                 raise self._over() from None
             raise
+
+    def _ended(self, turn: asyncio.Future[TurnReply]) -> None:
+        self._running.discard(turn)
+        self._active()
+
+    def _active(self) -> None:
+        if self.on_activity is not None:
+            self.on_activity(bool(self._running))
 
     def stop(self, outcome: Outcome, reason: str) -> None:
         """Refuse further turns; running ones continue."""

@@ -139,7 +139,7 @@ class FaultPolicy:
     rpc_timeout: float = bounded(3600.0, "> 0")
     """Seconds of one remote call, a start or a save included; must be longer than a step. Then the run ends."""
     env_timeout: float = bounded(600.0, "> 0")
-    """Seconds of one environment step; then the trajectory is restarted."""
+    """Seconds of one environment step, or of an agent without a request; then the trajectory is restarted."""
     request_retries: int = bounded(3, ">= 0")
     """Attempts of a request on another replica."""
     sample_retries: int = bounded(2, ">= 0")

@@ -70,6 +70,7 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack) -> AgentPart
         renderer=TemplateRenderer(load_tokenizer(config.pretrain)),
         worlds=worlds,
         gateway=gateway,
+        silence_s=config.fault.env_timeout,
         executor=executor,
         tell=book.add,
     )

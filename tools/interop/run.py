@@ -222,7 +222,7 @@ def train(name: str, folder: Path, python: str, model: Path, steps: int) -> dict
             env_type, env_config = "http_agent", {"url": serve(stack, peer, python, folder)}
         else:
             command = [python, str(PEERS_FOLDER / peer.script)]
-            env_type, env_config = "command", {"command": command, "folder": str(folder), "timeout_s": START_S}
+            env_type, env_config = "command", {"command": command, "folder": str(folder)}
         config = folder / "config.yaml"
         config.write_text(yaml.safe_dump(config_of(name, folder, model, env_type, env_config, steps)))
         launch = [sys.executable, str(ROOT / "examples" / "start_agentic_pipeline.py"), "--config", str(config)]

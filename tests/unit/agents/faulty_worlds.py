@@ -1,5 +1,6 @@
 """A world with seeded faults, and agents of a user's own."""
 
+import asyncio
 import os
 import random
 import time
@@ -106,3 +107,11 @@ class UnjudgedAgent(TwoTurnAgent):
     async def run(self, task, endpoint):
         await super().run(task, endpoint)
         return AgentResult(reward=float("nan"))
+
+
+class HangingAgent(TwoTurnAgent):
+    """Two turns, then it waits for something that never comes."""
+
+    async def run(self, task, endpoint):
+        await super().run(task, endpoint)
+        await asyncio.Event().wait()

@@ -80,6 +80,7 @@ class Manager:
 def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), manager=None, **options):
     """`work(groups, tasks, manager)` on AgentGroups of one tag."""
     plan_options = {key: options.pop(key) for key in ("max_turns", "windowed", "history_length") if key in options}
+    silence_s = options.pop("silence_s", float("inf"))
     group = {"group_size": 3, "retries": 2, **options}
 
     async def main():
@@ -107,7 +108,13 @@ def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), ma
                 toolbox=Toolbox(await open_tools(tools, stack), timeout_s=5),
                 agent=build(spec) if is_agent(env_type) else None,
             )
-            parts = AgentParts(tags={"T": plan}, renderer=TemplateRenderer(tokenizer), worlds=worlds, gateway=gateway)
+            parts = AgentParts(
+                tags={"T": plan},
+                renderer=TemplateRenderer(tokenizer),
+                worlds=worlds,
+                gateway=gateway,
+                silence_s=silence_s,
+            )
             groups = AgentGroups(chosen, parts, GroupOptions(**group))
             return await work(groups, Tasks(("T",), (1,), seed=1), chosen)
 
@@ -169,6 +176,24 @@ def test_a_reward_that_is_no_finite_number_is_a_failure_of_the_grader(tokenizer,
         assert "grader_error: the reward is nan" in outcome.reason
 
     run_groups(tokenizer, work, env_type=env_type, retries=1)
+
+
+def test_an_agent_that_hangs_is_no_failure_of_the_policy(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.FAILED
+        assert "infra_error: the agent asked the policy nothing for 0.3 s (fault.env_timeout)" in outcome.reason
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.HangingAgent", retries=1, silence_s=0.3)
+
+
+def test_an_agent_whose_turns_take_long_does_not_hang(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.KEPT and len(outcome.group.trajectories) == 3
+
+    slow = Manager(tokenizer, lambda request: "the", delay_s=0.6)
+    run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent", silence_s=0.3, manager=slow)
 
 
 def test_a_world_that_always_fails_fails_its_group_with_its_reason(tokenizer):
