@@ -170,6 +170,7 @@ def test_the_shipped_dapo_config_uses_every_part_of_dapo(run):
         "num_return_sequences_in_group=2",  # of two verdicts half the pairs are equal
         "actor_train.training_args.per_device_train_batch_size=4",
         "actor_train.training_args.learning_rate=0.003",
+        "overlong_buffer.len=92",  # from the fourth token on: no run is without an answer of that length
         file="dapo_cpu",
     )
     assert all(m["trainer/optimizer_steps"] == 4 for m in metrics), "with one step the ratio is 1"

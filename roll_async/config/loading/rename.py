@@ -4,7 +4,7 @@ So the later source wins under every spelling. Only one source that gives a key 
 with two values, is an error (C016).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_async.config.loading.compose import Sources, merge
@@ -53,11 +53,21 @@ def compose(sources: Sources, kind: str) -> Composed:
         one = rename(put(Node({}, value.file, value.line), path, value), kind, is_sglang)
         _collect(result, one)
         result.root = _make_room(result.root, one.root)
-        canonical = (tuple(target.split(".")) for targets in one.moved.values() for target in targets)
-        for target in (path, *canonical):
+        for target in (path, *_places(path, one.moved)):
             if (node := find(one.root, target)) is not None:
                 result.root = put(result.root, target, node)
     return result
+
+
+def _places(path: tuple[str, ...], moved: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Where an override at `path` went. One key of a section under another name is that key alone, so that the others
+    of the section stay as they are.
+    """
+    for written, targets in moved.items():
+        name = tuple(written.split("."))
+        rest = path[len(name) :] if path[: len(name)] == name else ()
+        for target in targets:
+            yield (*target.split("."), *rest)
 
 
 def _collect(result: Composed, one: Composed) -> None:

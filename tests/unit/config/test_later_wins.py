@@ -189,3 +189,21 @@ def test_two_names_with_the_same_value_agree_also_through_a_reference(files):
 def test_a_section_that_comes_in_by_reference_is_renamed_too(files):
     path = files.rlvr({"vars": {"a": {"pg_clip": 0.1}}, "algorithm": "${vars.a}"})
     assert load(path).algorithm.pg_options.clip_high == 0.1
+
+
+@pytest.mark.parametrize("place", ["", "algorithm.", "reward_model."])
+@pytest.mark.parametrize(
+    ("section", "written", "key", "value"),
+    [
+        ("overlong_buffer", {"enable": True, "len": 8, "penalty_factor": 0.5}, "len", 16),
+        ("filter_groups", {"enable": True, "metric": "acc", "max_num_gen_batches": 7}, "max_num_gen_batches", 9),
+        ("correction", {"weight_level": "sequence", "normalise": "batch"}, "normalise", "none"),
+        ("pg_options", {"clip_low": 0.1, "clip_high": 0.3}, "clip_low", 0.15),
+    ],
+)
+def test_one_key_of_a_section_under_another_name_leaves_the_others(files, section, written, key, value, place):
+    if section != "overlong_buffer":
+        place = place.replace("reward_model.", "algorithm.")  # verl's name of that section alone
+    file = files.rlvr({f"algorithm.{section}": written})
+    found = getattr(load(file, (f"{place}{section}.{key}={value}",)).algorithm, section)
+    assert {k: getattr(found, k) for k in written} == {**written, key: value}
