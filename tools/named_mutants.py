@@ -57,7 +57,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("a replica to avoid by its name", "rollout/request_dispatch.py",
      "if self._links.get(link.name) is link}", "if link.name in self._links}"),
     ("load is not forgotten with its replica", "rollout/request_dispatch.py",
-     "self._choice.remove(name)", "pass"),
+     "self._choice.remove(link.name)", "pass"),
     ("load of a replica that is gone", "rollout/request_dispatch.py",
      "        if self._links.get(link.name) is link:\n            self._set_free(link)\n            self._pump()",
      "        if link:\n            self._set_free(link)\n            self._pump()"),
@@ -185,7 +185,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("one validation sample per prompt", "pipelines/validation.py",
      "for _ in range(sampled.samples)", "for _ in range(1)"),
     ("replicas that come back get no weights", "pipelines/wire.py",
-     "supervisor.attach(synchronizer.rejoin)", "pass"),
+     "supervisor.attach(synchronizer)", "pass"),
     ("the prompts' order is not in the fingerprint", "pipelines/wire.py",
      "{**options.queue.fingerprint, **prompts}", "{**options.queue.fingerprint}"),
 )  # fmt: skip
