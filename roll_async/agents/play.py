@@ -202,18 +202,19 @@ async def run_agent(
     """
     reason = ""
     try:
-        async with _limit(max_seconds), _limit(silence_s) as silence:
+        async with _limit(max_seconds) as whole, _limit(silence_s) as silence:
             session.on_activity = _Postponed(silence, silence_s)
             result = await agent.run(task, endpoint)  # type: ignore[attr-defined]
         if not isinstance(result, AgentResult):
             raise TypeError(f"run() returned {type(result).__name__}, not AgentResult")
         _finite(result.reward)
-    except TimeoutError:
+    except TimeoutError as error:
         if silence.expired():
             hung = f"the agent asked the policy nothing for {silence_s:g} s (fault.env_timeout)"
             return Ending(outcome=Outcome.INFRA_ERROR, reason=hung)
-        session.end(Outcome.TRUNCATED_TIME, f"the limit of {max_seconds:g} s is reached")
-        result = None
+        if whole.expired():
+            session.end(Outcome.TRUNCATED_TIME, f"the limit of {max_seconds:g} s is reached")
+        result, reason = None, f"{type(error).__name__}: {error}"
     except GraderFailed as error:
         return Ending(outcome=Outcome.GRADER_ERROR, reason=str(error))
     except WorldFailed as error:

@@ -115,3 +115,11 @@ class HangingAgent(TwoTurnAgent):
     async def run(self, task, endpoint):
         await super().run(task, endpoint)
         await asyncio.Event().wait()
+
+
+class ImpatientAgent(TwoTurnAgent):
+    """A client of its own gives up."""
+
+    async def run(self, task, endpoint):
+        await super().run(task, endpoint)
+        raise TimeoutError("the agent's own database")

@@ -187,6 +187,15 @@ def test_an_agent_that_hangs_is_no_failure_of_the_policy(tokenizer):
     run_groups(tokenizer, work, env_type="faulty_worlds.HangingAgent", retries=1, silence_s=0.3)
 
 
+def test_a_time_out_of_the_agents_own_is_no_limit_of_ours_and_gives_no_reward(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        assert outcome.fate is GroupFate.FAILED
+        assert "agent_error: TimeoutError: the agent's own database" in outcome.reason
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.ImpatientAgent", retries=1)
+
+
 def test_an_agent_whose_turns_take_long_does_not_hang(tokenizer):
     async def work(groups, tasks, manager):
         outcome = await groups.run_group(tasks.at(0), group_id=0)
