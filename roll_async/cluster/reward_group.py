@@ -11,16 +11,20 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleFailed, call, wait_ended
-from roll_async.cluster.folders import require_model
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
+from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.schema import Prompt, Reward, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +44,20 @@ Answer = tuple[int, Reward | None, str]
 class RewardHost:
     """The worker pools of all domains on one node."""
 
-    def __init__(self, rewards: Mapping[str, RewardConfig], tokenizer_folder: str) -> None:
+    def __init__(self, rewards: Mapping[str, RewardConfig]) -> None:
         open_role_log()
-        self._rewards, self._tokenizer_folder = rewards, tokenizer_folder
+        self._rewards = rewards
         self._answers: list[Answer] = []
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        """Start the worker processes of every domain."""
-        from roll_async.prompts.tokenizer import load_tokenizer
+    async def start(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Start the worker processes of every domain. The tokenizer comes from the caller, because finding its class
+        imports all of torch and that of transformers, seconds of a core and 300 MB that this process has no use for.
+        """
         from roll_async.rewards.router import RewardRouter
 
-        require_model(self._tokenizer_folder)
-        self._tokenizer = load_tokenizer(self._tokenizer_folder)
+        self._tokenizer = tokenizer
         self._router = RewardRouter(self._rewards)
         await self._router.start()
 
@@ -98,20 +102,19 @@ class HostPlan:
     """Seconds of one call, the start included."""
 
     async def start(self, attempt: int) -> ActorHandle:
-        """Start the reward workers. Raises ValueError for a reward that can not be built, StallError when they are not
-        up in time.
+        """Start the reward workers. Raises ValueError for a reward that can not be built or a model folder without a
+        tokenizer, StallError when they are not up in time.
         """
         options = {
             "num_cpus": 1,
             "max_concurrency": _CONCURRENT_CALLS,
             "runtime_env": {"env_vars": {**self.env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
         }
-        host = RewardHost.options(**options, name=f"rewards-{attempt}").remote(
-            dict(self.rewards), self.tokenizer_folder
-        )
+        host = RewardHost.options(**options, name=f"rewards-{attempt}").remote(dict(self.rewards))
         assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
-            await call("rewards", "start", host.start.remote(), timeout_s=self.rpc_timeout_s)
+            tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)  # while the process starts
+            await call("rewards", "start", host.start.remote(tokenizer), timeout_s=self.rpc_timeout_s)
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise

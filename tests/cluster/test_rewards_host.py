@@ -1,4 +1,4 @@
-"""A reward host that is killed is an outage, and another one takes over."""
+"""A reward host that is killed is an outage, and another one takes over; neither imports torch."""
 
 import subprocess
 import sys
@@ -30,6 +30,9 @@ def sample(ids, name):
         generation_s=0.0,
     )
 
+def maps(process):
+    return [mapped.path for mapped in process.memory_maps()]
+
 async def main(folder):
     ids = load_tokenizer(folder).encode("=7", add_special_tokens=False)
     prompt = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
@@ -39,6 +42,8 @@ async def main(folder):
     # Only among the processes of this driver: other runs on the machine have reward hosts, too.
     mine = psutil.Process().children(recursive=True)
     host = next(p for p in mine if "ray::RewardHost" in " ".join(p.cmdline()))
+    mapped = {name for process in (host, *host.children(recursive=True)) for name in maps(process)}
+    print("torch" if any("libtorch" in name for name in mapped) else "no torch", flush=True)
     workers = host.children(recursive=True)
     host.kill()
     outages, scores = 0, []
@@ -65,4 +70,5 @@ def test_a_killed_reward_host_is_an_outage_and_comes_back(demo_assets):
         timeout=180,
         cwd=ROOT,
     )
+    assert "no torch" in done.stdout, "seconds of a core and 300 MB in a process that decodes text"
     assert "outages True scores {1.0} restarts 1 orphans 0" in done.stdout, done.stdout + done.stderr[-3000:]
