@@ -32,6 +32,8 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("a token is a step older than it is", "trainer/learner.py",
      "batch.step - 1 - batch.versions", "batch.step - batch.versions"),
     ("masked tokens are trained", "trainer/learner.py",
+     "**self._part_masks(batch, signal.mask)", "**self._part_masks(batch, batch.mask)"),
+    ("masked tokens are selected", "trainer/learner.py",
      "            mask=signal.mask,\n", "            mask=batch.mask,\n"),
     ("the critic learns advantages", "trainer/learner.py",
      "returns=signal.returns", "returns=signal.advantages"),

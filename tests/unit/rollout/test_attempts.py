@@ -149,6 +149,22 @@ def test_a_replica_that_was_started_again_under_its_name_is_avoided_by_nobody(ru
     run(go())
 
 
+def test_what_is_learnt_late_about_a_replica_is_not_held_against_its_successor(run, replica_class, managed):
+    """A call to the dead process fails when another one already serves under its name."""
+
+    async def go():
+        first = replica_class("a")
+        async with managed(first, replica_class("b")) as manager:
+            late = next(link for link in manager.links if link.name == "a")
+            first.die()
+            await asyncio.sleep(1)
+            await manager.add(replica_class("a"))
+            manager.lost(late, "did not pause within 60 s")
+            assert {link.name for link in manager.links} == {"a", "b"}
+
+    run(go())
+
+
 def test_after_a_push_the_oldest_requests_go_on_first(run, replica_class, make, managed, start):
     async def go():
         replicas = [replica_class("a", token_s=1.0), replica_class("b", token_s=1.0)]

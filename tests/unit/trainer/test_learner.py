@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from roll_async.algorithms.correction import CorrectionOptions
+from roll_async.config.policy_loss_options import KlCovOptions
 from roll_async.schema import ExpertRecord, Reward
 from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
 
@@ -170,6 +171,12 @@ def test_answers_cut_at_the_length_limit_leave_the_loss_but_stay_in_the_baseline
     rows = trial.step(of_lengths(build, (8, 0.0), (3, 1.0)))
     assert rows.mask.sum(-1).tolist() == [0, 3] and (rows.advantages[1][rows.mask[1]] > 0).all()
     assert trial.report.metrics["staleness/masked_fraction"] == pytest.approx(8 / 11)
+
+
+def test_a_loss_that_selects_tokens_selects_among_those_it_trains(build):
+    trial = Trial(max_len_mask=True, pg_variant="kl_cov", pg_options=KlCovOptions(cov_ratio=1.0))
+    rows = trial.step(of_lengths(build, (8, 0.0), (3, 1.0)))
+    assert torch.equal(rows.selection, rows.mask) and rows.mask.sum() == 3
 
 
 def test_too_easy_and_too_hard_groups_leave_the_loss(build):
