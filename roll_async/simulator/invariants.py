@@ -8,7 +8,7 @@ with the number of the invariant.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import Enum
 from math import ceil
 from typing import TYPE_CHECKING
@@ -390,6 +390,11 @@ class Watch:
         gone = s.dropped_stale
         if self.dropped != gone:
             self.report(2, f"{self.dropped} finished groups are gone, {gone} were over the bound")
+
+    @property
+    def unwanted(self) -> Set[str]:
+        """What an engine had at the last instant for nobody: its abort is on the way."""
+        return self._unwanted.keys()
 
     def dispatch(self, manager: AsyncLLMServerManager, now_s: float) -> None:
         """Invariants 10 and 11, from the manager's links and what the engines really have."""

@@ -122,7 +122,10 @@ class WholeBatchWorker(MegatronWorker):
         return self._whole(rows, super().compute_values)
 
     def update_policy(self, rows, step):
-        return super().update_policy(self.splitter.policy(rows)[self.data_parallel_rank], step)
+        """The metrics that repeat; those of the machine are in `measured`."""
+        metrics = super().update_policy(self.splitter.policy(rows)[self.data_parallel_rank], step)
+        self.measured = {name: x for name, x in metrics.items() if "device" in name or name.startswith("memory/")}
+        return {name: x for name, x in metrics.items() if name not in self.measured}
 
     def update_values(self, rows, step):
         return super().update_values(self.splitter.values(rows)[self.data_parallel_rank], step)

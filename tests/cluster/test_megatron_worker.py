@@ -1,8 +1,11 @@
 """One real Megatron rank on gloo: Hugging Face weights in and out, splits that change nothing, exact resume."""
 
 import dataclasses
+import json
 import math
 import socket
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from megatron_cases import WholeBatchWorker
 
 from roll_async.algorithms.correction import CorrectionOptions, correct
 from roll_async.algorithms.objective import LossSettings
+from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.config.policy_loss_options import PpoOptions
+from roll_async.trainer.megatron.model_flops import model_flops
 from roll_async.trainer.megatron.ranks import RankSpec
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
 from roll_async.trainer.protocol import PolicyRows, TokenRows
@@ -127,6 +132,22 @@ def test_the_split_into_micro_batches_does_not_change_a_step(start, tmp_path, sp
     assert math.isclose(first["trainer/grad_norm"], second["trainer/grad_norm"], rel_tol=1e-4)
     assert first["policy/clip_high"] == pytest.approx(second["policy/clip_high"])
     assert (before - after).abs().max() < 1e-3  # Adam turns rounding of tiny gradients into steps
+
+
+def test_a_step_tells_its_work_and_the_memory_it_took(start, tmp_path):
+    folder = model_folder(tmp_path / "in", tied=True)
+    worker, (_, policy) = start(folder), batch()
+    began = time.perf_counter()
+    worker.update_policy(policy, 1)
+    seconds, metrics = time.perf_counter() - began, worker.measured
+    config = HfConfig(json.loads((Path(folder) / "config.json").read_text()), "config.json")
+    flops = model_flops(config, MegatronSettings(model_folder=""))
+    lengths = policy.lengths.tolist()
+    assert metrics["trainer/tflops_per_device"] * 1e12 * seconds >= flops.step(lengths)
+    assert metrics["trainer/tokens_per_device_s"] * seconds >= sum(lengths)
+    work_per_token = metrics["trainer/tflops_per_device"] * 1e12 / metrics["trainer/tokens_per_device_s"]
+    assert work_per_token == pytest.approx(flops.step(lengths) / sum(lengths))
+    assert metrics["memory/trainer_peak_bytes"] > 1e8 and "trainer/mfu" not in metrics
 
 
 @pytest.mark.parametrize(("dtype", "band_low"), [("fp32", None), ("fp32", 0.6), ("bf16", None)])

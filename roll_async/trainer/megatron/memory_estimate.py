@@ -43,7 +43,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
+class Matrix:
     """This rank's part of a layer's parameters of one kind."""
 
     name: str
@@ -127,7 +127,7 @@ def _stage_memory(
 def _count(model: HfConfig, settings: MegatronSettings, *, stage: int, layers: Sequence[int]) -> _Counts:
     targets = target_layers(settings.lora_targets)
     total = _Counts()
-    for matrix in _matrices(model, settings, stage=stage, layers=layers):
+    for matrix in matrices_of(model, settings, stage=stage, layers=layers):
         adapted = settings.lora_rank > 0 and matrix.name in (targets or _LINEAR) and matrix.name in _LINEAR
         halves = settings.lora_rank * (matrix.rows + matrix.columns) * matrix.copies if adapted else 0
         trains = settings.optimizer is not None and not settings.lora_rank
@@ -152,7 +152,8 @@ _LINEAR = (
 )
 
 
-def _fields(model: HfConfig) -> Mapping[str, object]:
+def fields_of(model: HfConfig) -> Mapping[str, object]:
+    """Megatron's names and values of the model's family."""
     return family_of(language_model(model.architecture())).fields(model)
 
 
@@ -169,70 +170,71 @@ def _is_sparse(fields: Mapping[str, object], layer: int) -> bool:
     return bool(every[layer]) if isinstance(every, list) else True
 
 
-def _matrices(model: HfConfig, settings: MegatronSettings, *, stage: int, layers: Sequence[int]) -> Iterator[_Matrix]:
+def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, layers: Sequence[int]) -> Iterator[Matrix]:
     """Everything with a gradient buffer on this rank."""
-    sizes, hidden, fields = settings.parallel, model.integer("hidden_size"), _fields(model)
+    sizes, hidden, fields = settings.parallel, model.integer("hidden_size"), fields_of(model)
     vocabulary = model.integer("vocab_size") // sizes.tensor
     tied = model.flag("tie_word_embeddings") and not settings.with_value_head
     last = stage == sizes.pipeline - 1
     if stage == 0:
-        yield _Matrix("embedding", vocabulary, hidden)
+        yield Matrix("embedding", vocabulary, hidden)
     if last:
-        yield _Matrix("final_layernorm", 1, hidden)
+        yield Matrix("final_layernorm", 1, hidden)
         if settings.with_value_head:
-            yield _Matrix("output_layer", 1, hidden)
+            yield Matrix("output_layer", 1, hidden)
         elif not tied or sizes.pipeline > 1:
-            yield _Matrix("output_layer", vocabulary, hidden)
+            yield Matrix("output_layer", vocabulary, hidden)
     norms = 4 if family_of(language_model(model.architecture())).sandwich_norms else 2
     for layer in layers:
-        yield _Matrix("norms", norms, hidden)
+        yield Matrix("norms", norms, hidden)
         yield from _attention(model, fields, sizes.tensor)
         if _is_sparse(fields, layer):
             yield from _experts(settings, fields, hidden)
         else:
             ffn = model.integer("intermediate_size") // sizes.tensor
-            yield _Matrix("linear_fc1", 2 * ffn, hidden)
-            yield _Matrix("linear_fc2", hidden, ffn)
+            yield Matrix("linear_fc1", 2 * ffn, hidden)
+            yield Matrix("linear_fc2", hidden, ffn)
 
 
-def _attention(model: HfConfig, fields: Mapping[str, object], ranks: int) -> Iterator[_Matrix]:
+def _attention(model: HfConfig, fields: Mapping[str, object], ranks: int) -> Iterator[Matrix]:
     hidden = model.integer("hidden_size")
     if fields.get("multi_latent_attention"):
         heads, rope = model.integer("num_attention_heads") // ranks, _integer(fields, "qk_pos_emb_head_dim")
         query, value = _integer(fields, "qk_head_dim"), _integer(fields, "v_head_dim")
         low, low_kv = _integer(fields, "q_lora_rank"), _integer(fields, "kv_lora_rank")
         if low:
-            yield _Matrix("linear_q_down_proj", low, hidden + 1)  # and its norm
-            yield _Matrix("linear_q_up_proj", heads * (query + rope), low)
+            yield Matrix("linear_q_down_proj", low, hidden)
+            yield Matrix("norms", 1, low)
+            yield Matrix("linear_q_up_proj", heads * (query + rope), low)
         else:
-            yield _Matrix("linear_q_proj", heads * (query + rope), hidden)
-        yield _Matrix("linear_kv_down_proj", low_kv + rope, hidden)
-        yield _Matrix("kv_layernorm", 1, low_kv)
-        yield _Matrix("linear_kv_up_proj", heads * (query + value), low_kv)
-        yield _Matrix("linear_proj", hidden, heads * value)
+            yield Matrix("linear_q_proj", heads * (query + rope), hidden)
+        yield Matrix("linear_kv_down_proj", low_kv + rope, hidden)
+        yield Matrix("kv_layernorm", 1, low_kv)
+        yield Matrix("linear_kv_up_proj", heads * (query + value), low_kv)
+        yield Matrix("linear_proj", hidden, heads * value)
         return
     layout = HeadLayout.of(model)
     rows, queries = sum(layout.rows()) // ranks, layout.rows()[0] // ranks
-    yield _Matrix("linear_qkv", rows, hidden)
-    yield _Matrix("linear_proj", hidden, queries)
+    yield Matrix("linear_qkv", rows, hidden)
+    yield Matrix("linear_proj", hidden, queries)
     if fields.get("add_qkv_bias"):
-        yield _Matrix("bias", rows, 1)
+        yield Matrix("bias", rows, 1)
     if fields.get("qk_layernorm"):
-        yield _Matrix("norms", 2, layout.head_size)
+        yield Matrix("norms", 2, layout.head_size)
 
 
-def _experts(settings: MegatronSettings, fields: Mapping[str, object], hidden: int) -> Iterator[_Matrix]:
+def _experts(settings: MegatronSettings, fields: Mapping[str, object], hidden: int) -> Iterator[Matrix]:
     sizes, count = settings.parallel, _integer(fields, "num_moe_experts")
     ffn, own = _integer(fields, "moe_ffn_hidden_size") // sizes.expert_tensor, count // sizes.expert
-    yield _Matrix("router", count, hidden)
-    yield _Matrix("linear_fc1", 2 * ffn, hidden, True, own)
-    yield _Matrix("linear_fc2", hidden, ffn, True, own)
+    yield Matrix("router", count, hidden)
+    yield Matrix("linear_fc1", 2 * ffn, hidden, True, own)
+    yield Matrix("linear_fc2", hidden, ffn, True, own)
     shared = _integer(fields, "moe_shared_expert_intermediate_size") // sizes.tensor
     if shared:
-        yield _Matrix("linear_fc1", 2 * shared, hidden)
-        yield _Matrix("linear_fc2", hidden, shared)
+        yield Matrix("linear_fc1", 2 * shared, hidden)
+        yield Matrix("linear_fc2", hidden, shared)
         if fields.get("moe_shared_expert_gate"):
-            yield _Matrix("gate", 1, hidden)
+            yield Matrix("gate", 1, hidden)
 
 
 # The largest moment of a step
@@ -280,7 +282,7 @@ def _step_memory(model: HfConfig, settings: MegatronSettings, stage: int, layers
 
 def _layer_activation(model: HfConfig, settings: MegatronSettings, layer: int) -> int:
     """Bytes that one layer keeps of one token for its backward pass, with an attention that keeps no scores."""
-    sizes, fields, hidden = settings.parallel, _fields(model), model.integer("hidden_size")
+    sizes, fields, hidden = settings.parallel, fields_of(model), model.integer("hidden_size")
     layout = HeadLayout.of(model)
     queries, keys, values = (rows // sizes.tensor for rows in layout.rows())
     wide = hidden // (sizes.tensor if sizes.sequence_parallel else 1)

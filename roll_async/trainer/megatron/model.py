@@ -34,6 +34,7 @@ from roll_async.trainer.megatron.lora import (
 )
 from roll_async.trainer.megatron.lora_targets import target_layers
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
+from roll_async.trainer.megatron.model_flops import model_flops
 from roll_async.trainer.megatron.output_head import OutputHead
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.value_head import ValueHead
@@ -81,6 +82,7 @@ class HfBackedModel:
         self.config = transformer_config(self._hf.config, self._family, settings)
         self.tied = self._hf.config.flag("tie_word_embeddings") and not settings.with_value_head
         self.heads = HeadLayout.of(self._hf.config)
+        self.flops = model_flops(self._hf.config, settings)
         torch.manual_seed(settings.seed)
         stages = range(settings.parallel.virtual_pipeline or 1)
         self.chunks = [self._build(stage if len(stages) > 1 else None) for stage in stages]

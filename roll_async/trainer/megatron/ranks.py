@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,6 +131,15 @@ def reports() -> bool:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Most memory that this process has had at one time: of its device what torch allocated, on a CPU all that was
+    resident.
+    """
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def exports(parallel: ParallelSizes) -> bool:

@@ -7,6 +7,7 @@ positions.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
@@ -29,6 +30,7 @@ from roll_async.trainer.megatron.host_state import host_state  # noqa: E402
 from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch  # noqa: E402
 from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
+from roll_async.trainer.megatron.model_flops import peak_tflops  # noqa: E402
 from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
 from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
 from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
@@ -179,12 +181,30 @@ class MegatronWorker:
 
             return loss_of
 
-        results = []
+        results, began_s = [], time.perf_counter()
         for _ in range(settings.ppo_epochs):
             for part in share.mini_batches:
                 result = self._step(share, part, loss_for)
                 results.append({**result, "trainer/zero_gradient_rows_share": part.zero_gradient_rows_share})
-        return _mean_of(results, "trainer")
+        used = self._use_of_device(share, settings.ppo_epochs, time.perf_counter() - began_s)
+        return {**_mean_of(results, "trainer"), **used}
+
+    def _use_of_device(self, share: Share, epochs: int, seconds: float) -> dict[str, float]:
+        """What this rank's device did in a step, as its share of what the ranks with the same rows did."""
+        parts = [rows for part in share.mini_batches for rows in part.micro_batches]
+        lengths = [length for rows in parts for length in share.rows.lengths[list(rows)].tolist()]
+        sizes = self._settings.parallel
+        rank_seconds = seconds * sizes.tensor * sizes.pipeline * sizes.context
+        tflops = epochs * self._model.flops.step(lengths) / rank_seconds / 1e12
+        used = {
+            "trainer/tflops_per_device": tflops,
+            "trainer/tokens_per_device_s": epochs * sum(lengths) / rank_seconds,
+            "memory/trainer_peak_bytes": ranks.peak_bytes(self._device),
+        }
+        if self._device.type == "cuda" and self._settings.dtype != "fp32":
+            peak = peak_tflops(torch.cuda.get_device_name(self._device))
+            used |= {} if peak is None else {"trainer/mfu": tflops / peak}
+        return used
 
     @torch.no_grad()
     def compute_values(self, share: Share) -> Tensor | None:
