@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rank on the CPU, see cpu_shim.hide_cuda
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.prompts.addition import ALPHABET, problems
+from tools.addition import ALPHABET, problems
 
 VERSION = 6
 VOCABULARY = 64

@@ -6,8 +6,8 @@ import pytest
 
 from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.simulator.models import EngineFaults
-from roll_async.simulator.tables import Mode, Size, world
 from roll_async.simulator.world import simulate
+from tools.simulated_worlds import Mode, Size, world
 
 SMALL = Size(engines=2, slots_per_engine=8, groups=2, train_s=1.0, sigma=0.6, longest_s=6.0)
 HEALTHY = EngineFaults()

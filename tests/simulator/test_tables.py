@@ -6,8 +6,8 @@ from statistics import NormalDist
 import pytest
 
 from roll_async.simulator.figures import figures_of
-from roll_async.simulator.tables import OVERTAKING, OVERTAKING_SIZE, SAMPLES_PER_GROUP, overtaking_world
 from roll_async.simulator.world import simulate
+from tools.simulated_worlds import OVERTAKING, OVERTAKING_SIZE, SAMPLES_PER_GROUP, overtaking_world
 
 SEED, STEPS = 0, 60
 """One seed for all rows, taken as it came. A step scatters with the longest of its samples; every comparison allows for

@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     logging.getLogger("roll_async").setLevel(logging.CRITICAL)  # that a batch takes minutes is no news here

@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 COMMON = (
     "rollout_batch_size=16",
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--setting", choices=list(SETTINGS), default="long_tail")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     with tempfile.TemporaryDirectory() as scratch:

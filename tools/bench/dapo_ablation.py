@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--output", default="output/dapo_ablation")
     parser.add_argument("--plot", default=str(ROOT / "docs_roll" / "figures" / "dapo_ablation.png"))
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     Path(args.output).mkdir(parents=True, exist_ok=True)

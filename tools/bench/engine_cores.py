@@ -106,7 +106,7 @@ def main() -> None:
     if args.case:
         print("RESULT", json.dumps(asyncio.run(measure(args.folder, CASES[args.case], args))), flush=True)
         return
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     with tempfile.TemporaryDirectory() as folder:

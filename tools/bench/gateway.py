@@ -293,7 +293,7 @@ def main() -> int:
     if args.client:
         asyncio.run(client(args, args.client))
         return 0
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     return 0 if report(asyncio.run(serve(args)), args.seconds) else 1

@@ -50,7 +50,7 @@ def main():
     arguments.add_argument("--part", default="0/1", help="of the tasks of the programs: 2/8 = 2, 10, 18, ...")
     arguments.add_argument("--only", choices=("answers", "programs"), default=None)
     options = arguments.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(options), flush=True)
     part, num_parts = map(int, options.part.split("/"))

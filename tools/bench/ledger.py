@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=10.0)
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     groups = [make_group(i) for i in range(args.groups)]

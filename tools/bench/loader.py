@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="output/demo_assets/model")
     parser.add_argument("--workers", type=int, nargs="+", default=[1], help="2 pays from about 100,000 rows on")
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     if not Path(args.tokenizer).is_dir():

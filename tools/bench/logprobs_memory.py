@@ -106,7 +106,7 @@ def main() -> None:
     if args.case:
         case(args)
         return
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     shape = {"vocabulary": args.vocabulary, "chunk": args.chunk, "dtype": args.dtype, "device": args.device}

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--output", default="output/offpolicy_configs")
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     from roll_async.cluster.runtime import ray_runtime

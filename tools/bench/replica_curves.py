@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", default="output/replica_curves")
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     ends = {count: curves(count, args) for count in args.replicas}

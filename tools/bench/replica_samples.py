@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=40_000)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     cases: dict[int, list[dict[str, float]]] = {1: [], 64: [], 1024: []}

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from roll_async.simulator.figures import Figures, figures_of
 from roll_async.simulator.scenario import Scenario
-from roll_async.simulator.tables import MODES, OVERTAKING, TAILS, overtaking_world, size_of, workload, world
 from roll_async.simulator.world import simulate
+from tools.simulated_worlds import MODES, OVERTAKING, TAILS, overtaking_world, size_of, workload, world
 
 SAMPLES_AT_MOST = 60_000
 """Of one cell: larger worlds are shown fewer steps."""
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--overtaking", action="store_true")
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     if args.overtaking:

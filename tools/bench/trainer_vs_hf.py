@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     for name in args.sizes:

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 SKIPPED = 5
 
 SETTINGS = (
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--trl-bf16", action="store_true")
     parser.add_argument("overrides", nargs="*", help="more settings of ours, key=value")
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     python = Path(args.venv) / "bin" / "python"

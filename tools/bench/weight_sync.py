@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--link-mib-s", type=float, default=0.0)
     parser.add_argument("--changed", type=float, default=0.0)
     args = parser.parse_args()
-    from roll_async.config.processor import machine_line
+    from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     torch.set_num_threads(1)

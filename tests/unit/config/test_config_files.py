@@ -144,7 +144,7 @@ def test_roles_keep_only_what_has_an_effect(files):
 
 
 def test_configs_are_frozen_slotted_and_documented(files):
-    from roll_async.config.reference import field_docs
+    from tools.config_reference import field_docs
 
     config = load(files.rlvr())
     with pytest.raises(dataclasses.FrozenInstanceError):

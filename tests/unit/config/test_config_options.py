@@ -101,7 +101,7 @@ def test_every_estimator_is_accepted_with_its_options(files, name):
 def test_the_reference_is_fresh():
     from pathlib import Path
 
-    from roll_async.config.reference import reference
+    from tools.config_reference import reference
 
     path = Path(__file__).resolve().parents[3] / "docs_roll" / "configuration.md"
-    assert path.read_text() == reference(), "python -m roll_async.config.reference > docs_roll/configuration.md"
+    assert path.read_text() == reference(), "python -m tools.config_reference > docs_roll/configuration.md"

@@ -7,6 +7,7 @@ import pytest
 
 from roll_async.config import processor
 from roll_async.config.api import load_with_warnings
+from tools.machine import machine_line
 
 NATIVE = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 fma\n"
 PLAIN = "processor\t: 0\nflags\t\t: fpu avx2 avx512f fma\n"
@@ -20,12 +21,12 @@ def test_the_instructions_are_read_from_what_linux_tells():
 
 @pytest.mark.parametrize(("cpuinfo", "native"), [(NATIVE, True), (ARM, True), (PLAIN, False), ("", False)])
 def test_bf16_is_native_where_the_processor_has_instructions_for_it(monkeypatch, cpuinfo, native):
-    monkeypatch.setattr(processor, "_told", lambda: cpuinfo)
+    monkeypatch.setattr(processor, "cpuinfo", lambda: cpuinfo)
     assert processor.multiplies_bf16() is native
 
 
 def test_a_measurement_begins_with_the_processor_and_the_settings():
-    line = json.loads(processor.machine_line(argparse.Namespace(steps=3, run=print)))
+    line = json.loads(machine_line(argparse.Namespace(steps=3, run=print)))
     assert line["name"] == "machine" and line["settings"] == {"steps": 3}
     assert line["cores"] >= 1 and line["cpu"] and line["torch"] and line["bf16"] in ("native", "emulated")
 

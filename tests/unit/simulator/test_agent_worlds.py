@@ -11,8 +11,8 @@ pytest.importorskip("aiohttp")
 from roll_async.agents.groups import AgentGroups
 from roll_async.rollout.group_source import GroupFate
 from roll_async.simulator.models import EngineFaults, ToolModel, WorldModel
-from roll_async.simulator.tables import Mode, Size, world
 from roll_async.simulator.world import Others, simulate
+from tools.simulated_worlds import Mode, Size, world
 
 SMALL = Size(engines=2, slots_per_engine=8, groups=2, train_s=1.0, sigma=0.6, longest_s=1.2)
 PLAYED = WorldModel(moves=3, seconds=0.5, sigma=1.0, timeout_s=20.0)

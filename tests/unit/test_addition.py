@@ -2,7 +2,7 @@
 
 import random
 
-from roll_async.prompts.addition import ALPHABET, Problem, problems
+from tools.addition import ALPHABET, Problem, problems
 
 
 def test_the_worked_example_of_the_demo_task():

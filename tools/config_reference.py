@@ -1,6 +1,6 @@
 """The reference of all keys as Markdown, made from the dataclasses.
 
-python -m roll_async.config.reference > docs_roll/configuration.md
+python -m tools.config_reference > docs_roll/configuration.md
 """
 
 import ast
@@ -23,7 +23,7 @@ _HEAD = """# Configuration
 
 One YAML file describes one run;
 `roll-async validate FILE` checks it, `roll-async show FILE` prints it with all defaults.
-This file is generated: `python -m roll_async.config.reference > docs_roll/configuration.md`.
+This file is generated: `python -m tools.config_reference > docs_roll/configuration.md`.
 
 - Scalars are those of YAML 1.2: `yes`, `on`, `1:30` are text, `1e-6` is a number. An int is accepted for a float,
   nothing else is converted.
