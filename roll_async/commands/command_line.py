@@ -6,9 +6,11 @@ Results are plain lines in a pipe and tables on a terminal.
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -51,6 +53,21 @@ class Commands(click.Group):
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(self._modules)}"
             raise click.UsageError(f"unknown command '{args[0]}'; {hint}", ctx)
         return super().resolve_command(ctx, args)
+
+
+class Number(click.FloatRange):
+    """A finite number within bounds."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"'{value}' is not a finite number", param, ctx)
+        return number
+
+
+POSITIVE = Number(min=0, min_open=True)
 
 
 def execute(command: click.Command, args: Sequence[str], name: str) -> int:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roll_async.checkpoint.known_models import known_config
 from roll_async.commands.plan import weight_push
-from roll_async.config.api import ConfigError, load_with_warnings
 from roll_async.config.schema import MegatronTrainConfig, PipelineConfig, SglangConfig, VllmConfig
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.model_tensors import model_tensors
 from roll_async.weight_sync.traffic import HfTensor, Links, Traffic, traffic
 
-_USAGE = "usage: roll-async show CONFIG [KEY=VALUE...] --weights [--network-gb-s 50]"
 _GB = 1e9
 _ENGINE_RANK_BYTES = 60e9
 """Weights on one device of an engine, at most: the rest of 80 GB is KV cache."""
@@ -99,19 +96,6 @@ def _push(
     )
 
 
-def run_show_weights(args: Sequence[str]) -> int:
-    """Print the plan of a config. Exit 2: bad usage or config."""
-    try:
-        path, overrides, network_gb_s = _parse(args)
-        config = load_with_warnings(path, overrides, None).config
-        lines = plan_of(config, Links(network=network_gb_s * _GB))
-    except (ConfigError, ValueError) as error:
-        print(f"roll-async show --weights: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return 0
-
-
 def plan_of(config: PipelineConfig, links: Links) -> list[str]:
     """Bytes per link of one push of a config. Raises ValueError for a model whose sizes nobody knows."""
     actor, engines = config.actor_train, config.actor_infer
@@ -156,23 +140,3 @@ def plan_of(config: PipelineConfig, links: Links) -> list[str]:
         "",
         f"at {links.network / _GB:g} GB/s per rank each way: {push.seconds(links):.2f} s; without a plan {gathered}",
     ]
-
-
-def _parse(args: Sequence[str]) -> tuple[str, list[str], float]:
-    paths, overrides, network, rest = [], [], 50.0, iter(args)
-    for arg in rest:
-        if arg == "--weights":
-            continue
-        if arg == "--network-gb-s" or arg.startswith("--network-gb-s="):
-            value = arg.partition("=")[2] or next(rest, "")
-            try:
-                network = float(value)
-            except ValueError:
-                raise ValueError(f"--network-gb-s {value!r}: expected GB/s of one network port\n{_USAGE}") from None
-        elif "=" in arg:
-            overrides.append(arg)
-        else:
-            paths.append(arg)
-    if len(paths) != 1 or not network > 0:
-        raise ValueError(f"expected one config and a network of more than 0 GB/s\n{_USAGE}")
-    return paths[0], overrides, network

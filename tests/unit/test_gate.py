@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_async.cli import main
 from roll_async.commands.run import prepare
-from roll_async.commands.show import run_show
 from roll_async.commands.simulate import run_simulate
 from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, load
@@ -112,7 +112,8 @@ def test_all_commands_and_launchers_refuse_in_the_same_words(path, overrides):
         launcher(path, *overrides)
     errors = [str(d) for d in raised.value.diagnostics if d.is_error]
     assert errors and all(re.search(r": error C20[123]: [a-z0-9_.]+: ", line) for line in errors)
-    for command in (run_validate, run_show, run_simulate):
+    shows = [lambda args, flags=flags: main(["show", *args, *flags]) for flags in ([], ["--memory"], ["--weights"])]
+    for command in (run_validate, *shows, run_simulate):
         code, lines = printed(command, [path, *overrides])
         assert code == 2 and [line for line in lines if ": error " in line] == errors, command
 

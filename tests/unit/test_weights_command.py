@@ -50,7 +50,7 @@ def test_bad_input_is_one_line(capsys):
     for args, said in (
         (["nowhere.yaml"], "nowhere.yaml"),
         ([CONFIG, "--network-gb-s", "fast"], "'fast'"),
-        ([CONFIG, "--network-gb-s", "0"], "more than 0"),
+        ([CONFIG, "--network-gb-s", "0"], "x>0"),
         ([CONFIG, "pretrain=someone/Other-9B"], "the sizes of someone/Other-9B are not known"),
     ):
         assert main(["show", *args, "--weights"]) == 2

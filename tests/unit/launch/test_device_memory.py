@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from roll_async.checkpoint.known_models import known_config
-from roll_async.commands.show_memory import run_show_memory
+from roll_async.cli import main
 from roll_async.config.api import load_with_warnings
 from roll_async.launch.device_memory import device_uses, require_fit
 from roll_async.trainer.megatron.memory_estimate import num_parameters, rank_memory
@@ -81,13 +81,13 @@ def test_roles_that_share_devices_are_counted_phase_by_phase():
 
 def test_the_command_prints_the_table_and_says_what_does_not_fit(capsys):
     path = str(CONFIGS / "fully_async_7b.yaml")
-    assert run_show_memory([path, "--memory"]) == 0
+    assert main(["show", path, "--memory"]) == 0
     said = capsys.readouterr().out
     assert "| 0-7 | actor_train | 7.6 | 15.2 |" in said and "of 80, fits" in said
-    assert run_show_memory([path, "--memory", "--device-gb", "24"]) == 2
+    assert main(["show", path, "--memory", "--device-gb", "24"]) == 2
     assert "devices 0-7: training takes" in capsys.readouterr().out
-    assert run_show_memory([path, "--device-gb", "much"]) == 2
-    assert run_show_memory([str(CONFIGS / "rlvr_config_async_cpu.yaml"), "--memory"]) == 0
+    assert main(["show", path, "--memory", "--device-gb", "much"]) == 2
+    assert main(["show", str(CONFIGS / "rlvr_config_async_cpu.yaml"), "--memory"]) == 0
     assert "everything runs on CPU" in capsys.readouterr().out
-    assert run_show_memory([path, "pretrain=someone/Other-9B"]) == 2
+    assert main(["show", path, "--memory", "pretrain=someone/Other-9B"]) == 2
     assert "the sizes of someone/Other-9B are not known here" in capsys.readouterr().err
