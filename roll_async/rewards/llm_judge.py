@@ -18,6 +18,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from roll_async.config.schema_rollout import JudgeConfig
 from roll_async.rewards.answers import after_thinking
 from roll_async.rewards.http_calls import Backoff, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
@@ -65,31 +66,15 @@ _BACKOFF = Backoff(first_s=0.5, longest_s=20.0)
 _BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeOptions:
-    """One judge."""
-
-    api_url: str
-    """Base address, with its version: http://host:8000/v1."""
-    model: str
-    api_key_env: str | None = None
-    """Environment variable that holds the key."""
-    instruction: str | None = None
-    """Text with {question}, {reference}, {response} and optionally {mark}; None = INSTRUCTION."""
-    timeout_s: float = 30.0
-    """One request."""
-    max_concurrent: int = 32
-    max_retries: int = 3
-
-
 class LlmJudge:
     """Client of a judge; `score_response` may be called any number of times at once. Equal questions are asked once."""
 
-    def __init__(self, options: JudgeOptions) -> None:
-        self._options = options
-        self._url = f"{options.api_url.rstrip('/')}/chat/completions"
-        self._instruction = options.instruction or INSTRUCTION
-        self._slots = asyncio.Semaphore(options.max_concurrent)
+    def __init__(self, config: JudgeConfig, *, timeout_s: float = 30.0) -> None:
+        """`timeout_s`: of one request."""
+        self._config, self._timeout_s = config, timeout_s
+        self._url = f"{config.api_url.rstrip('/')}/chat/completions"
+        self._instruction = config.prompt or INSTRUCTION
+        self._slots = asyncio.Semaphore(config.max_concurrent)
         self._cache: OrderedDict[str, asyncio.Task[Reward]] = OrderedDict()
         self._http: aiohttp.ClientSession | None = None
         self._structured = True
@@ -97,14 +82,13 @@ class LlmJudge:
 
     async def start(self) -> None:
         """Raises ValueError for a key that is not set or an instruction that leaves out the response."""
-        options = self._options
         if "{response}" not in self._instruction:
             raise ValueError("judge.prompt must contain {response}")
         self._http = open_session(
             key="judge.api_key_env",
-            variable=options.api_key_env,
-            timeout_s=options.timeout_s,
-            max_concurrent=options.max_concurrent,
+            variable=self._config.api_key_env,
+            timeout_s=self._timeout_s,
+            max_concurrent=self._config.max_concurrent,
         )
 
     async def close(self) -> None:
@@ -141,7 +125,7 @@ class LlmJudge:
     async def _ask(self, prompt: Prompt, answer: str) -> Reward:
         """One question with its retries. Waiting for a slot is not scoring time."""
         problem, unreadable = "", 0
-        for attempt in range(self._options.max_retries + 1):
+        for attempt in range(self._config.max_retries + 1):
             async with self._slots:
                 started = time.perf_counter()
                 reply = await self._request(self._question(prompt, answer))
@@ -154,10 +138,10 @@ class LlmJudge:
                 case _Trouble():
                     problem = reply.reason
                     unreadable += reply.unreadable
-                    if attempt < self._options.max_retries:
+                    if attempt < self._config.max_retries:
                         await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _BACKOFF.pause_s(attempt))
-        status = RewardStatus.ERROR if unreadable > self._options.max_retries else RewardStatus.OUTAGE
-        return Reward(score=0.0, status=status, reason=f"judge {self._options.api_url}: {problem}")
+        status = RewardStatus.ERROR if unreadable > self._config.max_retries else RewardStatus.OUTAGE
+        return Reward(score=0.0, status=status, reason=f"judge {self._config.api_url}: {problem}")
 
     def _question(self, prompt: Prompt, answer: str) -> str:
         """Filled in one pass: braces in the texts mean nothing."""
@@ -181,7 +165,7 @@ class LlmJudge:
         assert self._http is not None, "start first"
         structured = self._structured
         body: dict[str, object] = {
-            "model": self._options.model,
+            "model": self._config.model,
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
             "max_tokens": _MAX_TOKENS,
@@ -195,14 +179,14 @@ class LlmJudge:
                 status, text = response.status, await response.text(errors="replace")
                 pause_s = _BACKOFF.asked_for_s(response.headers.get("Retry-After", ""))
         except TimeoutError:
-            return _Trouble(reason=f"no answer within {self._options.timeout_s:g} s")
+            return _Trouble(reason=f"no answer within {self._timeout_s:g} s")
         except aiohttp.ClientError as error:
             return _Trouble(reason=f"{type(error).__name__} {error}".strip())
         if status in _BUSY:
             return _Trouble(reason=f"status {status}", pause_s=pause_s)
         if status in (400, 422) and structured and "response_format" in text:
             if self._structured:
-                logger.warning("judge %s knows no response_format; it is asked in words only", self._options.api_url)
+                logger.warning("judge %s knows no response_format; it is asked in words only", self._config.api_url)
             self._structured = False
             return await self._request(question)
         if status != 200:

@@ -11,9 +11,9 @@ from typing import Protocol
 from roll_async.config.schema import RewardConfig
 from roll_async.config.schema_rollout import reads_answers
 from roll_async.rewards.first_answers import FirstAnswers
-from roll_async.rewards.llm_judge import JudgeOptions, LlmJudge
+from roll_async.rewards.llm_judge import LlmJudge
 from roll_async.rewards.pool import PoolOptions, RewardPool
-from roll_async.rewards.service_client import ServiceClient, ServiceOptions
+from roll_async.rewards.service_client import ServiceClient
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 _WORKER_MEMORY_MB = 4096
@@ -72,32 +72,11 @@ class RewardRouter:
 def create_scorer(config: RewardConfig) -> DomainScorer:
     """The scorer of one domain, not started."""
     if config.type == "llm_judge":
-        judge = config.judge
-        assert judge is not None, "the loader requires it"
-        return LlmJudge(
-            JudgeOptions(
-                api_url=judge.api_url,
-                model=judge.model,
-                api_key_env=judge.api_key_env,
-                instruction=judge.prompt,
-                timeout_s=config.timeout,
-                max_concurrent=judge.max_concurrent,
-                max_retries=judge.max_retries,
-            )
-        )
+        assert config.judge is not None, "the loader requires it"
+        return LlmJudge(config.judge, timeout_s=config.timeout)
     if config.type == "math_service":
-        service = config.service
-        assert service is not None, "the loader requires it"
-        return ServiceClient(
-            ServiceOptions(
-                api_url=service.api_url,
-                token_env=service.token_env,
-                timeout_s=config.timeout,
-                answer_format=config.answer_format,
-                max_concurrent=service.max_concurrent,
-                max_retries=service.max_retries,
-            )
-        )
+        assert config.service is not None, "the loader requires it"
+        return ServiceClient(config.service, timeout_s=config.timeout, answer_format=config.answer_format)
     memory_mb, arguments = _WORKER_MEMORY_MB, {}
     if config.answer_format != "auto":
         arguments = {"answer_format": config.answer_format}

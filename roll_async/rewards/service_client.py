@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from roll_async.config.schema_rollout import ServiceConfig
 from roll_async.rewards.http_calls import Backoff, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
 
@@ -32,31 +33,14 @@ _PROBE = (r"\boxed{\frac{1}{2}}", "0.5")
 _STATES = {"ok": RewardStatus.OK, "timeout": RewardStatus.TIMEOUT, "error": RewardStatus.ERROR}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceOptions:
-    """One service."""
-
-    api_url: str
-    """Base address: http://127.0.0.1:8300."""
-    token_env: str | None = None
-    """Environment variable that holds the token."""
-    timeout_s: float = 30.0
-    """One request, what it waits in the service included."""
-    answer_format: str = "auto"
-    """Where the service looks for the answer."""
-    max_concurrent: int = 64
-    """Requests at the same time; further samples wait here."""
-    max_retries: int = 5
-    """Further attempts before a sample is reported as an outage."""
-
-
 class ServiceClient:
     """`rewards/router.py: DomainScorer` over HTTP; any number of samples at once."""
 
-    def __init__(self, options: ServiceOptions) -> None:
-        self._options = options
-        self._url = f"{options.api_url.rstrip('/')}/score"
-        self._slots = asyncio.Semaphore(options.max_concurrent)
+    def __init__(self, config: ServiceConfig, *, timeout_s: float = 30.0, answer_format: str = "auto") -> None:
+        """`timeout_s`: of one request, what it waits in the service included."""
+        self._config, self._timeout_s, self._answer_format = config, timeout_s, answer_format
+        self._url = f"{config.api_url.rstrip('/')}/score"
+        self._slots = asyncio.Semaphore(config.max_concurrent)
         self._http: aiohttp.ClientSession | None = None
         self.requests = self.retries = self.outages = 0
 
@@ -64,18 +48,17 @@ class ServiceClient:
         """Connect and have one known answer judged. Raises ValueError when the service is not there, refuses the token
         or judges wrongly: a run must not start on it.
         """
-        options = self._options
         self._http = open_session(
             key="service.token_env",
-            variable=options.token_env,
-            timeout_s=options.timeout_s,
-            max_concurrent=options.max_concurrent,
+            variable=self._config.token_env,
+            timeout_s=self._timeout_s,
+            max_concurrent=self._config.max_concurrent,
         )
         reward = await self._score(*_PROBE, {})
         if reward.status is not RewardStatus.OK or reward.score != 1.0:
             problem = reward.reason if reward.status is not RewardStatus.OK else f"it gives 1/2 = 0.5 {reward.score:g}"
             raise ValueError(
-                f"no math verify service at {options.api_url}: {problem}; start it with "
+                f"no math verify service at {self._config.api_url}: {problem}; start it with "
                 "python examples/async_dapo/math_verify_service.py"
             )
 
@@ -86,24 +69,24 @@ class ServiceClient:
 
     async def score_response(self, prompt: Prompt, text: str) -> Reward:
         """The service's verdict; OUTAGE when it does not work after the retries; ERROR when it refuses the sample."""
-        form = self._options.answer_format
+        form = self._answer_format
         asked = {} if form == "auto" else {"answer_format": form}
         return await self._score(text, prompt.ground_truth, {**asked, **prompt.extra})
 
     async def _score(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Reward:
         body = json.dumps({"text": text, "ground_truth": ground_truth, "extra": dict(extra)}).encode()
         problem = ""
-        for attempt in range(self._options.max_retries + 1):
+        for attempt in range(self._config.max_retries + 1):
             async with self._slots:
                 reply = await self._post(body)
             if isinstance(reply, Reward):
                 return reply
             problem = reply.reason
-            if attempt < self._options.max_retries:
+            if attempt < self._config.max_retries:
                 self.retries += 1
                 await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _BACKOFF.pause_s(attempt))
         self.outages += 1
-        return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._options.api_url}: {problem}")
+        return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._config.api_url}: {problem}")
 
     async def _post(self, body: bytes) -> Reward | _Trouble:
         import aiohttp
@@ -115,7 +98,7 @@ class ServiceClient:
                 status, text = response.status, await response.text(errors="replace")
                 pause_s = _BACKOFF.asked_for_s(response.headers.get("Retry-After", ""))
         except TimeoutError:
-            return _Trouble(reason=f"no answer within {self._options.timeout_s:g} s")
+            return _Trouble(reason=f"no answer within {self._timeout_s:g} s")
         except aiohttp.ClientError as error:
             return _Trouble(reason=f"{type(error).__name__} {error}".strip())
         if status == 200:

@@ -11,7 +11,7 @@ import pytest
 
 from roll_async.config.schema import RewardConfig, ServiceConfig
 from roll_async.rewards.router import RewardRouter
-from roll_async.rewards.service_client import ServiceClient, ServiceOptions
+from roll_async.rewards.service_client import ServiceClient
 from roll_async.schema import Prompt, RewardStatus
 
 pytest.importorskip("aiohttp")
@@ -22,9 +22,9 @@ def prompt(gold):
     return Prompt(row_id="1", token_ids=array("i", [1]), domain="math", ground_truth=gold, text="?", extra={"a": "b"})
 
 
-def ask(url, *texts, gold="18", **options):
+def ask(url, *texts, gold="18", timeout_s=10.0, **options):
     async def go():
-        client = ServiceClient(ServiceOptions(api_url=url, **{"timeout_s": 10.0, "max_retries": 2, **options}))
+        client = ServiceClient(ServiceConfig(api_url=url, **{"max_retries": 2, **options}), timeout_s=timeout_s)
         await client.start()
         try:
             return await asyncio.gather(*(client.score_response(prompt(gold), text) for text in texts)), client

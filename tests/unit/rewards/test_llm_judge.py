@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from roll_async.rewards.llm_judge import JudgeOptions, LlmJudge
+from roll_async.config.schema_rollout import JudgeConfig
+from roll_async.rewards.llm_judge import LlmJudge
 from roll_async.schema import RewardStatus
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -61,11 +62,11 @@ def verdict(score, correct, reason="because"):
 def judging():
     """Run `work(judge, server)` with both alive."""
 
-    def run(work, **options):
+    def run(work, timeout_s=5.0, **options):
         async def go():
             server = Server()
             await server.start()
-            judge = LlmJudge(JudgeOptions(api_url=server.url, model="judge-1", **{"timeout_s": 5.0, **options}))
+            judge = LlmJudge(JudgeConfig(api_url=server.url, model="judge-1", **options), timeout_s=timeout_s)
             await judge.start()
             try:
                 async with asyncio.timeout(30):
@@ -116,7 +117,7 @@ def test_an_instruction_of_the_user_is_used_instead(judging, question):
         await judge.score_response(question, "x")
         return server.bodies[0]["messages"][0]["content"]
 
-    assert judging(work, instruction="Q {question} A {response}") == "Q Capital of {reference}? A x"
+    assert judging(work, prompt="Q {question} A {response}") == "Q Capital of {reference}? A x"
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,9 @@ def test_an_empty_answer_is_wrong_without_asking(judging, question):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"), ({"instruction": "grade it"}, "{response}")],
+    [({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"), ({"prompt": "grade it"}, "{response}")],
 )
 def test_a_judge_that_cannot_work_is_refused_at_the_start(options, message):
-    judge = LlmJudge(JudgeOptions(api_url="http://127.0.0.1:9/v1", model="m", **options))
+    judge = LlmJudge(JudgeConfig(api_url="http://127.0.0.1:9/v1", model="m", **options))
     with pytest.raises(ValueError, match=message):
         asyncio.run(judge.start())
