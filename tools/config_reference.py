@@ -68,6 +68,8 @@ _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (schema_async, ("WeightSyncConfig", "LedgerConfig", "CheckpointConfig", "TrackingConfig", "FaultPolicy")),
 )  # fmt: skip
 
+_LISTED = {name for _, names in _SECTIONS for name in names}
+
 
 def reference() -> str:
     """The whole document."""
@@ -88,7 +90,10 @@ def reference() -> str:
 def _section(cls: type, level: str, title: str = "") -> Iterator[str]:
     text = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0]
     yield f"{level} {title or cls.__name__}\n\n{text}\n\n"
-    docs = field_docs(cls)
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):  # a base with a section of its own is not repeated
+        if base is cls or is_dataclass(base) and base.__name__ not in _LISTED:
+            docs |= field_docs(base)
     rows = [_row(f, spec_of(cls)[f.name], docs[f.name]) for f in fields(cls) if f.name in docs]  # type: ignore[arg-type]
     if rows:
         yield "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows) + "\n"

@@ -31,13 +31,11 @@ class GroupAdvantageOptions(AdvantageOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpgAdvantageOptions(AdvantageOptions):
+class GpgAdvantageOptions(GroupAdvantageOptions):
     """gpg."""
 
     normalise_std: bool = False
     """Divide by the group's standard deviation; the paper does not."""
-    epsilon: float = bounded(1e-6, "> 0")
-    """Added to the standard deviation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

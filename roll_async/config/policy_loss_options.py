@@ -21,31 +21,39 @@ class PolicyLossOptions(Options):
     """What every loss has."""
 
     ratio_base: RatioBase = "proximal"
-    """Denominator of the ratio."""
+    """Denominator of the ratio: a trust region around the weights at the start of the round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VanillaOptions(PolicyLossOptions):
+class OffPolicyOptions(PolicyLossOptions):
+    """Losses whose ratio is an importance weight of the sampled data, or whose trust region is around its policy."""
+
+    ratio_base: RatioBase = "behaviour"
+    """Denominator of the ratio: the policy that sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightedOptions(OffPolicyOptions):
+    """Losses that weigh every token by its ratio."""
+
+    ratio_level: ProductRatioLevel = "token"
+    """segment is for agentic configs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VanillaOptions(OffPolicyOptions):
     """REINFORCE; the base only feeds the metrics."""
 
-    ratio_base: RatioBase = "behaviour"
-    """Denominator of the ratio in the metrics; the loss has none."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpgOptions(PolicyLossOptions):
-    """GPG (arXiv 2504.02546); use with the gpg advantage."""
-
-    ratio_base: RatioBase = "behaviour"
-    """Denominator of the ratio in the metrics; the loss has none."""
+class GpgOptions(OffPolicyOptions):
+    """GPG (arXiv 2504.02546); use with the gpg advantage; the ratio only feeds the metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PpoOptions(PolicyLossOptions):
     """PPO (arXiv 1707.06347) with DAPO's separate clips (arXiv 2503.14476) and dual clip (arXiv 1912.09729)."""
 
-    ratio_base: RatioBase = "proximal"
-    """Trust region around the weights at the start of the round."""
     ratio_level: RatioLevel = "token"
     """segment is for agentic configs."""
     clip_low: float = bounded(0.2, "in [0, 1)")
@@ -57,19 +65,11 @@ class PpoOptions(PolicyLossOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoupledPpoOptions(PolicyLossOptions):
+class DecoupledPpoOptions(PpoOptions):
     """Decoupled PPO (arXiv 2110.00641, arXiv 2505.24298): PPO around the proximal policy times proximal / behaviour."""
 
     ratio_base: Literal["proximal"] = "proximal"
     """The behaviour policy enters through the weight, never through the ratio."""
-    ratio_level: RatioLevel = "token"
-    """segment is for agentic configs."""
-    clip_low: float = bounded(0.2, "in [0, 1)")
-    """Lower clip is 1 - clip_low; 0.2 is PPO's."""
-    clip_high: float = bounded(0.2, ">= 0")
-    """Upper clip is 1 + clip_high."""
-    dual_clip: float | None = bounded(3.0, "> 1")
-    """Bound of the ratio for negative advantages, null = off."""
     weight_low: float = bounded(0.0, ">= 0", at_most="weight_high")
     """Lower truncation of the behaviour weight; 0 = none."""
     weight_high: float = bounded(5.0, "> 0")
@@ -77,13 +77,9 @@ class DecoupledPpoOptions(PolicyLossOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TisOptions(PolicyLossOptions):
+class TisOptions(WeightedOptions):
     """Truncated importance sampling (IMPALA arXiv 1802.01561, TOPR's baseline)."""
 
-    ratio_base: RatioBase = "behaviour"
-    """The ratio is an importance weight of the sampled data."""
-    ratio_level: ProductRatioLevel = "token"
-    """segment is for agentic configs."""
     tis_lower_bound: float = bounded(0.0, ">= 0", at_most="tis_upper_bound")
     """Lower truncation of the ratio; 0 = none."""
     tis_upper_bound: float = bounded(1.0, "> 0")
@@ -91,13 +87,9 @@ class TisOptions(PolicyLossOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CispoOptions(PolicyLossOptions):
+class CispoOptions(WeightedOptions):
     """CISPO (MiniMax-M1, arXiv 2506.13585)."""
 
-    ratio_base: RatioBase = "behaviour"
-    """The ratio is an importance weight of the sampled data."""
-    ratio_level: ProductRatioLevel = "token"
-    """segment is for agentic configs."""
     cispo_epsilon_low: float = bounded(1.0, ">= 0")
     """Lower bound of the weight is max(0, 1 - this); >= 1 = none, as in the paper: a floor pushes unlikely tokens of
     failed answers down for ever."""
@@ -108,11 +100,9 @@ class CispoOptions(PolicyLossOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToprOptions(PolicyLossOptions):
+class ToprOptions(WeightedOptions):
     """TOPR (arXiv 2503.14286); the paper uses ratio_level sequence_product."""
 
-    ratio_base: RatioBase = "behaviour"
-    """The ratio is an importance weight of the sampled data."""
     ratio_level: ProductRatioLevel = "token"
     """The paper uses sequence_product; segment is for agentic configs."""
     topr_positive_weight: float = bounded(1.0, ">= 0")
@@ -136,8 +126,6 @@ class Kimi15Options(PolicyLossOptions):
 class GspoOptions(PolicyLossOptions):
     """GSPO (arXiv 2507.18071): sequence ratio, seq-mean-token-mean in the paper."""
 
-    ratio_base: RatioBase = "proximal"
-    """Trust region around the weights at the start of the round."""
     clip_low: float = bounded(3e-4, "in [0, 1)")
     """Lower clip is 1 - clip_low; sequence ratios are close to 1."""
     clip_high: float = bounded(4e-4, ">= 0")
@@ -148,8 +136,6 @@ class GspoOptions(PolicyLossOptions):
 class GmpoOptions(PolicyLossOptions):
     """GMPO (arXiv 2507.20673): geometric mean of ratios; clips in log space."""
 
-    ratio_base: RatioBase = "proximal"
-    """Trust region around the weights at the start of the round."""
     clip_low: float = bounded(0.4, ">= 0")
     """Lower clip of the log ratio."""
     clip_high: float = bounded(0.4, ">= 0")
@@ -160,8 +146,6 @@ class GmpoOptions(PolicyLossOptions):
 class SapoOptions(PolicyLossOptions):
     """SAPO (arXiv 2511.20347): a sigmoid gate instead of a clip."""
 
-    ratio_base: RatioBase = "proximal"
-    """Trust region around the weights at the start of the round."""
     tau_positive: float = bounded(1.0, "> 0")
     """Sharpness of the gate for positive advantages."""
     tau_negative: float = bounded(1.05, "> 0")
@@ -172,8 +156,6 @@ class SapoOptions(PolicyLossOptions):
 class ClipCovOptions(PolicyLossOptions):
     """Clip-Cov (arXiv 2505.22617)."""
 
-    ratio_base: RatioBase = "proximal"
-    """Trust region around the weights at the start of the round."""
     clip_low: float = bounded(0.2, "in [0, 1)")
     """Lower clip is 1 - clip_low."""
     clip_high: float = bounded(0.2, ">= 0")
@@ -190,8 +172,6 @@ class ClipCovOptions(PolicyLossOptions):
 class KlCovOptions(PolicyLossOptions):
     """KL-Cov (arXiv 2505.22617)."""
 
-    ratio_base: RatioBase = "proximal"
-    """Trust region around the weights at the start of the round."""
     cov_ratio: float = bounded(2e-4, "in (0, 1]")
     """Share of tokens penalised."""
     kl_coefficient: float = bounded(1.0, ">= 0")
@@ -199,23 +179,19 @@ class KlCovOptions(PolicyLossOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class M2poOptions(PolicyLossOptions):
+class M2poOptions(OffPolicyOptions):
     """M2PO (arXiv 2510.01161): keeps tokens while the mean squared log ratio stays small."""
 
-    ratio_base: RatioBase = "behaviour"
-    """The ratio is an importance weight of the sampled data."""
     m2_threshold: float = bounded(0.04, "> 0")
     """Bound of the mean squared log ratio of the kept tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DppoTvOptions(PolicyLossOptions):
+class DppoTvOptions(OffPolicyOptions):
     """DPPO (arXiv 2602.04879), binary total variation: tokens whose probability moved too far in the direction of their
     advantage leave the loss.
     """
 
-    ratio_base: RatioBase = "behaviour"
-    """Trust region around the policy that sampled, as in the paper."""
     divergence_low: float = bounded(0.2, "> 0")
     """Bound for tokens that become less likely; the paper's 0.2 (0.15 for a mixture of experts)."""
     divergence_high: float = bounded(0.2, "> 0")
@@ -235,13 +211,11 @@ class DppoKlOptions(DppoTvOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KpopOptions(PolicyLossOptions):
+class KpopOptions(OffPolicyOptions):
     """KPop (Guo et al., Ant Group 2026, ringtech.notion.site/kpop): a binary-KL mask for both signs of the
     advantage; tokens on which the two policies disagree leave the loss.
     """
 
-    ratio_base: RatioBase = "behaviour"
-    """The disagreement is that of trainer and engine."""
     divergence: float = bounded(0.1, "> 0")
     """Bound of the binary KL divergence in either direction; 0.1 is the authors'."""
     ratio_cap: float = bounded(20.0, "> 0")
@@ -249,11 +223,9 @@ class KpopOptions(PolicyLossOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VespoOptions(PolicyLossOptions):
+class VespoOptions(OffPolicyOptions):
     """VESPO (arXiv 2602.10693): a smooth kernel W^k exp(lambda (1 - W)) of the whole row's importance weight W."""
 
-    ratio_base: RatioBase = "behaviour"
-    """The weight corrects for the policy that sampled."""
     k_positive: float = bounded(2.0, ">= 0")
     """Power for advantages >= 0: holds down rows that became unlikely."""
     lambda_positive: float = bounded(3.0, ">= 0")

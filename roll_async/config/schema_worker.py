@@ -112,8 +112,8 @@ class DataArguments:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronInferConfig:
-    """megatron_infer: Megatron ranks that only score."""
+class MegatronConfig:
+    """What both Megatron strategies have."""
 
     tensor_model_parallel_size: int = bounded(1, ">= 1")
     """Ranks that split each layer."""
@@ -136,23 +136,16 @@ class MegatronInferConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronTrainConfig:
+class MegatronInferConfig(MegatronConfig):
+    """megatron_infer: Megatron ranks that only score."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronTrainConfig(MegatronConfig):
     """megatron_train: Megatron ranks that train."""
 
-    tensor_model_parallel_size: int = bounded(1, ">= 1")
-    """Ranks that split each layer."""
-    pipeline_model_parallel_size: int = bounded(1, ">= 1")
-    """Ranks that split the layers."""
-    context_parallel_size: int = bounded(1, ">= 1")
-    """Ranks that split the sequence."""
-    expert_model_parallel_size: int = bounded(1, ">= 1")
-    """Ranks that split the experts."""
-    expert_tensor_parallel_size: int = bounded(1, ">= 1")
-    """Ranks that split each expert."""
     virtual_pipeline_model_parallel_size: int | None = bounded(None, ">= 1")
     """Chunks of layers per pipeline rank, null = one; more chunks, smaller bubble."""
-    sequence_parallel: bool = False
-    """Split activations outside attention along the sequence, over the tensor ranks."""
     use_distributed_optimizer: bool = True
     """Shard optimizer states over the data-parallel ranks; same result, less memory."""
     overlap_grad_reduce: bool = False
@@ -167,30 +160,34 @@ class MegatronTrainConfig:
     """Which layers are recomputed (full only)."""
     recompute_num_layers: int = bounded(1, ">= 1")
     """Layers per recomputed chunk (full only)."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach their experts."""
     moe_aux_loss_coeff: float = bounded(0.0, ">= 0")
     """Load-balancing loss; 0, because RL should not move the router for balance."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layer implementation; auto = Transformer Engine where it is installed and a GPU is used."""
-    extra: Mapping[str, object] = section(dict)
-    """Handed to Megatron-Core unchanged and unchecked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VllmConfig:
-    """vllm: one engine per tensor_parallel_size * pipeline_parallel_size devices."""
+class ServerConfig:
+    """What vllm and sglang have: one engine per tensor_parallel_size * pipeline_parallel_size devices."""
 
     tensor_parallel_size: int = bounded(1, ">= 1")
     """Devices that split each layer."""
     pipeline_parallel_size: int = bounded(1, ">= 1")
     """Devices that split the layers."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy = random weights until the first weight sync, which precedes generation."""
+    quantization: Literal["fp8"] | None = None
+    """Number format of the engine's weights, null = as loaded."""
+    extra: Mapping[str, object] = section(dict)
+    """Handed to the library unchanged and unchecked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmConfig(ServerConfig):
+    """vllm: one engine per tensor_parallel_size * pipeline_parallel_size devices."""
+
     gpu_memory_utilization: float = bounded(0.9, "in (0, 1]")
     """Share of device memory for weights and KV cache; vLLM's own default."""
     block_size: Literal[8, 16, 32, 64, 128] | None = None
     """Tokens per KV cache block, null = vLLM's choice."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """dummy = random weights until the first weight sync, which precedes generation."""
     max_model_len: int = derived(">= 1")
     """Tokens of prompt and response together; default: sequence_length."""
     max_num_seqs: int | None = bounded(None, ">= 1")
@@ -201,26 +198,16 @@ class VllmConfig:
     """true turns CUDA graphs off."""
     enable_prefix_caching: bool = True
     """Share the prompt's KV cache among the samples of a group."""
-    quantization: Literal["fp8"] | None = None
-    """Number format of the engine's weights, null = as loaded."""
     core_in_process: bool = True
     """On CPU and with one device per engine: vLLM's core shares the replica's process; false = a process of its own."""
-    extra: Mapping[str, object] = section(dict)
-    """Handed to vLLM unchanged and unchecked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SglangConfig:
+class SglangConfig(ServerConfig):
     """sglang: one engine per tensor_parallel_size * pipeline_parallel_size devices."""
 
-    tensor_parallel_size: int = bounded(1, ">= 1")
-    """Devices that split each layer."""
-    pipeline_parallel_size: int = bounded(1, ">= 1")
-    """Devices that split the layers."""
     mem_fraction_static: float = bounded(0.85, "in (0, 1)")
     """Share of device memory for weights and KV cache."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """dummy = random weights until the first weight sync, which precedes generation."""
     context_length: int = derived(">= 1")
     """Tokens of prompt and response together; default: sequence_length."""
     max_running_requests: int | None = bounded(None, ">= 1")
@@ -233,10 +220,6 @@ class SglangConfig:
     """Do not share prompt prefixes."""
     attention_backend: str | None = None
     """Attention kernel by SGLang's name, null = its choice."""
-    quantization: Literal["fp8"] | None = None
-    """Number format of the engine's weights, null = as loaded."""
-    extra: Mapping[str, object] = section(dict)
-    """Handed to SGLang unchanged and unchecked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
