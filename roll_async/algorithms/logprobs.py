@@ -45,7 +45,9 @@ def scaled_chunk(logits: Tensor, mask: Tensor | None, temperature: float, dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampling:
+class Sampling:
+    """How the distribution is read: what shapes it, and what is wanted of it."""
+
     temperature: float
     top_k: int
     top_p: float
@@ -96,7 +98,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """Forward saves references and [B,T] numbers; backward recomputes chunk by chunk into one gradient buffer."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, tokens: Tensor, mask: Tensor | None, sampling: _Sampling) -> tuple[Tensor, ...]:  # noqa: ANN001
+    def forward(ctx, logits: Tensor, tokens: Tensor, mask: Tensor | None, sampling: Sampling) -> tuple[Tensor, ...]:  # noqa: ANN001
         dtype = working_dtype(logits)
         # log_z: log-sum-exp of all z. log_kept: log of the probability mass that truncation leaves, 0 without it.
         logprobs, entropy, squares, log_z, log_kept = (
@@ -132,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         logits, tokens, mask, log_z, log_kept, entropy = ctx.saved_tensors
-        sampling: _Sampling = ctx.sampling
+        sampling: Sampling = ctx.sampling
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_z)
         grad = torch.empty_like(logits)
@@ -189,7 +191,7 @@ def token_logprobs(
     if mask_BT is not None:
         check_mask(mask_BT)
     tokens = tokens_BT if mask_BT is None else torch.where(mask_BT, tokens_BT, 0)
-    sampling = _Sampling(temperature, top_k, top_p, chunk_tokens, with_entropy, with_squares)
+    sampling = Sampling(temperature, top_k, top_p, chunk_tokens, with_entropy, with_squares)
     logprobs, entropy, squares = _TokenLogprobs.apply(logits_BTV, tokens, mask_BT, sampling)
     return TokenLogprobs(
         logprobs=logprobs, entropy=entropy if with_entropy else None, squares=squares if with_squares else None

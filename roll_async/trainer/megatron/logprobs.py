@@ -6,13 +6,11 @@ Shape letters: N flattened tokens, V the local vocabulary shard.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_async.algorithms.logprobs import TokenLogprobs, drop_truncated, merge_vocab_shards, token_logprobs
+from roll_async.algorithms.logprobs import Sampling, TokenLogprobs, drop_truncated, merge_vocab_shards, token_logprobs
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 _CHUNK_TOKENS = 1024
@@ -57,9 +55,7 @@ def next_token_logprobs(
     # Truncation gathers the whole vocabulary, a reduction per chunk only its own shard.
     truncated = settings.top_k > 0 or settings.top_p < 1
     chunk = chunk_tokens(logits.shape[-1] * (group.size() if truncated else 1), torch.device("cuda"))
-    sampling = _Sampling(
-        settings.temperature, max(0, settings.top_k), settings.top_p, chunk, with_entropy, with_squares
-    )
+    sampling = Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, chunk, with_entropy, with_squares)
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy, squares = _ShardedLogprobs.apply(flat, targets.reshape(-1), wanted.reshape(-1), sampling, group)
     return TokenLogprobs(
@@ -67,20 +63,6 @@ def next_token_logprobs(
         entropy=entropy.view_as(targets) if with_entropy else None,
         squares=squares.view_as(targets) if with_squares else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    temperature: float
-    top_k: int
-    top_p: float
-    chunk_tokens: int
-    with_entropy: bool
-    with_squares: bool
-
-    @property
-    def truncated(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
 
 
 class _ShardedLogprobs(torch.autograd.Function):
@@ -153,7 +135,7 @@ class _ShardedLogprobs(torch.autograd.Function):
 
 
 def _drop_truncated(
-    log_p: Tensor, tokens: Tensor, mask: Tensor, sampling: _Sampling, group: dist.ProcessGroup
+    log_p: Tensor, tokens: Tensor, mask: Tensor, sampling: Sampling, group: dist.ProcessGroup
 ) -> Tensor:
     """In place on the own shard [n,V]: -inf at what top-k, then top-p cut off. Returns the log mass that stays [n]."""
     shards = [torch.empty_like(log_p) for _ in range(group.size())]
