@@ -30,7 +30,7 @@ ALLOWED = {
     "pipelines": set(),
     "simulator": {"torch"},  # learner.py, which is imported where a world wants it
     "weight_sync": {"torch", "numpy"},
-    "cluster": {"ray", "torch", "psutil"},
+    "cluster": {"ray", "torch", "psutil", "transformers"},  # transformers: annotations only
 }
 
 
@@ -108,3 +108,12 @@ def test_the_loops_take_time_from_the_event_loop_only():
                 if name.split(".")[0] in {"time", "threading", "random", "concurrent"}:
                     wrong.append(f"{path}:{line}: {name}")
     assert wrong == []
+
+
+def test_readme_and_contributing_name_every_folder():
+    readme, contributing = ((PACKAGE.parent / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    folders = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*.py")}
+    assert folders == {name for name in LAYER if (PACKAGE / name).is_dir()}
+    missing = [name for name in folders if f"  {name}/" not in readme]
+    missing += [name for name in folders if f"`{name}/`" not in contributing]
+    assert missing == []
