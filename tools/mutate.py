@@ -66,7 +66,7 @@ EQUIVALENT: dict[str, str] = {}
 """Fault, as `Mutant.name` without the number of its line, to why no test can see it."""
 _LIBRARIES = ("dataclasses_json", "hypothesis", "numpy", "pytest", "torch", "yaml")
 """What every child needs."""
-_CPU_LIMIT_S = 120
+_CPU_LIMIT_S = 300
 """Of the processor, so that a busy machine makes no fault look as if it had been seen."""
 _HANGS_S = 900
 _WORLDS, _KILLED_WORLDS = 60, 15

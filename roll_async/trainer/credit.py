@@ -87,7 +87,8 @@ def token_rewards(batch: TrainBatch, scores: Tensor) -> Tensor:
     """
     fold = _by_trajectory(batch)
     rewards = torch.zeros_like(fold.mask, dtype=scores.dtype)
-    if batch.turns is not None and batch.turn_of is not None:
+    if batch.turns is not None:
+        assert batch.turn_of is not None
         turn = torch.where(fold.mask, fold.fold(batch.turn_of), -1)
         ends = fold.mask & (turn != torch.nn.functional.pad(turn[:, 1:], (0, 1), value=-1))
         rewards = torch.where(ends, batch.turns.rewards.to(scores.dtype)[turn.clamp(min=0)], 0)

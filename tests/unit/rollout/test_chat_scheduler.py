@@ -300,12 +300,28 @@ def test_the_greedy_baseline_is_a_sample_besides_the_group(run, build, replica_c
     async def go():
         replica = replica_class("a")
         scorer = scorer_class(lambda p, s: 0.25 if s.sample_id.endswith("greedy") else 1.0)
-        sampling = SamplingParams(max_new_tokens=10, temperature=0.7, top_p=0.9, stop_token_ids=(5,))
+        sampling = SamplingParams(
+            max_new_tokens=10, temperature=0.7, top_p=0.9, stop_token_ids=(5,), stop_strings=("end",)
+        )
         async with scheduling([replica], scorer, greedy_baseline=True, sampling=sampling) as scheduler:
             group = (await scheduler.run_group(build.prompt(), group_id=0)).group
             assert group.baseline_score == 0.25 and len(group.samples) == 4
             (greedy,) = [r.sampling for r in replica.submitted if "greedy" in r.request_id]
             assert (greedy.temperature, greedy.top_p, greedy.stop_token_ids) == (0.0, 1.0, (5,))
+            assert greedy.stop_strings == ("end",), "it ends where the samples end"
+
+    run(go())
+
+
+def test_the_greedy_baseline_is_aborted_with_its_group(run, build, replica_class, scorer_class):
+    async def go():
+        replica = replica_class("a")
+        async with scheduling([replica], scorer_class(), greedy_baseline=True) as scheduler:
+            group = asyncio.create_task(scheduler.run_group(build.prompt(), group_id=3))
+            await asyncio.sleep(2)
+            await scheduler.abort_groups([3])
+            assert len(replica.aborted) == 5 and not replica._tasks
+            assert (await group).fate is GroupFate.REQUEUED
 
     run(go())
 
@@ -353,6 +369,21 @@ def test_a_round_aborts_what_runs_when_it_has_enough(run, build, replica_class, 
             assert (result.statistics["aborted"], result.statistics["not_started"]) == (3, 2)
             assert len(replica.aborted) == 4, "those of the group that ran; the others had not begun"
             assert asyncio.get_running_loop().time() < 12
+
+    run(go())
+
+
+def test_a_round_that_has_enough_does_not_wait_for_scores_of_the_others(run, build, replica_class, scorer_class):
+    class Slow(scorer_class):
+        async def score(self, prompt, sample):
+            await asyncio.sleep(0 if prompt.row_id == "0" else 1e6)
+            return Reward(score=half(prompt, sample))
+
+    async def go():
+        async with scheduling([replica_class("a")], Slow(), gen_batch_size=3) as scheduler, asyncio.timeout(100):
+            result = await scheduler.generate_sequences([build.prompt(row_id=str(i)) for i in range(3)], 1)
+            assert [g.prompt.row_id for g in result.groups] == ["0"] and result.leftovers == (1, 2)
+            assert result.statistics["aborted"] == 2 and asyncio.get_running_loop().time() < 12
 
     run(go())
 

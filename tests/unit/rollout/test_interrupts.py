@@ -90,6 +90,7 @@ def test_abort_discards_the_request_and_says_so(run, replica_class, make, manage
             results = await asyncio.gather(*running, return_exceptions=True)
             assert all(isinstance(r, Interrupted) for r in results)
             assert (await queued[0]).version_runs == ((1, 10),), "what had not begun is not discarded"
+            assert (manager.stats().aborted, manager.stats().aborted_tokens) == (2, 6), "length_bias counts them"
 
     run(go())
 
@@ -246,6 +247,29 @@ def test_an_aborted_request_returns_what_it_has_before_abort_returns(run, replic
             assert running.result().finish_reason is queued.result().finish_reason is FinishReason.ABORT
             assert list((await other).token_ids) == WHOLE
             assert manager.stats().aborted == 2
+
+    run(go())
+
+
+def test_an_abort_returns_the_tokens_of_a_reply_that_comes_after_its_acknowledgement(
+    run, replica_class, make, managed, start
+):
+    class Slow(replica_class):
+        async def abort(self, request_ids):
+            self.aborted += request_ids
+            asyncio.get_running_loop().call_later(0.2, self.end, request_ids)
+
+        def end(self, request_ids):
+            for request_id in request_ids:
+                self._tasks[request_id].cancel()
+                self._end(request_id, FinishReason.ABORT)
+
+    async def go():
+        async with managed(Slow("a")) as manager:
+            (task,) = start(manager, [make("r1")])
+            await asyncio.sleep(3.5)
+            await manager.abort(["r1"])
+            assert list((await task).token_ids) == WHOLE[:3]
 
     run(go())
 

@@ -88,6 +88,24 @@ def test_requests_of_a_silent_replica_go_on_elsewhere_and_the_second_time_it_is_
     run(go())
 
 
+def test_requests_of_a_hung_core_do_not_wait_for_it_to_end_them(run, telling, make, managed, start):
+    """Its front end acknowledges the abort, and nothing ever comes of it."""
+
+    class Hung(telling):
+        async def abort(self, request_ids):
+            self.aborted += request_ids
+
+    async def go():
+        hung = Hung("hung")
+        async with managed(hung, telling("good"), max_concurrent_per_server=4, **PATIENT) as manager:
+            hung._serving.clear()
+            tasks = start(manager, [make(f"r{i}") for i in range(8)])
+            assert all(list(c.token_ids) == WHOLE for c in await asyncio.gather(*tasks))
+            assert now() < 1.6 * PATIENT["silence_s"], "not only when it is found to be lost"
+
+    run(go())
+
+
 def test_a_suspect_that_generates_again_is_one_no_more(run, telling, make, managed, start):
     async def go():
         slow, good = telling("slow"), telling("good")

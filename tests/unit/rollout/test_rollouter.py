@@ -274,6 +274,24 @@ def test_a_stop_while_the_engines_stand_still_ends(run, world):
     run(go())
 
 
+def test_a_stop_during_a_validation_ends(run, world):
+    stopped = world(async_generation_ratio=1.0)
+
+    async def go():
+        await stopped.manager.start()
+        await stopped.push(0)
+        await stopped.rollouter.pause()
+        rollout = asyncio.create_task(stopped.rollouter.run())
+        await asyncio.sleep(3)
+        async with asyncio.timeout(100):
+            await stopped.rollouter.stop()
+            await rollout
+        await stopped.manager.close()
+        assert stopped.queue.stats().in_flight == 0
+
+    run(go())
+
+
 def test_nothing_is_generated_before_the_first_weights(run, world):
     cold = world()
 

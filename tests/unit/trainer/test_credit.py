@@ -23,12 +23,12 @@ def trajectories(rng, count):
     return found
 
 
-def row(name, trajectory, turns, first_index, score):
-    """One row with these turns, an observation of 2 tokens before each."""
+def row(name, trajectory, turns, first_index, score, observed=2):
+    """One row with these turns, an observation of so many tokens before each."""
     ids, mask, placed = [], [], []
     for offset, (size, reward, state) in enumerate(turns):
-        ids += [9, 9]
-        mask += [0, 0]
+        ids += [9] * observed
+        mask += [0] * observed
         placed.append(Turn(index=first_index + offset, start=len(ids), num_tokens=size, reward=reward, state=state))
         ids += [7] * size
         mask += [1] * size
@@ -123,6 +123,32 @@ def test_grpo_counts_a_trajectory_once_however_many_rows_it_has(build):
     found = by_turn(batch, got)
     assert found[0, 0] == found[0, 1] == found[0, 2] == [pytest.approx(float(plain[0, 0]))]
     assert found[1, 0] == [pytest.approx(float(plain[1, 0]))]
+
+
+@pytest.mark.parametrize("observed", [0, 2])
+def test_a_turn_ends_where_it_says_and_not_where_an_observation_begins(build, observed):
+    """A world may answer with nothing: then two turns lie side by side in the row."""
+    turns, scores = [(2, 0.25, 0), (3, 1.0, 1), (1, 0.0, 2)], {"a": 1.5, "b": 1.0, "c": 0.5}
+    samples = [row(n, n, turns[: 3 - i], 0, score, observed) for i, (n, score) in enumerate(scores.items())]
+    batch = collate([build.group(samples=tuple(samples))], step=1, domains=("math",))
+    found, _ = credit.advantages(
+        batch,
+        "agentic_reinforce",
+        {},
+        scores=batch.scores,
+        rewards=credit.token_rewards(batch, batch.scores),
+        evidence=credit.Evidence(),
+    )
+    # What is left of the score after the turns' own rewards comes with the last turn.
+    returns = {
+        (0, 0): [1.5] * 2,
+        (0, 1): [1.25] * 3,
+        (0, 2): [0.25],
+        (1, 0): [1.0] * 2,
+        (1, 1): [0.75] * 3,
+        (2, 0): [0.5] * 2,
+    }
+    assert by_turn(batch, found) == returns
 
 
 def test_gigpo_and_step_returns_follow_a_slow_loop(build):
