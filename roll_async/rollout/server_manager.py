@@ -116,7 +116,9 @@ class AsyncLLMServerManager(RequestDispatch):
 
     async def _stop_running(self, attempts: Sequence[Attempt]) -> None:
         """They stop where they run; their requests keep the tokens and go on when they may."""
-        await self._end_on_servers(self._put_aside(attempts))
+        running = self._put_aside(attempts)
+        self._pump()  # what was in an outbox has left its slot at once
+        await self._end_on_servers(running)
 
     def yield_foreground(self, yields: bool) -> None:
         """True: foreground requests take only the slots that no background request wants, until `set_aside` calls for

@@ -322,6 +322,33 @@ def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, 
     run(go())
 
 
+def test_a_validation_gets_the_slot_of_what_had_not_been_sent_yet(run, replica_class, make, managed, start):
+    """One training request is on a slow wire, and the next one in the outbox behind it."""
+
+    class Distant(replica_class):
+        async def submit(self, requests):
+            await asyncio.sleep(5)
+            await super().submit(requests)
+
+    async def go():
+        async with managed(Distant("a"), max_concurrent_per_server=2) as manager:
+            training = start(manager, [make("t1")])
+            await asyncio.sleep(1)
+            training += start(manager, [make("t2")])
+            await asyncio.sleep(1)
+            (validation,) = start(manager, [make("v")], foreground=True)
+            await asyncio.sleep(1)
+            aside = asyncio.create_task(manager.set_aside(True))
+            await asyncio.sleep(1)
+            assert manager.overlooked() == []
+            await aside
+            assert list((await validation).token_ids) == WHOLE
+            await manager.set_aside(False)
+            assert [list(c.token_ids) for c in await asyncio.gather(*training)] == [WHOLE] * 2
+
+    run(go())
+
+
 def test_the_engines_are_busy_only_while_something_runs(run, replica_class, make, managed, start):
     async def go():
         replica = replica_class("a")
