@@ -178,8 +178,9 @@ def _by_trajectory(batch: TrainBatch) -> Fold:
 
 def _turn_order(batch: TrainBatch) -> Tensor:
     """[B,T] order of each token's turn in its trajectory; 0 for single answers."""
-    if batch.turns is None or batch.turn_of is None:
+    if batch.turns is None:
         return torch.zeros_like(batch.tokens)
+    assert batch.turn_of is not None
     return torch.where(batch.mask, batch.turns.index[batch.turn_of.clamp(min=0)], 0)
 
 
