@@ -59,6 +59,15 @@ def test_rejected_late_and_doubled_messages_change_no_token(faults):
     assert outcome.end == "finished" and outcome.findings == () and outcome.queue.trained == 12
 
 
+@pytest.mark.parametrize("mode", ["wait", "resume", "keep", "abort"])
+def test_a_push_in_the_middle_of_generation_ends_neither_rollout_nor_run(mode):
+    """verl-project/verl#7611: a push cancelled what was being generated, and that took the rollout process with it."""
+    calm = a_world(ratio=2.0)
+    slow = replace(calm.train, transfer_s=3.0, swap_s=1.0)
+    outcome = simulate(replace(calm, train=slow, sync=replace(calm.sync, interrupt_mode=mode)))
+    assert outcome.end == "finished" and outcome.findings == () and outcome.queue.trained == 12
+
+
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 @pytest.mark.parametrize("num_prompts", [5, 6, 7])
 def test_the_end_of_the_data_inside_of_a_step_ends_the_run_and_says_so(ratio, num_prompts):
