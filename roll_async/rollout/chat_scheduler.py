@@ -194,7 +194,8 @@ class ChatCompletionScheduler:
             finished_s=loop.time(),
             baseline_score=baseline.result(),
         )
-        if any(s.finish_reason is FinishReason.ABORT for s in group.samples):
+        aborted = self._options.greedy_baseline and group.baseline_score is None
+        if aborted or any(s.finish_reason is FinishReason.ABORT for s in group.samples):
             return GroupOutcome(fate=GroupFate.REQUEUED, reason="aborted", remains=group)
         return self._judge(group)
 
@@ -215,6 +216,7 @@ class ChatCompletionScheduler:
         return GroupOutcome(fate=fate, group=group, reason=verdict)
 
     async def _baseline(self, prompt: Prompt, name: str, affinity: str | None) -> float | None:
+        """Score of the greedy answer; None without one, or when it was aborted."""
         if not self._options.greedy_baseline:
             return None
         sample = await self.conversations.sample(prompt, name, _greedy(self._options.sampling), affinity)

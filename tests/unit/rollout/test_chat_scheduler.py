@@ -326,6 +326,21 @@ def test_the_greedy_baseline_is_aborted_with_its_group(run, build, replica_class
     run(go())
 
 
+def test_a_group_whose_baseline_alone_was_aborted_is_not_trained(run, build, replica_class, scorer_class):
+    """Its samples are all there; without the baseline remax would have nothing to subtract."""
+
+    async def go():
+        replicas, four = [replica_class("a")], {"max_concurrent_per_server": 4}
+        async with scheduling(replicas, scorer_class(), four, greedy_baseline=True) as scheduler:
+            group = asyncio.create_task(scheduler.run_group(build.prompt(), group_id=0))
+            await asyncio.sleep(12)
+            await scheduler.abort_groups([0])
+            outcome = await group
+            assert outcome.fate is GroupFate.REQUEUED and len(outcome.remains.samples) == 4
+
+    run(go())
+
+
 @pytest.mark.parametrize(("spread", "counts"), [(True, [2, 2]), (False, [0, 4])])
 def test_samples_of_a_group_spread_over_replicas_or_stay_together(
     run, build, replica_class, scorer_class, spread, counts
