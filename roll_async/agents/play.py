@@ -223,6 +223,8 @@ async def run_agent(
         result, reason = None, f"{type(error).__name__}: {error}"
     finally:
         session.on_activity = None
+    if session.ended is not None and session.ended.outcome is Outcome.CANCELLED:
+        return Ending(outcome=Outcome.CANCELLED, reason=str(session.ended))  # whatever the agent made of it
     turns = {"turns": float(session.num_turns)}
     if result is not None:
         solved = result.reward > 0 if result.solved is None else result.solved

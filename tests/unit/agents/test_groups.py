@@ -6,6 +6,7 @@ import random
 from array import array
 from collections import Counter
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,25 @@ def test_an_aborted_group_comes_again_and_leaves_no_request(tokenizer):
 
     manager = Manager(tokenizer, lambda request: "the", delay_s=30)
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
+
+
+class Stopping(Manager):
+    """Aborts every request from the second turn on, as the end of a run does."""
+
+    async def generate(self, request, **more):
+        completion = await super().generate(request, **more)
+        return replace(completion, finish_reason=FinishReason.ABORT) if self.asked > 3 else completion
+
+
+def test_an_agent_that_the_end_of_a_run_stops_is_no_agent_that_failed_and_is_not_tried_again(tokenizer):
+    async def work(groups, tasks, manager):
+        outcome = await groups.run_group(tasks.at(0), group_id=5)
+        assert outcome.fate is GroupFate.REQUEUED and manager.asked == 6
+        counts = groups.counts().metrics
+        assert (counts["agent/outcomes/cancelled"], counts["agent/outcomes/agent_error"]) == (1.0, 0.0)
+
+    manager = Stopping(tokenizer, lambda request: "the")
+    run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent", manager=manager)
 
 
 def test_a_weight_push_that_discards_costs_a_turn_and_not_a_trajectory(tokenizer):
