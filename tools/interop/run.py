@@ -51,7 +51,7 @@ class Peer:
 PEERS = {
     "openai": Peer(("openai==3.54.0",), "openai_client.py"),
     "anthropic": Peer(("anthropic==2.12.0",), "anthropic_client.py"),
-    "mini-swe-agent": Peer(("mini-swe-agent==2.4.6",), "mini_swe_agent.py"),
+    "mini-swe-agent": Peer(("mini-swe-agent==2.4.6", "litellm[mcp]==1.106.2"), "mini_swe_agent.py"),
     "verifiers": Peer(("verifiers==0.4.0",), "verifiers_server.py", server=True),
     "openenv": Peer(("openenv==0.10.0",), "openenv_server.py", server=True, environment=True),
 }
