@@ -13,9 +13,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
 from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
 from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
-from roll_async.agents.session import BadRequest, Session, TrajectoryEnded
+from roll_async.agents.session import Session
 from roll_async.agents.tools.toolbox import Toolbox
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
 from roll_async.prompts.row_tools import RowTools, parse_tools

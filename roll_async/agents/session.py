@@ -15,13 +15,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from roll_async.agents.limited_turns import BadRequest, LimitedTurns
 from roll_async.agents.messages import ChatDigest, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
 
 T = TypeVar("T")
-_REMEMBERED_REPLIES = 64
 _INLINE_CHARACTERS = 8000
 """A chat of so many takes about a millisecond; to hand it to a thread and back takes longer where both are busy."""
 
@@ -30,18 +30,6 @@ class Policy(Protocol):
     """Source of sampled turns."""
 
     async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion: ...
-
-
-class TrajectoryEnded(Exception):
-    """A limit ended the trajectory, or its owner did: nothing more is sampled for it."""
-
-    def __init__(self, outcome: Outcome, reason: str) -> None:
-        super().__init__(reason)
-        self.outcome = outcome
-
-
-class BadRequest(ValueError):
-    """The request cannot be served as it is; the trajectory goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,104 +76,23 @@ class _Plan:
     """Of the request's messages."""
 
 
-class Session:
-    """The policy as one trajectory sees it. Requests may overlap."""
+class Session(LimitedTurns):
+    """Turns of the engines' policy, recorded token by token."""
 
     def __init__(
         self, name: str, policy: Policy, renderer: Renderer, options: SessionOptions, executor: Executor | None = None
     ) -> None:
         """`executor`: where chats are rendered and encoded; None = here, for fakes that cost nothing."""
-        self.name, self._policy, self._renderer, self._options = name, policy, renderer, options
+        super().__init__(name, max_turns=options.max_turns, max_seconds=options.max_seconds)
+        self._policy, self._renderer, self._options = policy, renderer, options
         self._executor = executor
         self.tree = TraceTree()
-        self.ended: TrajectoryEnded | None = None
         self._recorded: dict[bytes, _Recorded] = {}
         self._seen: set[bytes] = set()
         self._beginnings: set[bytes] = set()
-        self._replies: dict[str, asyncio.Future[TurnReply]] = {}
-        self._running: set[asyncio.Future[TurnReply]] = set()
         self.open_requests: set[str] = set()
         """Ids of the running requests, as the policy names them."""
-        self.on_activity: Callable[[bool], None] | None = None
-        """Called when a turn begins or ends, with whether one is running."""
         self._turns = itertools.count()
-        self._num_turns = 0
-        self._started_s: float | None = None
-
-    @property
-    def num_turns(self) -> int:
-        """Number of requested turns."""
-        return self._num_turns
-
-    async def turn(self, request: TurnRequest, key: str | None = None, replay: bool = True) -> TurnReply:
-        """One turn of the policy. With `replay`, a `key` that came before gets the same reply, whether that is there or
-        on its way.
-
-        Raises TrajectoryEnded when a limit is reached, BadRequest for a chat that cannot be rendered, and what the
-        policy raises.
-        """
-        known = self._replies.get(key) if key is not None and replay else None
-        if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
-            known = asyncio.ensure_future(self._limited(request))
-            self._running.add(known)
-            known.add_done_callback(self._ended)
-            self._active()
-            known.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-            if key is not None:
-                self._replies[key] = known
-                while len(self._replies) > _REMEMBERED_REPLIES:
-                    del self._replies[next(iter(self._replies))]
-        try:
-            return await asyncio.shield(
-                known
-            )  # a client that disconnects may repeat the request and then gets this reply
-        except asyncio.CancelledError:
-            if known.cancelled() and self.ended is not None:
-                raise self._over() from None
-            raise
-
-    def _ended(self, turn: asyncio.Future[TurnReply]) -> None:
-        self._running.discard(turn)
-        self._active()
-
-    def _active(self) -> None:
-        if self.on_activity is not None:
-            self.on_activity(bool(self._running))
-
-    def stop(self, outcome: Outcome, reason: str) -> None:
-        """Refuse further turns; running ones continue."""
-        if self.ended is None:
-            self.ended = TrajectoryEnded(outcome, reason)
-
-    def end(self, outcome: Outcome, reason: str) -> None:
-        """Refuse further turns and cancel running ones."""
-        self.stop(outcome, reason)
-        for running in self._running:
-            running.cancel()
-
-    async def _limited(self, request: TurnRequest) -> TurnReply:
-        loop, options = asyncio.get_running_loop(), self._options
-        if self.ended is not None:
-            raise self._over()
-        if self._started_s is None:
-            self._started_s = loop.time()
-        if self._num_turns >= options.max_turns:
-            raise self._ends(Outcome.TRUNCATED_TURNS, f"the limit of {options.max_turns} turns is reached")
-        self._num_turns += 1
-        try:
-            async with asyncio.timeout_at(self._started_s + options.max_seconds):
-                return await self._sampled(request, loop.time())
-        except TimeoutError:
-            raise self._ends(Outcome.TRUNCATED_TIME, f"the limit of {options.max_seconds:g} s is reached") from None
-
-    def _ends(self, outcome: Outcome, reason: str) -> TrajectoryEnded:
-        if self.ended is None:
-            self.ended = TrajectoryEnded(outcome, reason)
-        return self._over()
-
-    def _over(self) -> TrajectoryEnded:
-        assert self.ended is not None
-        return TrajectoryEnded(self.ended.outcome, str(self.ended))
 
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
         size = sum(len(message.content) for message in request.messages)

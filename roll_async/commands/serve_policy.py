@@ -1,7 +1,8 @@
 """`roll-async serve-policy MODEL`: the gateway's endpoints with a fixed model, for evaluation and for data.
 
-One trajectory per key: `TOKEN`, or `TOKEN/anything`, so that an agent keeps its conversations apart by its key. Every
-trajectory is written to --record when the server ends.
+One trajectory per key: `TOKEN`, or `TOKEN/anything`, so that an agent keeps its conversations apart by its key. The
+model is an engine of this process, whose trajectories are written to --record when the server ends, or behind a remote
+API, each turn of which is written when it is there.
 """
 
 from __future__ import annotations
@@ -12,20 +13,25 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
+from click.core import ParameterSource
 
 from roll_async.commands.command_line import EXIT_CODES, HELP
 
 if TYPE_CHECKING:
+    from roll_async.agents.limited_turns import LimitedTurns
+    from roll_async.agents.remote import RemoteOptions
     from roll_async.agents.session import Session
 
 _TURNS = 1_000_000
+_OF_ENGINES = ("engine", "max_model_len", "dtype", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,7 @@ class _Arguments:
     dtype: str
     device: str
     record: Path | None
+    remote: RemoteOptions | None
 
 
 @click.command(name="serve-policy", context_settings=HELP, epilog=EXIT_CODES)
@@ -54,13 +61,22 @@ class _Arguments:
 @click.option("--temperature", default=1.0, show_default=True, help="Used when the request sets none; 0 = greedy.")
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"]))
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
-@click.option("--record", default=None, type=click.Path(path_type=Path), help="JSON lines with every row.")
-def command(token_env: str | None, **given: object) -> int:
+@click.option("--record", default=None, type=click.Path(path_type=Path), help="JSON lines: rows, or remote turns.")
+@click.option("--remote", default=None, help="Address of an OpenAI-compatible API where MODEL is, with /v1.")
+@click.option("--remote-key-env", default=None, help="Environment variable with the key of --remote.")
+@click.pass_context
+def command(
+    ctx: click.Context, token_env: str | None, remote: str | None, remote_key_env: str | None, **given: object
+) -> int:
     """Serve MODEL (a folder or a hub name) at /v1/chat/completions, /v1/responses and /v1/messages.
+
+    With --remote, MODEL is the name of a model there: for evaluation and data only, nothing is trained from its turns.
+    --record has tokens and log-probs where the remote gives them, else text.
 
     \b
     Example:
       roll-async serve-policy output/agentic_assets/model --dtype fp32 --record trajectories.jsonl
+      roll-async serve-policy qwen --remote https://host/v1 --remote-key-env HOST_KEY --record turns.jsonl
     """
     from roll_async.agents.gateway.server import is_loopback
 
@@ -71,10 +87,37 @@ def command(token_env: str | None, **given: object) -> int:
         token = os.environ[token_env]
     elif not is_loopback(str(given["host"])):
         raise click.UsageError(f"--host {given['host']} can be reached by others: give a token with --token-env NAME")
-    arguments = _Arguments(token=token, **given)  # type: ignore[arg-type]
-    if arguments.max_new_tokens >= arguments.max_model_len:
+    chosen = {name for name in given if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    options = None if remote is None else _remote_options(remote, remote_key_env, given, chosen)
+    if remote is None and remote_key_env is not None:
+        raise click.UsageError("--remote-key-env has no effect without --remote; remove it")
+    arguments = _Arguments(token=token, remote=options, **given)  # type: ignore[arg-type]
+    if options is None and arguments.max_new_tokens >= arguments.max_model_len:
         raise click.UsageError(f"--max-new-tokens {arguments.max_new_tokens} leaves no room for a prompt")
     return asyncio.run(_serve(arguments, told_token=token_env is None))
+
+
+def _remote_options(address: str, key_env: str | None, given: Mapping[str, object], chosen: set[str]) -> RemoteOptions:
+    from roll_async.agents.gateway.server import is_loopback
+    from roll_async.agents.remote import RemoteOptions
+
+    if idle := [f"--{name.replace('_', '-')}" for name in _OF_ENGINES if name in chosen]:
+        raise click.UsageError(f"{', '.join(idle)}: no effect with --remote, whose server decides; remove it")
+    if key_env is not None and not os.environ.get(key_env):
+        raise click.UsageError(f"--remote-key-env {key_env}: that variable is not set")
+    try:
+        options = RemoteOptions(
+            base_url=address,
+            model=str(given["model"]),
+            key="" if key_env is None else os.environ[key_env],
+            max_new_tokens=int(str(given["max_new_tokens"])),
+            temperature=float(str(given["temperature"])) if "temperature" in chosen else None,
+        )
+    except ValueError as error:
+        raise click.UsageError(f"--remote: {error}") from error
+    if options.key and not options.encrypted and not is_loopback(options.host):
+        click.echo(f"warning: the key goes to {options.host} unencrypted (http)", err=True)
+    return options
 
 
 @dataclass
@@ -82,19 +125,63 @@ class _Trajectories:
     """Sessions by key."""
 
     token: str
-    make: Callable[[str], Session]
-    sessions: dict[str, Session] = field(default_factory=dict)
+    make: Callable[[str], LimitedTurns]
+    sessions: dict[str, LimitedTurns] = field(default_factory=dict)
 
-    def adopt(self, key: str) -> Session | None:
+    def adopt(self, key: str) -> LimitedTurns | None:
         """The session of a key that begins with the token."""
         given, _, name = key.partition("/")
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             return None
-        return self.sessions.setdefault(name, self.make(name or "main"))
+        if name not in self.sessions:
+            self.sessions[name] = self.make(name or "main")
+        return self.sessions[name]
 
 
 async def _serve(arguments: _Arguments, *, told_token: bool) -> int:
     from roll_async.agents.gateway.server import PolicyGateway
+
+    stopped = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        record = None
+        if arguments.record is not None:
+            try:
+                record = stack.enter_context(arguments.record.open("a"))
+            except OSError as error:
+                raise click.UsageError(f"--record {arguments.record}: {error.strerror}") from error
+        if arguments.remote is None:
+            kept = _Trajectories(arguments.token, await _engine(arguments, record, stack))
+        else:
+            kept = _Trajectories(arguments.token, _remote(arguments.remote, record, stack))
+        gateway = PolicyGateway(model=arguments.model, host=arguments.host, port=arguments.port, adopt=kept.adopt)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(name, stopped.set)
+        await gateway.start()
+        stack.push_async_callback(gateway.close)
+        shown = arguments.token if told_token else "the token of --token-env"
+        where = "" if arguments.remote is None else f" of {arguments.remote.base_url}, for evaluation and data only,"
+        click.echo(f"serving {arguments.model}{where} at {gateway.base_url}, key {shown}")
+        await stopped.wait()
+    return 0
+
+
+def _remote(options: RemoteOptions, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], LimitedTurns]:
+    """Makes trajectories whose turns a remote model answers."""
+    from roll_async.agents.remote import RemoteModel, RemoteTurns
+
+    model = RemoteModel(options)
+    stack.push_async_callback(model.close)
+
+    def tell(turn: Mapping[str, object]) -> None:
+        if record is not None:
+            record.write(json.dumps(turn) + "\n")
+            record.flush()
+
+    return lambda name: RemoteTurns(name, model, tell)
+
+
+async def _engine(arguments: _Arguments, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], LimitedTurns]:
+    """Makes trajectories whose turns an engine of this process samples."""
     from roll_async.agents.policies import OneEnginePolicy
     from roll_async.agents.rendering import TemplateRenderer
     from roll_async.agents.session import Session, SessionOptions
@@ -116,46 +203,39 @@ async def _serve(arguments: _Arguments, *, told_token: bool) -> int:
         ),
     )
     await engine.start()
+    made: list[Session] = []
+    if record is not None:
+        stack.callback(lambda: _write(record, made))
+    stack.push_async_callback(engine.close)
     options = SessionOptions(
         sampling=SamplingParams(max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature),
         max_turns=_TURNS,
         max_context=arguments.max_model_len,
         client_sampling=True,
     )
-    stopped = asyncio.Event()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(name, stopped.set)
-    with ThreadPoolExecutor(1) as executor:
-        policy = OneEnginePolicy(engine.generate)
-        kept = _Trajectories(arguments.token, lambda name: Session(name, policy, renderer, options, executor))
-        gateway = PolicyGateway(model=arguments.model, host=arguments.host, port=arguments.port, adopt=kept.adopt)
-        await gateway.start()
-        shown = arguments.token if told_token else "the token of --token-env"
-        click.echo(f"serving {arguments.model} at {gateway.base_url}, key {shown}")
-        try:
-            await stopped.wait()
-        finally:
-            await gateway.close()
-            await engine.close()
-            if arguments.record is not None:
-                _write(arguments.record, kept.sessions)
-    return 0
+    executor = stack.enter_context(ThreadPoolExecutor(1))
+    policy = OneEnginePolicy(engine.generate)
+
+    def make(name: str) -> Session:
+        made.append(Session(name, policy, renderer, options, executor))
+        return made[-1]
+
+    return make
 
 
-def _write(path: Path, sessions: dict[str, Session]) -> None:
+def _write(record: TextIO, sessions: Sequence[Session]) -> None:
     """One line per row: tokens, mask and log-probs as they were sampled."""
     from roll_async.schema import Outcome
 
-    with path.open("a") as file:
-        for session in sessions.values():
-            for row in session.tree.rows(session.name, reward=None, outcome=Outcome.CANCELLED):
-                line = {
-                    "trajectory": session.name,
-                    "row": row.sample_id,
-                    "prompt_token_ids": row.prompt_token_ids.tolist(),
-                    "response_token_ids": row.response_token_ids.tolist(),
-                    "loss_mask": list(row.loss_mask),
-                    "behaviour_logprobs": [round(x, 6) for x in row.behaviour_logprobs],
-                    "num_turns": row.num_turns,
-                }
-                file.write(json.dumps(line) + "\n")
+    for session in sessions:
+        for row in session.tree.rows(session.name, reward=None, outcome=Outcome.CANCELLED):
+            line = {
+                "trajectory": session.name,
+                "row": row.sample_id,
+                "prompt_token_ids": row.prompt_token_ids.tolist(),
+                "response_token_ids": row.response_token_ids.tolist(),
+                "loss_mask": list(row.loss_mask),
+                "behaviour_logprobs": [round(x, 6) for x in row.behaviour_logprobs],
+                "num_turns": row.num_turns,
+            }
+            record.write(json.dumps(line) + "\n")

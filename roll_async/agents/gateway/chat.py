@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
-from roll_async.agents.session import BadRequest
 
 Json = Mapping[str, object]
 N = TypeVar("N", int, float)
@@ -17,7 +17,7 @@ def read(body: Json) -> TurnRequest:
     """Raises BadRequest naming the field."""
     if number(body, "n", int) not in (None, 1):
         raise BadRequest("n: one choice per request; send the request n times")
-    messages = tuple(_message(item) for item in items(body, "messages"))
+    messages = tuple(message(item) for item in items(body, "messages"))
     if not messages:
         raise BadRequest("messages: empty")
     stop = body.get("stop")
@@ -31,7 +31,8 @@ def read(body: Json) -> TurnRequest:
     )
 
 
-def _message(item: Json) -> Message:
+def message(item: Json) -> Message:
+    """A message of a history, or of a reply. Raises BadRequest for a role or a content that is none."""
     role = str(item.get("role", ""))
     role = {"developer": "system", "function": "tool"}.get(role, role)
     if role not in ("system", "user", "assistant", "tool"):
@@ -120,14 +121,20 @@ def write(reply: TurnReply, model: str, created: int) -> Json:
     }
 
 
-def _said(reply: TurnReply) -> dict[str, object]:
-    if not reply.tool_calls:
-        return {"content": reply.content}
+def _said(said: TurnReply | Message) -> dict[str, object]:
+    if not said.tool_calls:
+        return {"content": said.content}
     calls = [
         {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))}}
-        for c in reply.tool_calls
+        for c in said.tool_calls
     ]
-    return {"content": reply.content or None, "tool_calls": calls}
+    return {"content": said.content or None, "tool_calls": calls}
+
+
+def written(message: Message) -> Json:
+    """A message as clients send it: the reverse of `message`."""
+    answers = {"tool_call_id": message.call_id} if message.call_id else {}
+    return {"role": message.role, **_said(message), **answers}
 
 
 def usage(reply: TurnReply) -> dict[str, int]:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 
 from roll_async.agents.gateway.chat import Json, arguments_of, items, number, text_of
+from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
-from roll_async.agents.session import BadRequest
 
 
 def read(body: Json) -> TurnRequest:

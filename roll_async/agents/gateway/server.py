@@ -25,8 +25,8 @@ from types import ModuleType
 from aiohttp import web
 
 from roll_async.agents.gateway import anthropic, chat, responses
+from roll_async.agents.limited_turns import BadRequest, LimitedTurns, TrajectoryEnded
 from roll_async.agents.messages import TurnReply
-from roll_async.agents.session import BadRequest, Session, TrajectoryEnded
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class PolicyGateway:
         model: str = "policy",
         host: str = "127.0.0.1",
         port: int = 0,
-        adopt: Callable[[str], Session | None] | None = None,
+        adopt: Callable[[str], LimitedTurns | None] | None = None,
     ) -> None:
         """`adopt`: a session for a secret that `open` did not give out (serve-policy). Raises ValueError for an address
         that others can reach when `adopt` checks no token.
         """
         self._model, self._host, self._port, self._adopt = model, host, port, adopt
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, LimitedTurns] = {}
         self._runner: web.AppRunner | None = None
         self.requests: Counter[str] = Counter()
         """Number of requests by status."""
@@ -89,7 +89,7 @@ class PolicyGateway:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
-    def open(self, session: Session) -> Endpoint:
+    def open(self, session: LimitedTurns) -> Endpoint:
         """Create an endpoint for the session, with a new secret."""
         secret = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[secret] = session
@@ -105,7 +105,7 @@ class PolicyGateway:
             runner, self._runner = self._runner, None
             await runner.cleanup()
 
-    def _session(self, request: web.Request) -> Session | None:
+    def _session(self, request: web.Request) -> LimitedTurns | None:
         given = request.headers.get("authorization", "")
         secret = given[7:].strip() if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         found = self._sessions.get(secret)

@@ -1,0 +1,123 @@
+"""Turns of one trajectory within its limits, each answered once, whoever answers them.
+
+    request --known key? the first reply--> limits --> `_sampled` of the sub-class --> reply
+
+`agents/session.py` answers with the engines of a run or of `serve-policy`, `agents/remote.py` with a remote API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from roll_async.agents.messages import TurnReply, TurnRequest
+from roll_async.schema import Outcome
+
+_REMEMBERED_REPLIES = 64
+
+
+class TrajectoryEnded(Exception):
+    """A limit ended the trajectory, or its owner did: nothing more is sampled for it."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+class BadRequest(ValueError):
+    """The request cannot be served as it is; the trajectory goes on."""
+
+
+class LimitedTurns(ABC):
+    """The policy as one trajectory sees it. Requests may overlap."""
+
+    def __init__(self, name: str, *, max_turns: int, max_seconds: float) -> None:
+        self.name, self._max_turns, self._max_seconds = name, max_turns, max_seconds
+        self.ended: TrajectoryEnded | None = None
+        self.on_activity: Callable[[bool], None] | None = None
+        """Called when a turn begins or ends, with whether one is running."""
+        self._replies: dict[str, asyncio.Future[TurnReply]] = {}
+        self._running: set[asyncio.Future[TurnReply]] = set()
+        self._num_turns = 0
+        self._started_s: float | None = None
+
+    @abstractmethod
+    async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
+        """Answer one request that no limit forbids. Raises BadRequest for one that is not counted."""
+
+    @property
+    def num_turns(self) -> int:
+        """Number of requested turns."""
+        return self._num_turns
+
+    async def turn(self, request: TurnRequest, key: str | None = None, replay: bool = True) -> TurnReply:
+        """One turn of the policy. With `replay`, a `key` that came before gets the same reply, whether that is there or
+        on its way.
+
+        Raises TrajectoryEnded when a limit is reached, BadRequest for a request that cannot be served, and what the
+        policy raises.
+        """
+        known = self._replies.get(key) if key is not None and replay else None
+        if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
+            known = asyncio.ensure_future(self._limited(request))
+            self._running.add(known)
+            known.add_done_callback(self._ended)
+            self._active()
+            known.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+            if key is not None:
+                self._replies[key] = known
+                while len(self._replies) > _REMEMBERED_REPLIES:
+                    del self._replies[next(iter(self._replies))]
+        try:
+            # A client that disconnects may repeat the request, and then gets this reply.
+            return await asyncio.shield(known)
+        except asyncio.CancelledError:
+            if known.cancelled() and self.ended is not None:
+                raise self._over() from None
+            raise
+
+    def _ended(self, turn: asyncio.Future[TurnReply]) -> None:
+        self._running.discard(turn)
+        self._active()
+
+    def _active(self) -> None:
+        if self.on_activity is not None:
+            self.on_activity(bool(self._running))
+
+    def stop(self, outcome: Outcome, reason: str) -> None:
+        """Refuse further turns; running ones continue."""
+        if self.ended is None:
+            self.ended = TrajectoryEnded(outcome, reason)
+
+    def end(self, outcome: Outcome, reason: str) -> None:
+        """Refuse further turns and cancel running ones."""
+        self.stop(outcome, reason)
+        for running in self._running:
+            running.cancel()
+
+    async def _limited(self, request: TurnRequest) -> TurnReply:
+        loop = asyncio.get_running_loop()
+        if self.ended is not None:
+            raise self._over()
+        if self._started_s is None:
+            self._started_s = loop.time()
+        if self._num_turns >= self._max_turns:
+            raise self._ends(Outcome.TRUNCATED_TURNS, f"the limit of {self._max_turns} turns is reached")
+        self._num_turns += 1
+        try:
+            async with asyncio.timeout_at(self._started_s + self._max_seconds) as limit:
+                return await self._sampled(request, loop.time())
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._ends(Outcome.TRUNCATED_TIME, f"the limit of {self._max_seconds:g} s is reached") from None
+
+    def _ends(self, outcome: Outcome, reason: str) -> TrajectoryEnded:
+        if self.ended is None:
+            self.ended = TrajectoryEnded(outcome, reason)
+        return self._over()
+
+    def _over(self) -> TrajectoryEnded:
+        assert self.ended is not None
+        return TrajectoryEnded(self.ended.outcome, str(self.ended))

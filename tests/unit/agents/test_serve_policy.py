@@ -1,0 +1,106 @@
+"""`roll-async serve-policy` as a process: in front of a remote API, and with an engine of its own."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from remote_api import KEY, Remote, answer, chat, listening
+
+
+@contextmanager
+def serving(*arguments, **env):
+    """(address, first line, process) of the command; ends it."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = [sys.executable, "-m", "roll_async.cli", "serve-policy", *map(str, arguments), "--port", str(port)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3]), "OUR_TOKEN": "our-token", **env}
+    command += ["--token-env", "OUR_TOKEN"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    try:
+        lines = [server.stdout.readline()]
+        while lines[-1] and not lines[-1].startswith("serving"):
+            lines.append(server.stdout.readline())
+        yield f"http://127.0.0.1:{port}/v1/chat/completions", "".join(lines), server
+    finally:
+        server.kill()
+        server.wait()
+
+
+def ended(server):
+    """What it says when it is interrupted."""
+    server.send_signal(signal.SIGINT)
+    said, _ = server.communicate(timeout=60)
+    assert server.returncode == 0, said
+    return said
+
+
+def ask(url, key):
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(chat(("user", "hi"))).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_in_front_of_a_remote_each_turn_is_written_at_once_and_the_key_never_shown(tmp_path):
+    record = tmp_path / "turns.jsonl"
+
+    def use(address):
+        options = ["--remote", address, "--remote-key-env", "THEIR_KEY", "--record", record]
+        with serving("there", *options, THEIR_KEY=KEY) as (url, first, server):
+            assert f"serving there of {address}, for evaluation and data only, at {url[:21]}" in first
+            assert ask(url, "our-token/a") == 200 and ask(url, "other") == 401
+            (line,) = record.read_text().splitlines()
+            assert json.loads(line)["trajectory"] == "a"
+            assert KEY not in first + ended(server) + record.read_text()
+
+    async def work():
+        async with listening(Remote([answer({"content": "hello"})])) as address:
+            await asyncio.to_thread(use, address)
+
+    asyncio.run(work())
+
+
+@pytest.mark.slow
+def test_with_an_engine_of_its_own_rows_are_written_at_the_end(tiny_model, tmp_path):
+    folder, record = tiny_model[0], tmp_path / "rows.jsonl"
+    options = ["--dtype", "fp32", "--max-model-len", 200, "--max-new-tokens", 8, "--record", record]
+    with serving(folder, *options) as (url, first, server):
+        assert f"serving {folder} at {url[:21]}" in first and ask(url, "our-token/a") == 200
+        ended(server)
+    (line,) = map(json.loads, record.read_text().splitlines())
+    assert line["trajectory"] == "a" and sum(line["loss_mask"]) == len(line["behaviour_logprobs"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--remote", "https://host/v1", "--dtype", "fp32", "--engine", "vllm"], "--engine, --dtype: no effect"),
+        (["--remote", "host/v1"], "is no address"),
+        (["--remote", "https://me:sk-1@host/v1"], "a key inside the address"),
+        (["--remote", "https://host/v1", "--remote-key-env", "NOT_SET_AT_ALL"], "that variable is not set"),
+        (["--remote-key-env", "HOME"], "no effect without --remote"),
+        (["--remote", "https://host/v1", "--record", "/nowhere/at/all.jsonl"], "--record /nowhere/at/all.jsonl"),
+    ],
+)
+def test_options_that_have_no_effect_or_no_sense_are_refused(arguments, said):
+    from click.testing import CliRunner
+
+    from roll_async.commands.serve_policy import command
+
+    found = CliRunner().invoke(command, ["there", *arguments])
+    assert found.exit_code == 2 and said in found.output and "sk-1" not in found.output
