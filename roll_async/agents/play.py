@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
 from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
 from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
+from roll_async.agents.rendering import written_out
 from roll_async.agents.session import Session
 from roll_async.agents.tools.toolbox import Toolbox
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
@@ -233,10 +234,17 @@ async def run_agent(
         if session.ended is not None and not solved and session.ended.outcome.is_trusted:
             outcome = session.ended.outcome
         metrics = {"acc": float(solved), **turns, **result.metrics}
-        return Ending(outcome=outcome, reward=result.reward, metrics=metrics)
+        return Ending(outcome=outcome, reward=result.reward, metrics=metrics, story=_story(session))
     if session.ended is not None and session.ended.outcome.is_trusted:
-        return Ending(outcome=session.ended.outcome, reason=str(session.ended), metrics={"acc": 0.0, **turns})
+        metrics = {"acc": 0.0, **turns}
+        return Ending(outcome=session.ended.outcome, reason=str(session.ended), metrics=metrics, story=_story(session))
     return Ending(outcome=Outcome.AGENT_ERROR, reason=reason)
+
+
+def _story(session: Session) -> tuple[tuple[str, str], ...]:
+    """What was said until the newest turn, as the agent told it, and that turn."""
+    messages, said = session.newest
+    return (*((message.role, written_out(message)) for message in messages), ("assistant", said))
 
 
 def _limit(seconds: float) -> asyncio.Timeout:

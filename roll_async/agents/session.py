@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from roll_async.agents.limited_turns import BadRequest, LimitedTurns
-from roll_async.agents.messages import ChatDigest, TurnReply, TurnRequest, parse_calls
+from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
@@ -92,6 +92,8 @@ class Session(LimitedTurns):
         self._beginnings: set[bytes] = set()
         self.open_requests: set[str] = set()
         """Ids of the running requests, as the policy names them."""
+        self.newest: tuple[tuple[Message, ...], str] = ((), "")
+        """The chat of the newest turn and what it said, for display."""
         self._turns = itertools.count()
 
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
@@ -197,6 +199,7 @@ class Session(LimitedTurns):
             node=node,
             problems=problems,
         )
+        self.newest = request.messages, text
         turn = SampledTurn(len(request.messages), text)
         self._recorded[plan.digest.then(reply.message)] = _Recorded(
             node, plan.parts, (*plan.turns, turn), repr(request.tools), ended

@@ -74,6 +74,8 @@ def test_a_command_with_the_openai_client_is_trained_on_exactly_what_was_sampled
     (row,) = exact(session, policy)
     assert row.num_turns == 3 and not session.tree.branches
     assert "second" in session._renderer.decode(row.prompt_token_ids)
+    roles = [role for role, _ in ending.story]
+    assert roles == ["user", "assistant"] * 3 and ending.story[-2:] == (("user", "and 1?"), ("assistant", "a b"))
 
 
 def test_a_command_that_ends_with_its_limit_keeps_its_turns(sessions):
