@@ -73,6 +73,8 @@ class GroupOptions:
     retries: int = 2
     """Further attempts of a trajectory that failed for a reason outside the policy."""
     filter: GroupFilter | None = None
+    trains: bool = True
+    """False = rollout alone: `max_worlds` and the counters are of validation's trajectories, there are no others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +199,7 @@ class AgentGroups:
                 pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
             this = f"{name}~{attempt}" if attempt else name
             ending, session = await self._attempt(task, this, running, sampling)
-            if not task.validation:
+            if self._is_counted(task):
                 self._counts.ended(task.tag, ending, session.tree)
             reward = Reward(score=ending.reward, metrics=ending.metrics) if ending.outcome.is_trusted else None
             rows = session.tree.rows(this, reward=reward, outcome=ending.outcome)
@@ -217,15 +219,18 @@ class AgentGroups:
     ) -> tuple[Ending, Session]:
         """Run one trajectory in a new world to its end."""
         plan, parts = self._parts.tags[task.tag], self._parts
-        options = plan.session if sampling is None else replace(plan.session, sampling=sampling)
-        options = replace(options, foreground=task.validation)
+        options = replace(plan.session, foreground=task.validation)
+        if sampling is not None:
+            of_turn = plan.session.sampling.max_new_tokens
+            options = replace(options, sampling=replace(sampling, max_new_tokens=of_turn))
         session = Session(name, self._policy, parts.renderer, options, parts.executor)
         running.sessions.add(session)
         async with AsyncExitStack() as stack:
             stack.callback(self._manager.forget_affinity, name)
             stack.callback(running.sessions.discard, session)
             stack.callback(session.end, Outcome.CANCELLED, "the trajectory is over")
-            for cap in (None if task.validation else self._worlds, self._caps.get((task.tag, task.validation))):
+            worlds = self._worlds if self._is_counted(task) else None
+            for cap in (worlds, self._caps.get((task.tag, task.validation))):
                 if cap is not None:
                     await stack.enter_async_context(cap)
             if running.aborted:
@@ -235,6 +240,9 @@ class AgentGroups:
             world = parts.worlds.open(plan.spec)
             stack.callback(parts.worlds.close_soon, world)
             return await Play(session, world, plan.toolbox, plan.play).run(task.seed), session
+
+    def _is_counted(self, task: Task) -> bool:
+        return not (task.validation and self._options.trains)
 
     async def _run_agent(self, plan: TagPlan, task: Task, session: Session) -> Ending:
         gateway = self._parts.gateway

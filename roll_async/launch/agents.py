@@ -17,7 +17,7 @@ from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tasks import Tasks
 from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, check_tool, open_tools
-from roll_async.config.schema import AgenticConfig, EnvConfig
+from roll_async.config.schema import AgenticConfig, EnvConfig, EnvManagerConfig
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build, check
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -50,12 +50,14 @@ def tool_specs(tag: str, env: EnvConfig) -> list[ToolSpec]:
     ]
 
 
-async def agent_parts(config: AgenticConfig, stack: AsyncExitStack) -> AgentParts:
-    """All parts that trajectories need; they close with the stack. Raises ValueError for what the user can fix."""
+async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: bool = True) -> AgentParts:
+    """All parts that trajectories need; they close with the stack. `trains`: as in `group_options`. Raises ValueError
+    for what the user can fix.
+    """
     check_agents(config)
     executor = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering"))
     worlds = WorldPool(
-        max_per_worker=config.train_env_manager.max_env_num_per_worker, step_timeout_s=config.fault.env_timeout
+        max_per_worker=_manager(config, trains).max_env_num_per_worker, step_timeout_s=config.fault.env_timeout
     )
     stack.push_async_callback(worlds.close)
     gateway = None
@@ -107,9 +109,9 @@ def session_options(config: AgenticConfig, env: EnvConfig) -> SessionOptions:
     )
 
 
-def group_options(config: AgenticConfig) -> GroupOptions:
-    """Size of groups, and retries."""
-    manager, groups = config.train_env_manager, config.algorithm.filter_groups
+def group_options(config: AgenticConfig, *, trains: bool = True) -> GroupOptions:
+    """Size of groups, and retries. Without training they are those of validation, and no group is filtered."""
+    manager, groups = _manager(config, trains), config.algorithm.filter_groups
     chosen = GroupFilter(
         metric=groups.metric, variance_threshold=groups.variance_threshold, singletons=groups.singletons
     )
@@ -119,8 +121,13 @@ def group_options(config: AgenticConfig) -> GroupOptions:
         redundancy=manager.group_size_redundancy,
         max_worlds=manager.num_env_groups * trajectories,
         retries=config.fault.sample_retries,
-        filter=chosen if groups.enable else None,
+        filter=chosen if groups.enable and trains else None,
+        trains=trains,
     )
+
+
+def _manager(config: AgenticConfig, trains: bool) -> EnvManagerConfig:
+    return config.train_env_manager if trains else config.val_env_manager
 
 
 def training_tasks(config: AgenticConfig) -> Tasks:
@@ -133,6 +140,11 @@ def validation_tasks(config: AgenticConfig) -> Mapping[str, Sequence[Prompt]]:
     """val_batch_size trajectories on worlds of their own; none without eval_steps."""
     if not config.eval_steps:
         return {}
+    tasks = held_out_tasks(config)
+    return {"": [tasks.at(i // config.val_env_manager.group_size) for i in range(config.val_batch_size)]}
+
+
+def held_out_tasks(config: AgenticConfig) -> Tasks:
+    """The tasks of validation, an endless stream, too."""
     manager = config.val_env_manager
-    tasks = Tasks(manager.tags, manager.num_groups_partition, seed=config.seed, validation=True)
-    return {"": [tasks.at(i // manager.group_size) for i in range(config.val_batch_size)]}
+    return Tasks(manager.tags, manager.num_groups_partition, seed=config.seed, validation=True)

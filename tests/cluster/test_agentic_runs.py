@@ -47,3 +47,27 @@ def test_frozen_lake_trains_on_what_the_engine_sampled_within_the_staleness_boun
     ledger.close()
     assert integrity == "ok"
     assert list((tmp_path / "run" / "trajectories").iterdir()), "a user can look at what was played"
+
+
+def test_rollout_without_training_writes_what_the_engine_sampled_with_validations_worlds(agentic_assets, tmp_path):
+    command = [
+        sys.executable, "-m", "roll_async.cli", "rollout", "--config", "agentic_frozen_lake_async_cpu",
+        "--batches", "2",
+        "--output", str(tmp_path / "rolled"), f"pretrain={agentic_assets}/model", "val_batch_size=8",
+        "val_env_manager.group_size=4", "actor_infer.strategy_args={strategy_name: hf_infer}",
+    ]  # fmt: skip
+    env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "batch 2/2: 8 trajectories, reward 0." in done.stdout
+    lines = (tmp_path / "rolled" / "metrics.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["agent/attempts"], second["agent/attempts"], second["groups/failed"]) == (8, 16, 0)
+    seeds = []
+    for batch in (1, 2):
+        file = tmp_path / "rolled" / "samples" / f"step_{batch:08d}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(rows) == 8 and all(sum(row["loss_mask"]) > 0 and row["score"] is not None for row in rows)
+        seeds += sorted({row["row_id"] for row in rows})
+    assert len(seeds) == len(set(seeds)) == 4, "two groups of four a batch, each with a world of its own"
+    assert list((tmp_path / "rolled" / "trajectories").iterdir())

@@ -22,6 +22,7 @@ from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
 from roll_async.envs.worlds.question_rows import read_questions
+from roll_async.launch.rollout_only import rolled
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.requests import Interrupted
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
@@ -38,11 +39,15 @@ class Manager:
     def __init__(self, tokenizer, say, *, delay_s=0.0, interrupt_every=0):
         self._tokenizer, self._say, self._delay_s, self._interrupt_every = tokenizer, say, delay_s, interrupt_every
         self.sampled, self.asked, self.forgotten, self.aborted = {}, 0, [], []
+        self.samplings, self.running, self.most = [], set(), 0
         self._rng = random.Random(0)
 
     async def generate(self, request, *, conversation, foreground):
         self.asked += 1
         number = self.asked
+        self.samplings.append(request.sampling)
+        self.running.add(conversation)
+        self.most = max(self.most, len(self.running))
         await asyncio.sleep(self._delay_s)
         if self._interrupt_every and number % self._interrupt_every == 0:
             raise Interrupted(request.request_id)
@@ -65,6 +70,7 @@ class Manager:
 
     def forget_affinity(self, key):
         self.forgotten.append(key)
+        self.running.discard(key)
 
     def check(self, group):
         """Every trained token and log-prob is what was sampled after exactly the tokens before it."""
@@ -405,6 +411,40 @@ def test_validation_has_worlds_of_its_own_and_does_not_count_as_training(tokeniz
         assert not {task_of(p).seed for p in prompts} & {task_of(tasks.at(i)).seed for i in range(1000)}
 
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick")
+
+
+def test_a_validations_turns_are_as_long_as_those_of_training(tokenizer):
+    async def work(groups, tasks, manager):
+        held_out = Tasks(("T",), (1,), seed=1, validation=True)
+        sampling = SamplingParams(max_new_tokens=50, temperature=0.0)
+        await groups.validate([held_out.at(0)], sampling, name="validation.1")
+        assert {(s.max_new_tokens, s.temperature) for s in manager.samplings} == {(300, 0.0)}
+
+    manager = Manager(tokenizer, lambda request: "the")
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
+
+
+def test_rollout_alone_limits_counts_and_groups_the_worlds_of_validation(tokenizer):
+    async def work(groups, tasks, manager):
+        held_out = Tasks(("T",), (1,), seed=1, validation=True)
+        kept = await rolled(groups, held_out, range(2, 5))
+        assert [group.group_id for group in kept] == [2, 3, 4] and manager.most == 2
+        assert [group.prompt for group in kept] == [held_out.at(i) for i in range(2, 5)]
+        assert {len(group.trajectories) for group in kept} == {3}
+        assert groups.counts().metrics["agent/attempts"] == 9
+        for group in kept:
+            manager.check(group)
+
+    manager = Manager(tokenizer, lambda request: "the", delay_s=0.01)
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager, trains=False, max_worlds=2)
+
+
+def test_rollout_alone_goes_on_without_a_group_whose_attempts_are_used_up(tokenizer, caplog):
+    async def work(groups, tasks, manager):
+        assert await rolled(groups, Tasks(("T",), (1,), seed=1, validation=True), range(2)) == []
+        assert "a group gave no trajectories: 0 of 3 trajectories ended with trust" in caplog.text
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.BrokenAgent", retries=0, trains=False)
 
 
 def test_tasks_follow_the_partition_and_the_seed():

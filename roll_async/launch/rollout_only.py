@@ -1,0 +1,89 @@
+"""Worlds and engines without a trainer: trajectories of a fixed model, with validation's managers.
+
+held-out tasks --> AgentGroups <--> engines, which hold the weights of `pretrain`
+                       +--> samples/step_N.jsonl, trajectories/, metrics.jsonl of the folder, batch by batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from roll_async.agents.groups import AgentGroups
+from roll_async.agents.tasks import Tasks
+from roll_async.cluster.node_pool import NodePool
+from roll_async.config.schema import AgenticConfig, PipelineConfig, SglangConfig, VllmConfig
+from roll_async.launch.agents import agent_parts, group_options, held_out_tasks
+from roll_async.launch.engines import ReplicaStarter
+from roll_async.launch.roles import place_roles
+from roll_async.observe.sample_dump import SampleDump
+from roll_async.pipelines.metrics import sample_rows
+from roll_async.pipelines.validation import validation_metrics
+from roll_async.pipelines.wire import EngineOptions, connect
+from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.rollout.group_source import GroupFate
+from roll_async.schema import Group
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = "samples"
+"""Folder of the rows."""
+
+
+def for_rollout(config: PipelineConfig, output: Path) -> AgenticConfig:
+    """The config of a rollout into this folder. Raises ValueError for a config without worlds."""
+    if not isinstance(config, AgenticConfig):
+        raise ValueError("pipeline rlvr has no worlds to run; rollout takes agentic configs, eval the others")
+    engine = config.actor_infer
+    if isinstance(engine.strategy_args.strategy_config, VllmConfig | SglangConfig):
+        # Dummy weights wait for the first push of a run, and here is none.
+        loads = replace(engine.strategy_args.strategy_config, load_format="auto")
+        engine = replace(engine, strategy_args=replace(engine.strategy_args, strategy_config=loads))
+    return replace(config, output_dir=str(output.parent), exp_name=output.name, actor_infer=engine)
+
+
+async def rolled_batches(
+    config: AgenticConfig, num_batches: int, stack: AsyncExitStack
+) -> AsyncIterator[Mapping[str, float]]:
+    """The metrics of each batch of `val_batch_size` trajectories when its samples are written. Ray runs; what is
+    started closes with the stack. Raises ValueError for what the user can fix, RoleFailed and ConnectionError for
+    engines that do not start or are lost.
+    """
+    placements = place_roles(config).engines
+    pool = NodePool(placements)
+    await pool.reserve(config.fault.stall_timeout)
+    stack.callback(pool.release)
+    starter = ReplicaStarter(config, placements, pool, stack)
+    parts, clients = await asyncio.gather(agent_parts(config, stack, trains=False), starter.start_all())
+    engines = connect(clients, starter, EngineOptions.of(config))
+    await engines.start(stack)
+    folder = Path(config.output_dir) / config.exp_name / SAMPLES
+    dump = SampleDump(folder, load_tokenizer(config.pretrain).batch_decode)
+    stack.callback(dump.close)
+    groups, tasks = AgentGroups(engines.manager, parts, group_options(config, trains=False)), held_out_tasks(config)
+    size = config.val_batch_size // config.val_env_manager.group_size
+    for batch in range(num_batches):
+        kept = await rolled(groups, tasks, range(batch * size, (batch + 1) * size))
+        dump.write(batch + 1, sample_rows(kept))
+        dump.flush()
+        firsts = [(group.prompt, rows[0]) for group in kept for rows in group.trajectories]
+        found = validation_metrics(firsts, num_asked=config.val_batch_size)
+        failed = {"groups/failed": float(size - len(kept))}
+        yield {"step": batch + 1.0, **found, **failed, **groups.counts().metrics}
+
+
+async def rolled(groups: AgentGroups, tasks: Tasks, places: Sequence[int]) -> list[Group]:
+    """The groups of the tasks at these places, in order, without those whose attempts are used up."""
+    async with asyncio.TaskGroup() as running:
+        asked = [running.create_task(groups.run_group(tasks.at(place), group_id=place)) for place in places]
+    kept = []
+    for outcome in (task.result() for task in asked):
+        if outcome.fate is GroupFate.KEPT and outcome.group is not None:
+            kept.append(outcome.group)
+        else:
+            logger.warning("a group gave no trajectories: %s", outcome.reason)
+    return kept
