@@ -60,7 +60,7 @@ _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     )),
     (schema_rollout, (
         "RewardConfig", "JudgeConfig", "SandboxConfig", "ServiceConfig", "EnvConfig", "ToolConfig", "EnvManagerConfig",
-        "TrainEnvManagerConfig", "ValidationConfig",
+        "TrainEnvManagerConfig", "ValEnvManagerConfig", "ValidationConfig",
     )),
     (schema_async, ("AsyncTrainingConfig", "StalenessConfig", "InterruptConfig")),
     (schema_algorithm, ("AlgorithmConfig", "FilterGroupsConfig", "OverlongBufferConfig")),

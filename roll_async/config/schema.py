@@ -40,6 +40,7 @@ from roll_async.config.schema_rollout import (
     ServiceConfig,
     ToolConfig,
     TrainEnvManagerConfig,
+    ValEnvManagerConfig,
     ValidationConfig,
 )
 from roll_async.config.schema_worker import (
@@ -62,8 +63,8 @@ __all__ = [
     "HfInferConfig", "InterruptConfig", "JudgeConfig", "LedgerConfig", "MegatronInferConfig",
     "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig", "PipelineConfig", "RLVRConfig",
     "RewardConfig", "SandboxConfig", "ServiceConfig", "SglangConfig", "StalenessConfig", "StrategyArguments",
-    "ToolConfig", "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValidationConfig", "VllmConfig",
-    "WeightSyncConfig", "WorkerConfig",
+    "ToolConfig", "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValEnvManagerConfig",
+    "ValidationConfig", "VllmConfig", "WeightSyncConfig", "WorkerConfig",
 ]  # fmt: skip
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
@@ -350,7 +351,7 @@ class AgenticConfig(PipelineConfig):
     """Worlds by tag."""
     train_env_manager: TrainEnvManagerConfig = section(TrainEnvManagerConfig)
     """Groups for training."""
-    val_env_manager: EnvManagerConfig = section(EnvManagerConfig)
+    val_env_manager: ValEnvManagerConfig = section(ValEnvManagerConfig)
     """Groups for validation."""
 
     @property
@@ -382,6 +383,11 @@ class AgenticConfig(PipelineConfig):
     def validation_sampling(self) -> Mapping[str, GeneratingArguments]:
         """As in training: worlds of validation differ by their seeds."""
         return {"": self.actor_infer.generating_args}
+
+    @property
+    def validation_mode(self) -> str:
+        """`val_env_manager.mode`."""
+        return self.val_env_manager.mode
 
 
 def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:

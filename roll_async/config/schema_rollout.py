@@ -200,6 +200,14 @@ class TrainEnvManagerConfig(EnvManagerConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValEnvManagerConfig(EnvManagerConfig):
+    """`EnvManagerConfig`, and what waits for a validation of worlds."""
+
+    mode: Literal["pause", "share"] = "pause"
+    """As `validation.mode` of rlvr configs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
     """Held-out prompts and how they are sampled."""
 

@@ -49,7 +49,7 @@ def validation_place(config: PipelineConfig) -> Findings:
     mode, shared = config.validation_mode, roles_on_engine_devices(config)
     if mode != "pause" and shared:
         message = f"{mode} needs engines that run all the time, and {', '.join(shared)} shares their devices; use pause"
-        yield "C153", "validation.mode", message
+        yield "C153", "validation.mode" if isinstance(config, RLVRConfig) else "val_env_manager.mode", message
 
 
 def agentic_only(config: PipelineConfig) -> Findings:

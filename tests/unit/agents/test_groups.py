@@ -39,13 +39,14 @@ class Manager:
     def __init__(self, tokenizer, say, *, delay_s=0.0, interrupt_every=0):
         self._tokenizer, self._say, self._delay_s, self._interrupt_every = tokenizer, say, delay_s, interrupt_every
         self.sampled, self.asked, self.forgotten, self.aborted = {}, 0, [], []
-        self.samplings, self.running, self.most = [], set(), 0
+        self.samplings, self.running, self.most, self.foreground = [], set(), 0, set()
         self._rng = random.Random(0)
 
     async def generate(self, request, *, conversation, foreground):
         self.asked += 1
         number = self.asked
         self.samplings.append(request.sampling)
+        self.foreground.add(foreground)
         self.running.add(conversation)
         self.most = max(self.most, len(self.running))
         await asyncio.sleep(self._delay_s)
@@ -408,6 +409,7 @@ def test_validation_has_worlds_of_its_own_and_does_not_count_as_training(tokeniz
         answered = await groups.validate(prompts, SamplingParams(max_new_tokens=50), name="validation.1")
         assert [prompt.row_id for prompt, _ in answered] == [prompt.row_id for prompt in prompts]
         assert groups.counts().metrics["agent/attempts"] == 0
+        assert manager.foreground == {True}, "the scheduler tells it from training, and with mode share puts it behind"
         assert not {task_of(p).seed for p in prompts} & {task_of(tasks.at(i)).seed for i in range(1000)}
 
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick")

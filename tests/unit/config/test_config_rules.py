@@ -7,6 +7,8 @@ import math
 import pytest
 
 from roll_async.config.api import ConfigError, load, load_with_warnings
+from roll_async.pipelines.protocol import RunPlan
+from roll_async.pipelines.wire import RolloutOptions
 
 DEV = "device_mapping"
 TRAIN = "actor_train.strategy_args.strategy_config"
@@ -103,6 +105,7 @@ AGENTIC_CASES = [
     ("C123", {"train_env_manager": {"group_size": 1}}, "train_env_manager.group_size: 1 is too small for adv_estimator grpo; at least 2 samples per group"),
     ("C124", {"actor_infer.generating_args.num_return_sequences": 2}, "actor_infer.generating_args.num_return_sequences: 2 differs from the agentic value 1; drop it"),
     ("C125", {"train_env_manager": {"tags": ["Sokoban"]}}, "train_env_manager.tags.0: 'Sokoban' is not in custom_envs"),
+    ("C153", {"async_generation_ratio": 0, "actor_infer.device_mapping": "range(0,4)", "val_env_manager": {"mode": "share"}}, "val_env_manager.mode: share needs engines that run all the time, and actor_train shares their devices; use pause"),
     ("C125", {"val_env_manager": {"num_groups_partition": [8, 8]}}, "val_env_manager.num_groups_partition: [8, 8] must have 1 entries with sum 16"),
 ]  # fmt: skip
 
@@ -126,6 +129,13 @@ def test_an_agentic_config_that_breaks_one_rule_gets_one_error(files, id, edits,
 def test_the_bases_of_these_tests_are_good(files):
     assert load_with_warnings(files.rlvr()).warnings == ()
     assert load_with_warnings(files.agentic()).warnings == ()
+
+
+def test_worlds_may_be_validated_beside_training(files):
+    config = load(files.agentic({"val_env_manager": {"mode": "share"}, "eval_steps": 5}))
+    assert RunPlan.of(config, first_step=1).validation_mode == "share"
+    assert RolloutOptions.of(config, "shm").validation_mode == "share"
+    assert RolloutOptions.of(load(files.agentic()), "shm").validation_mode == "pause"
 
 
 def test_every_rule_of_the_contract_is_among_the_cases():
