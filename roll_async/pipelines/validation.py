@@ -130,7 +130,9 @@ def _of_part(part: Sequence[_Scored]) -> dict[str, float]:
     verdicts: dict[tuple[str, bytes], list[float]] = {}
     for prompt, _, reward in part:
         # The same question in several rows (AIME 2024 as published for DAPO) is one question with more samples.
-        verdicts.setdefault((prompt.domain, prompt.token_ids.tobytes()), []).append(accuracy(reward))
+        # The task of a world has no tokens: its row is its seed.
+        question = prompt.token_ids.tobytes() or prompt.row_id.encode()
+        verdicts.setdefault((prompt.domain, question), []).append(accuracy(reward))
     means = [mean(of_prompt) for of_prompt in verdicts.values()]
     metrics = {
         "prompts": float(len(means)),

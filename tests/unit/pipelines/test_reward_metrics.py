@@ -133,6 +133,16 @@ def test_samples_of_one_prompt_and_rows_of_one_question_are_one_unit_of_the_erro
     assert metrics["validation/standard_error"] == pytest.approx(statistics.stdev(means) / 3**0.5)
 
 
+def test_worlds_whose_tasks_have_no_tokens_are_told_apart_by_their_seeds(build):
+    samples = []
+    for seed, accs in ((7, [1, 0]), (8, [0, 0])):
+        for acc in accs:
+            prompt = replace(build.prompt(), row_id=f"FrozenLake/{seed}", token_ids=array("i"))
+            samples.append((prompt, build.sample(prompt, reward=Reward(score=float(acc)))))
+    metrics = validation_metrics(samples, num_asked=4)
+    assert metrics["validation/prompts"] == 2 and metrics["validation/pass@2"] == 0.5
+
+
 def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
     import asyncio
 
