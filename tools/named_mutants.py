@@ -93,7 +93,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("the greedy answer has no stop strings", "rollout/chat_scheduler.py",
      "        stop_strings=sampling.stop_strings,\n", ""),
     ("an aborted sample makes a whole group", "rollout/chat_scheduler.py",
-     "if any(s.finish_reason is FinishReason.ABORT for s in group.samples)", "if all(s.finish_reason is FinishReason.ABORT for s in group.samples)"),
+     "any(s.finish_reason is FinishReason.ABORT for s in group.samples)", "all(s.finish_reason is FinishReason.ABORT for s in group.samples)"),
     ("silence is not counted from the last token", "rollout/request_dispatch.py",
      "link.checks_without_token = link.num_suspicions = 0", "link.num_suspicions = 0"),
     ("the filter's budget never ends", "rollout/rollouter.py",
