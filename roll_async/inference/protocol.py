@@ -50,6 +50,27 @@ class EngineCapabilities:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KVCache:
+    """The KV cache of a replica, as the engine itself counts it. Counters are since its start."""
+
+    total_tokens: int
+    """Its size: blocks times tokens per block."""
+    free_tokens: int
+    """In blocks that no unfinished request holds; those of cached prefixes are among them."""
+    preemptions: int = 0
+    """Running requests that had to give up their blocks to older ones, and were computed again later."""
+    prefix_asked_tokens: int = 0
+    """Tokens that were looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """Those of them that were found there."""
+
+    @property
+    def used_tokens(self) -> int:
+        """In blocks that unfinished requests hold; the last block of each counts as full."""
+        return self.total_tokens - self.free_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
     """Load of a replica."""
 
@@ -61,6 +82,8 @@ class EngineLoad:
     """Requests that the replica has and whose end it has not handed over; None when nobody looked. A request that was
     acknowledged before and is not among them has ended: its reply is on its way, or was lost.
     """
+    kv: KVCache | None = None
+    """None where the engine does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

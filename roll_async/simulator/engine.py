@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, PauseMode
+from roll_async.inference.protocol import EngineCapabilities, EngineLoad, KVCache, PauseMode
 from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion, cut_runs, merge_runs
 from roll_async.simulator.models import EngineFaults, SpeedModel, uniform
 from roll_async.simulator.text import Turn, decode, logprobs_of
@@ -53,11 +53,21 @@ class _Running:
     reason: FinishReason
     submitted_s: float
     joined_work: float = 0.0
+    """The work at which its first token of this attempt began, or would have without preemptions."""
     order: int = 0
     runs: list[tuple[WeightVersion, int]] = field(default_factory=list)
     """Label and tokens up to the last change of weights."""
     real_runs: list[tuple[WeightVersion, int]] = field(default_factory=list)
     counted: int = 0
+
+    @property
+    def ends_at_work(self) -> float:
+        return self.joined_work + self.num_tokens
+
+    @property
+    def kv_at_no_work(self) -> float:
+        """Tokens that it holds in the KV cache, less the work done so far."""
+        return len(self.request.prompt_token_ids) - self.joined_work
 
     def __lt__(self, other: _Running) -> bool:
         return self.order < other.order
@@ -82,6 +92,11 @@ class SimEngine:
         self._ends: list[tuple[float, _Running]] = []
         self._work = self._work_at_s = 0.0
         self._order = 0
+        self._kv_at_no_work = 0.0
+        """Tokens that the running requests hold in the KV cache, less the work done so far for each."""
+        self._prefill_s = 0.0
+        """Seconds that prompts must be read for before the decoder goes on, where the KV cache has a limit."""
+        self.preemptions = 0
         self._timer: asyncio.TimerHandle | None = None
         self.paused = True
         self.busy_s = 0.0
@@ -163,10 +178,15 @@ class SimEngine:
 
     def _cut(self, request_id: str) -> None:
         running = self._waiting.pop(request_id, None)
-        if running is None:
-            running = self._running.pop(request_id, None)
+        if running is None and request_id in self._running:
+            running = self._leave(request_id)
         if running is not None:
             self._finish(running, FinishReason.ABORT)
+
+    def _leave(self, request_id: str) -> _Running:
+        running = self._running.pop(request_id)
+        self._kv_at_no_work -= running.kv_at_no_work
+        return running
 
     async def pause(self, mode: PauseMode) -> None:
         """No token is sampled from now on."""
@@ -217,8 +237,15 @@ class SimEngine:
 
     def load(self) -> EngineLoad:
         """Running and waiting requests; a full engine has no free cache."""
-        free = max(0, self._slots - len(self._running)) / self._slots
-        return EngineLoad(running=len(self._running), waiting=len(self._waiting), free_kv_fraction=free)
+        running, waiting, total = len(self._running), len(self._waiting), self._speed.kv_tokens
+        if total is None:
+            free = max(0, self._slots - running) / self._slots
+            return EngineLoad(running=running, waiting=waiting, free_kv_fraction=free)
+        self._advance()
+        kv = KVCache(
+            total_tokens=total, free_tokens=max(0, total - round(self._kv_used())), preemptions=self.preemptions
+        )
+        return EngineLoad(running=running, waiting=waiting, free_kv_fraction=kv.free_tokens / total, kv=kv)
 
     async def close(self) -> None:
         self.die("closed")
@@ -231,6 +258,7 @@ class SimEngine:
             if not running.result.done():
                 running.result.set_exception(ConnectionError(f"{self.name}: {reason}"))
         self._running, self._waiting, self._ends = {}, {}, []
+        self._kv_at_no_work = 0.0
         self._set_timer()
 
     def _check_alive(self) -> None:
@@ -249,40 +277,85 @@ class SimEngine:
         passed = (now if hung_s is None else min(now, hung_s)) - self._work_at_s
         self._work_at_s = now
         if not self.paused and self._running and passed > 0:
-            self._work += passed / self._token_s()
             self.busy_s += passed * len(self._running)
+            read_s = min(passed, self._prefill_s)
+            self._prefill_s -= read_s
+            self._work += (passed - read_s) / self._token_s()
 
     def _fill(self) -> None:
         """Waiting requests take free places, oldest first. While it is paused they wait."""
+        self._preempt()
         while not self.paused and self._waiting and len(self._running) < self._slots:
-            running = self._waiting.pop(next(iter(self._waiting)))
-            prefill = len(running.request.prompt_token_ids) * self._speed.prefill_token_s / self._speed.token_s
-            running.joined_work = self._work + prefill
+            running = next(iter(self._waiting.values()))
+            num_tokens = len(running.request.prompt_token_ids) + running.counted
+            if not self._has_kv(num_tokens):
+                break
+            del self._waiting[running.request.request_id]
+            if self._speed.kv_tokens is None:
+                prefill = num_tokens * self._speed.prefill_token_s / self._speed.token_s
+            else:
+                prefill = 0.0
+                self._prefill_s += num_tokens * self._speed.prefill_token_s * self._faults.slow_factor
+            running.joined_work = self._work + prefill - running.counted
             running.order = self._order = self._order + 1
             self._running[running.request.request_id] = running
-            heapq.heappush(self._ends, (running.joined_work + running.num_tokens, running))
+            self._kv_at_no_work += running.kv_at_no_work
+            heapq.heappush(self._ends, (running.ends_at_work, running))
         self._set_timer()
+
+    # Its KV cache
+
+    def _kv_used(self) -> float:
+        """Tokens that running requests hold."""
+        return self._kv_at_no_work + len(self._running) * self._work
+
+    def _has_kv(self, num_tokens: int) -> bool:
+        """A request of so many tokens fits beside those that run, and each of them has room for a token more."""
+        total, running = self._speed.kv_tokens, len(self._running)
+        return total is None or not running or self._kv_used() + num_tokens + running + 1 <= total
+
+    def _preempt(self) -> None:
+        """The youngest give up their KV cache until each of the others has room for its next token."""
+        total = self._speed.kv_tokens
+        while total is not None and len(self._running) > 1 and self._kv_used() + len(self._running) > total + _ROUNDING:
+            running = self._leave(next(reversed(self._running)))
+            self._count(running)
+            running.order = 0  # it gets no token until it runs again
+            self.preemptions += 1
+            self._waiting = {running.request.request_id: running, **self._waiting}
+
+    def _work_to_full_kv(self) -> float:
+        """Tokens that each running request may have before one is preempted."""
+        total, running = self._speed.kv_tokens, len(self._running)
+        if total is None or running < 2:
+            return float("inf")
+        return (total - self._kv_used()) / running - 1 + 2 * _ROUNDING
 
     def _set_timer(self) -> None:
         """One timer: when the next running request ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._ends and self._ends[0][1].result.done():
+        while self._ends and not self._is_end(*self._ends[0]):
             heapq.heappop(self._ends)
         hung_s = self._faults.hung_from_s
         hung = hung_s is not None and asyncio.get_running_loop().time() >= hung_s
         if self._ends and not self.paused and not hung:
-            left_s = max(0.0, self._ends[0][0] - self._work) * self._token_s()
+            left = max(0.0, min(self._ends[0][0] - self._work, self._work_to_full_kv()))
+            left_s = self._prefill_s + left * self._token_s()
             self._timer = asyncio.get_running_loop().call_later(left_s, self._end_due)
+
+    def _is_end(self, work: float, running: _Running) -> bool:
+        """Whether the request runs and ends then: it may have ended before, or was preempted since."""
+        return self._running.get(running.request.request_id) is running and work == running.ends_at_work
 
     def _end_due(self) -> None:
         self._timer = None
         self._advance()
         while self._ends and self._ends[0][0] <= self._work + _ROUNDING:
-            _, running = heapq.heappop(self._ends)
-            if self._running.pop(running.request.request_id, None) is not None:
-                self._finish(running, running.reason)
+            work, running = heapq.heappop(self._ends)
+            if self._is_end(work, running):
+                self._finish(self._leave(running.request.request_id), running.reason)
         self._fill()
 
     def _count(self, running: _Running) -> None:

@@ -69,6 +69,14 @@ class SpeedModel:
     prefill_token_s: float = 0.0
     """Of one prompt token, at the start and again when an interrupted request is continued elsewhere."""
 
+    kv_tokens: int | None = None
+    """Tokens that the KV cache of a replica holds; when it is full the youngest request is preempted, and computed
+    again from its first token on when there is room. None = without limit.
+
+    With a limit the prefill of one request holds up the decoding of all others, as it does where it is bound by
+    compute. Tokens are counted one by one: blocks would add half a block to each request.
+    """
+
     def seconds_per_token(self, running: int) -> float:
         """With this many requests running."""
         return self.token_s + self.token_s_per_request * max(0, running - 1)

@@ -68,6 +68,51 @@ def test_requests_beyond_the_slots_wait_their_turn():
     run_virtual(main())
 
 
+def test_a_full_kv_cache_preempts_the_youngest_which_reads_its_prefix_again():
+    async def main():
+        engine, loop = (
+            await make(length=20.0, token_s=1.0, prefill_token_s=0.1, kv_tokens=40),
+            asyncio.get_running_loop(),
+        )
+        first = asyncio.create_task(engine.generate(request("a")))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(engine.generate(request("b")))
+        await asyncio.sleep(10)  # 0.6 s for two prompts; each holds 3 + 9 tokens
+        load = engine.load()
+        assert (load.running, load.kv.used_tokens, load.kv.total_tokens) == (2, 25, 40) and engine.preemptions == 0
+        await first  # the youngest is preempted when both hold 19 tokens: the next two would not fit
+        assert loop.time() == pytest.approx(0.6 + 20)
+        kv = engine.load().kv
+        assert kv.preemptions == 1 and engine.load().waiting == 0
+        answer = await second  # 19 tokens are read again, 4 more are sampled
+        assert loop.time() == pytest.approx(0.6 + 20 + 1.9 + 4)
+        assert list(answer.token_ids) == list(range(3, 23)), "nothing is lost or doubled"
+        assert engine.load().kv.free_tokens == 40
+
+    run_virtual(main())
+
+
+def test_a_preempted_request_that_is_aborted_returns_what_it_had():
+    async def main():
+        engine = await make(length=30.0, token_s=1.0, kv_tokens=40)
+        tasks = [asyncio.create_task(engine.generate(request(name))) for name in "ab"]
+        await asyncio.sleep(25)
+        assert (engine.load().running, engine.load().waiting) == (1, 1)
+        await engine.abort(["b.0/0#1"])
+        assert 15 <= len((await tasks[1]).token_ids) <= 17
+        await tasks[0]
+
+    run_virtual(main())
+
+
+def test_one_request_runs_however_long_it_is():
+    async def main():
+        engine = await make(length=100.0, token_s=1.0, kv_tokens=40)
+        assert len((await engine.generate(request("a"))).token_ids) == 100 and engine.preemptions == 0
+
+    run_virtual(main())
+
+
 def test_an_abort_returns_the_tokens_so_far_and_the_rest_comes_elsewhere():
     async def main():
         engine, other = await make(token_s=1.0), await make(token_s=1.0)
