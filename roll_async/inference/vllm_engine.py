@@ -10,7 +10,7 @@ import asyncio
 import pickle
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
@@ -22,6 +22,7 @@ from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
 from roll_async.inference.vllm_arguments import engine_arguments, in_this_process, prepare_environment
 from roll_async.inference.vllm_failure import StartErrors
+from roll_async.inference.vllm_load import LoadReader, SchedulerReader, StatisticsReader
 from roll_async.inference.vllm_progress import ProgressReader
 from roll_async.schema import (
     Completion,
@@ -98,7 +99,7 @@ class VllmEngine:
         prepare_environment(settings)
         with StartErrors() as errors:
             try:
-                self._llm = self._new_llm()
+                self._llm, self._load_reader = self._new_llm()
             except (RuntimeError, OSError, AssertionError) as error:
                 cause = errors.cause() or f"{type(error).__name__}: {error}"
                 raise RuntimeError(f"vLLM did not start: {cause}") from error
@@ -117,16 +118,22 @@ class VllmEngine:
         await self._label(self._version)
         await self._measure_memory()
 
-    def _new_llm(self) -> AsyncLLM:
-        """vLLM with its core in a separate process, or in this one."""
+    def _new_llm(self) -> tuple[AsyncLLM, LoadReader]:
+        """vLLM with its core in a separate process, or in this one, and who reads its load."""
         arguments = engine_arguments(self._settings)
         if self._in_process:
             from roll_async.inference.vllm_in_process import InProcessLLM
 
-            return InProcessLLM(arguments)  # type: ignore[return-value]  # all that is called on it here
+            own = InProcessLLM(arguments)
+            block_tokens = own.vllm_config.cache_config.block_size
+            return own, SchedulerReader(own.scheduler, block_tokens)  # type: ignore[return-value]  # all that is called here
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(arguments)
+        reader = StatisticsReader()
+        llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[reader])  # pyright: ignore[reportArgumentType]
+        cache = llm.vllm_config.cache_config
+        reader.started(llm, ((cache.num_gpu_blocks or 1) - 1) * cache.block_size)
+        return llm, reader
 
     async def _label(self, version: WeightVersion | None) -> None:
         if self._labels_tokens and version is not None:
@@ -371,18 +378,23 @@ class VllmEngine:
         return self._held
 
     def load(self) -> EngineLoad:
-        running = min(len(self._running), self._settings.max_running)
-        claimed = sum(t.num_tokens for t in self._running.values())
+        requests, claimed = len(self._running), sum(t.num_tokens for t in self._running.values())
+        told = self._load_reader.read()
+        running = min(requests, self._settings.max_running if told is None else told.running)
+        kv = None if told is None else told.kv
+        if kv is not None and not requests:  # the last requests were aborted, and no step has told of it
+            kv = replace(kv, free_tokens=kv.total_tokens)
         return EngineLoad(
             running=running,
-            waiting=len(self._running) - running,
+            waiting=requests - running,
             free_kv_fraction=max(0.0, 1 - claimed / max(1, self._kv_tokens)),
+            kv=kv,
         )
 
     async def close(self) -> None:
         await self.abort(list(self._running))
         self._llm.shutdown()
-        del self._llm, self._progress  # its finalizer fails if it runs only at interpreter shutdown
+        del self._llm, self._progress, self._load_reader  # its finalizer fails if it runs only at interpreter shutdown
 
     def _completion(self, request_id: str, output, version: WeightVersion, seconds: float) -> Completion:  # noqa: ANN001
         """From vLLM's CompletionOutput. Without labels nothing outlives a weight update, so one version is all."""

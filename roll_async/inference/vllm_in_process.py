@@ -45,6 +45,7 @@ class InProcessLLM:
         self.output_processor = self._engine.output_processor
         self.engine_core = self
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.scheduler = self._core.scheduler
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = self._closed = False

@@ -77,7 +77,7 @@ class RollouterStats:
     judged: Mapping[str, int] = field(default_factory=dict)
     """Groups by the filter's verdict; keys of JUDGED."""
     source: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the group source, by key."""
+    """Metrics of the group source and of the engines' KV caches, by key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,7 +309,11 @@ class Rollouter:
             busy_s_by_server=dict(servers.busy_s_by_server),
             duplicate_share=self._duplicates.share,
             judged=dict(self._judged),
-            source={**source.metrics, **(self._pool.metrics() if self._pool is not None else {})},
+            source={
+                **source.metrics,
+                **(self._pool.metrics() if self._pool is not None else {}),
+                **servers.engines,
+            },
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roll_async.inference.protocol import KVCache
 from roll_async.rollout.replica_link import ReplicaLink
 
 
@@ -31,6 +32,8 @@ class ServerStats:
     """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
+    engines: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the KV caches of replicas that tell of them, by key; empty where none does."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,11 +53,15 @@ class ServerCounts:
     late_results: int = 0
     busy_before_by_server: dict[str, float] = field(default_factory=dict)
     """Busy seconds of replicas that were lost or have left."""
+    kv_before: list[KVCache] = field(default_factory=list)
+    """What these told last of their KV caches."""
 
     def dropped(self, link: ReplicaLink, now_s: float) -> None:
         """A replica was lost or has left; its busy time is kept."""
         before_s = self.busy_before_by_server.get(link.name, 0.0)
         self.busy_before_by_server[link.name] = before_s + link.busy_until_s(now_s)
+        if link.load is not None and link.load.kv is not None:
+            self.kv_before.append(link.load.kv)
 
     def gave_up(self, num_tokens: int) -> None:
         """A request was aborted and will not be continued."""
@@ -63,7 +70,7 @@ class ServerCounts:
 
     def stats(self, *, queued: int, now_s: float, links: Iterable[ReplicaLink]) -> ServerStats:
         """As of now."""
-        busy = dict(self.busy_before_by_server)
+        busy, links = dict(self.busy_before_by_server), list(links)
         for link in links:
             busy[link.name] = busy.get(link.name, 0) + link.busy_until_s(now_s)
         return ServerStats(
@@ -80,4 +87,15 @@ class ServerCounts:
             returned_servers=self.returned_servers,
             late_results=self.late_results,
             busy_s_by_server=busy,
+            engines=self._kv_metrics([k.load.kv for k in links if k.load is not None and k.load.kv is not None]),
         )
+
+    def _kv_metrics(self, now: Sequence[KVCache]) -> dict[str, float]:
+        """`now`: of the live replicas that tell, as of their last reports."""
+        every = [*self.kv_before, *now]
+        metrics: dict[str, float] = {"engine/preemptions": float(sum(kv.preemptions for kv in every))} if every else {}
+        if total := sum(kv.total_tokens for kv in now):
+            metrics["engine/kv_use"] = sum(kv.used_tokens for kv in now) / total
+        if asked := sum(kv.prefix_asked_tokens for kv in every):
+            metrics["engine/prefix_hits"] = sum(kv.prefix_hit_tokens for kv in every) / asked
+        return metrics
