@@ -55,7 +55,10 @@ class AsyncTrainingConfig:
     batch_creation_interval: float = bounded(0.1, ">= 0")
     """Seconds between two rounds that dispatch new requests by load; 0: no rounds; a freed slot is refilled at once."""
     max_concurrent_per_server: int = bounded(128, ">= 1")
-    """Requests running on one engine replica."""
+    """Requests running on one engine replica, at most."""
+    admission: Literal["kv", "fixed"] = "kv"
+    """Requests that a replica runs: as many as its KV cache will hold to their ends, by the answers seen so far, where
+    its engine tells of its cache; or always max_concurrent_per_server."""
     max_sync_retries: int = bounded(3, ">= 0")
     """Further attempts per weight push."""
     sync_timeout: float = bounded(300.0, "> 0")

@@ -129,6 +129,10 @@ class ReplicaChoice:
         home = self._homes.get(key)
         return home if home is not None and home not in avoid and home in self._replicas else None
 
+    def has_room(self, name: str) -> bool:
+        """The replica has a free slot."""
+        return self._replicas[name].free_slots > 0
+
     def forget(self, key: str) -> None:
         """No further request will come with this key."""
         self._homes.pop(key, None)

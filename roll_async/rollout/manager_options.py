@@ -12,6 +12,8 @@ class ManagerOptions:
     """The part of the config that the manager uses. Times in seconds of the loop."""
 
     max_concurrent_per_server: int = 128
+    admission: str = "fixed"
+    """`kv`: fewer than that where the KV cache of a replica has no room for more (`admission.py`)."""
     generation_timeout_s: float = 3600.0
     request_retries: int = 3
     interrupt_timeout_s: float = 30.0
@@ -27,6 +29,7 @@ class ManagerOptions:
         a = config.async_training
         return cls(
             max_concurrent_per_server=a.max_concurrent_per_server,
+            admission=a.admission,
             generation_timeout_s=a.generation_timeout,
             request_retries=config.fault.request_retries,
             interrupt_timeout_s=a.interrupt.timeout,

@@ -17,12 +17,15 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 
 from roll_async.inference.protocol import EngineReport
+from roll_async.rollout.admission import Admission
 from roll_async.rollout.attempts import Attempt, AttemptState, Stop
+from roll_async.rollout.home_waits import HomeWaits
 from roll_async.rollout.liveness import Liveness
 from roll_async.rollout.load_index import ReplicaChoice
+from roll_async.rollout.load_polls import LoadPolls
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import Replica
-from roll_async.rollout.replica_link import REPLICA_ERRORS, ReplicaLink
+from roll_async.rollout.replica_link import ReplicaLink
 from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
 from roll_async.rollout.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.waiting import WaitingRequests
@@ -32,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 REPLY_WITHIN_S = 5.0
 """How long the reply of an attempt may take to arrive after its end was acknowledged."""
-_SHORTEST_POLL_S = 0.1
-"""Interval at which a replica that runs requests of other clients is asked for its load."""
 
 
 class RequestDispatch:
@@ -45,10 +46,13 @@ class RequestDispatch:
         self._options = options
         self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
         self._liveness = Liveness(self, options, self._spawn)
+        self._polls = LoadPolls(options, self._spawn, lambda link: self._links.get(link.name) is link)
         self._returns: Callable[[str, str], bool] | None = None
         self._expected: dict[str, bool] = {}
         """Replicas on their way; whether they were there before."""
         self._choice = ReplicaChoice()
+        self._admission = Admission(options)
+        self._at_home = HomeWaits(self._choice, self._pump, by_kv=self._admission.by_kv)
         self._waiting = WaitingRequests()
         self._counts = ServerCounts()
         self._dispatching, self._foreground_only = True, False
@@ -57,7 +61,6 @@ class RequestDispatch:
         self._pump_soon: asyncio.Handle | None = None
         self._round_began_s = float("-inf")
         self._num_requests = 0
-        self._followed: set[ReplicaLink] = set()
         self._yielding: set[Attempt] = set()
         """Attempts of the foreground that were dispatched while it yields; some have ended."""
         self._failure: asyncio.Future[None] | None = None
@@ -73,11 +76,14 @@ class RequestDispatch:
     def _begin(self, link: ReplicaLink) -> None:
         self._set_free(link)
         link.open()
+        if self._admission.by_kv:
+            self._polls.ask_once(link)
 
     async def close(self) -> None:
         """Stop reading; requests that still wait are cancelled."""
         if self._pump_soon is not None:
             self._pump_soon.cancel()
+        self._at_home.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,7 +132,7 @@ class RequestDispatch:
         later = conversation is not None and self._choice.is_settled(conversation)
         self._num_requests += 1
         pending = PendingRequest(
-            request, loop.create_future(), affinity, foreground, self._num_requests, conversation, later
+            request, loop.create_future(), affinity, foreground, self._num_requests, conversation, later, loop.time()
         )
         self._waiting.add(pending)
         if self._pump_soon is None:  # requests that are made in one turn of the loop leave in one call per replica
@@ -180,6 +186,8 @@ class RequestDispatch:
             self._pump_soon = None
         if not self._dispatching or not self._waiting:
             return
+        for link in self._admission.begun(self._waiting):
+            self._set_free(link)
         now = asyncio.get_running_loop().time()
         if now - self._round_began_s >= self._options.batch_creation_interval_s:
             self._round_began_s = now
@@ -191,6 +199,9 @@ class RequestDispatch:
             pending = self._waiting.pop(foreground_only=self._foreground_only)
             if pending is None:
                 break
+            if self.waits_for_home(pending):
+                passed.append(pending)
+                continue
             waits_for_home = pending.foreground and pending.later_turn
             key = pending.conversation if waits_for_home else pending.affinity
             name = self._choice.choose(key, self._avoided(pending))
@@ -202,6 +213,7 @@ class RequestDispatch:
             self._dispatch(pending, self._links[name], now)
         for pending in passed:
             self._waiting.add(pending)
+        self._at_home.end_in_time(p for p in passed if self.waits_for_home(p))
         if self._waiting.foreground_yields:
             self._give_way()
 
@@ -229,10 +241,13 @@ class RequestDispatch:
     def _send_home(self) -> None:
         now = asyncio.get_running_loop().time()
         for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
-            assert pending.conversation is not None
-            if (home := self._choice.home(pending.conversation, self._avoided(pending))) is not None:
+            if (home := self._at_home.home_with_room(pending, self._avoided(pending))) is not None:
                 self._waiting.discard(pending)
                 self._dispatch(pending, self._links[home], now)
+
+    def waits_for_home(self, pending: PendingRequest) -> bool:
+        """Not yet to run elsewhere (`home_waits.py`). Beside a validation that yields, every slot must do for it."""
+        return not self._waiting.foreground_yields and self._at_home.waits(pending, self._avoided(pending))
 
     def _avoided(self, pending: PendingRequest) -> Collection[str]:
         """Live replicas that failed this request: it goes to another one while there is one."""
@@ -246,6 +261,7 @@ class RequestDispatch:
             self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.LENGTH))
             return
         link.send(pending.attempt, now_s)
+        self._admission.sent(link, pending)
         if pending.foreground and self._waiting.foreground_yields:
             self._yielding.add(pending.attempt)
         self._counts.dispatched += 1
@@ -261,29 +277,16 @@ class RequestDispatch:
         if link.leaving:
             return
         running = len(link.in_flight)
-        free = self._options.max_concurrent_per_server - running - link.foreign_requests
+        free = self._admission.slots(link) - running - link.foreign_requests
         if link.suspect:
             free = min(free, 1 - running)
         self._choice.set(link.name, free, 1.0 if link.load is None else link.load.free_kv_fraction)
-        if link.foreign_requests and link not in self._followed:
-            self._followed.add(link)
-            self._spawn(self._follow_load(link), f"load of {link.name}")
-
-    async def _follow_load(self, link: ReplicaLink) -> None:
-        """Poll the load while other clients run requests there: its free slots change without a report."""
-        try:
-            while link.foreign_requests and self._links.get(link.name) is link:
-                await asyncio.sleep(max(self._options.batch_creation_interval_s, _SHORTEST_POLL_S))
-                async with asyncio.timeout(self._options.interrupt_timeout_s):
-                    await link.ask_load()
-        except REPLICA_ERRORS:
-            link.foreign_requests = 0  # whether the replica works at all is found out by the heartbeat
-        finally:
-            self._followed.discard(link)
+        self._polls.follow(link)
 
     def load_reported(self, link: ReplicaLink) -> None:
         """A replica reported its load on request: other clients may have taken or freed slots."""
         if self._links.get(link.name) is link:
+            self._admission.reported(link, self._waiting)
             self._set_free(link)
             self._pump()
 
@@ -303,6 +306,7 @@ class RequestDispatch:
                 self._keep_received(attempt)
                 self._retry(attempt.request, link, reason)
         link.record_load(report.load)
+        self._admission.reported(link, self._waiting)
         self._set_free(link)
         self._pump()
 
@@ -319,6 +323,8 @@ class RequestDispatch:
         self._counts.generated_tokens += tokens
         if tokens:
             self._works(link)
+        if not aborted:
+            self._admission.ended(link, pending.num_generated + tokens)
         if not aborted or pending.abort_wanted:
             self._finish(pending, completion, link.name)
         elif attempt.stop is Stop.TIMEOUT:
@@ -459,6 +465,7 @@ class RequestDispatch:
         self._counts.dropped(link, asyncio.get_running_loop().time())
         self._counts.in_flight -= len(orphans)
         self._choice.remove(link.name)
+        self._admission.remove(link)
         return orphans
 
     def _end_without_engines(self, name: str, reason: str) -> None:

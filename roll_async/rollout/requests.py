@@ -36,6 +36,8 @@ class PendingRequest:
     """Key of its conversation, all of whose requests go to the replica of the first."""
     later_turn: bool = False
     """Not the first request of its conversation."""
+    asked_s: float = 0.0
+    """When it was made."""
     pieces: list[Completion] = field(default_factory=list)
     num_attempts: int = 0
     attempt: Attempt = field(init=False)

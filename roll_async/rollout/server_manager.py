@@ -133,9 +133,12 @@ class AsyncLLMServerManager(RequestDispatch):
         """
         if not self._dispatching or self._pump_soon is not None:
             return []
-        limit = self._options.max_concurrent_per_server
-        free = [k for k in self.links if not (k.suspect or k.leaving) and limit > len(k.in_flight) + k.foreign_requests]
+        slots = self._admission.slots
+        free = [
+            k for k in self.links if not (k.suspect or k.leaving) and slots(k) > len(k.in_flight) + k.foreign_requests
+        ]
         waiting = [p for p in self._waiting if p.foreground or not self._foreground_only] if free else []
+        waiting = [p for p in waiting if not self.waits_for_home(p)]
         names = {link.name for link in free}
         return [(p.request.request_id, sorted(left)[0]) for p in waiting if (left := names - set(self._avoided(p)))]
 

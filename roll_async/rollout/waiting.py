@@ -81,6 +81,13 @@ class WaitingRequests:
         return None
 
     @property
+    def first(self) -> PendingRequest | None:
+        """The one that is dispatched next."""
+        while self._heap and self._entries.get(self._heap[0][3]) != self._heap[0][2]:
+            heapq.heappop(self._heap)
+        return self._heap[0][3] if self._heap else None
+
+    @property
     def any_later_turn(self) -> bool:
         """Whether a later turn of a conversation waits."""
         return bool(self._later)

@@ -398,6 +398,11 @@ class Watch:
 
     def dispatch(self, manager: AsyncLLMServerManager, now_s: float) -> None:
         """Invariants 10 and 11, from the manager's links and what the engines really have."""
+        cap = self.scenario.manager.max_concurrent_per_server
+        if self.scenario.manager.admission == "kv":
+            for name, running in ((link.name, len(link.in_flight)) for link in manager.links):
+                if running > cap:
+                    self.report(10, f"{name} has {running} requests, and {cap} are allowed")
         for request, replica in manager.overlooked():
             self.report(10, f"{replica} has a free slot, and {request} waits")
         if manager.num_displaced:

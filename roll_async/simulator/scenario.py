@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _AGENTS_SHARE = 0.2
 _ELASTIC_SHARE = 0.3
+_KV_SHARE = 0.25
 _CALLS_AT_AN_END = 20
 """Ways, there and back."""
 
@@ -182,7 +183,20 @@ def random_scenario(seed: int, *, agents: bool | None = None) -> Scenario:
     chat = _with_validation(_random_chat(seed))
     rng = Random(f"agents/{seed}")
     drawn = rng.random() < _AGENTS_SHARE
-    return _with_agents(chat, rng) if (drawn if agents is None else agents) else chat
+    return _with_kv(_with_agents(chat, rng) if (drawn if agents is None else agents) else chat)
+
+
+def _with_kv(calm: Scenario) -> Scenario:
+    """KV caches of a few requests up to a few dozen, and admission by them, or by a number that may be too high."""
+    rng = Random(f"kv/{calm.seed}")
+    if rng.random() >= _KV_SHARE:
+        return calm
+    token_s = calm.speed.token_s
+    speed = replace(
+        calm.speed, kv_tokens=rng.choice((40, 150, 600)), prefill_token_s=rng.choice((0.0, 0.01, 0.1)) * token_s
+    )
+    admission = "kv" if rng.random() < 0.7 else "fixed"
+    return replace(calm, speed=speed, manager=replace(calm.manager, admission=admission))
 
 
 def _with_validation(calm: Scenario) -> Scenario:

@@ -18,7 +18,7 @@ from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.requests import PendingRequest
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.simulator.models import EngineFaults, ProcessModel
+from roll_async.simulator.models import EngineFaults, ProcessModel, ToolModel
 from roll_async.simulator.scenario import random_killed_scenario, random_scenario
 from roll_async.simulator.text import STOP
 from roll_async.simulator.world import Others, simulate
@@ -420,7 +420,27 @@ class ForgetsWhoLeaves(AsyncLLMServerManager):
             self._drop(self._links[name])
 
 
+class LaterTurnsAboveTheCap(AsyncLLMServerManager):
+    """Sends later turns to their replica at once, full or not, where the KV cache limits what it runs."""
+
+    def __init__(self, clients, options):
+        super().__init__(clients, options)
+        self._at_home._by_kv = False
+
+
+class KeepsASlotFree(AsyncLLMServerManager):
+    """Sends one request less than the KV cache has room for."""
+
+    def _set_free(self, link):
+        super()._set_free(link)
+        free = self._admission.slots(link) - len(link.in_flight)
+        if self._admission.by_kv and not link.leaving and free > 0:
+            self._choice.set(link.name, free - 1)
+
+
 MUTANTS = {
+    "sends later turns above the cap": (Classes(manager=LaterTurnsAboveTheCap), 10),
+    "keeps a slot free": (Classes(manager=KeepsASlotFree), 10),
     "slot free when trained": (Classes(queue=SlotFreeWhenTrained), 1),
     "slot free when finished": (Classes(queue=SlotFreeWhenFinished), 1),
     "overdue first without look-ahead": (Classes(queue=NoLookAhead), 1),
@@ -571,6 +591,21 @@ def shared_validations(seed):
     )
 
 
+def small_caches(seed):
+    """Answers with calls of a tool on replicas whose KV cache is full of a few of them."""
+    base = chat_scenario(seed)
+    return replace(
+        base,
+        engines=(EngineFaults(),) * 2,
+        tools=ToolModel(share=0.9, max_turns=4, seconds=1.0),
+        manager=replace(base.manager, admission="kv", max_concurrent_per_server=1 + seed % 3),
+        speed=replace(base.speed, kv_tokens=150, prefill_token_s=0.01 * base.speed.token_s),
+        scheduler=replace(base.scheduler, sampling=replace(base.scheduler.sampling, stop_strings=())),
+        train=replace(base.train, fails_at_step=None, hangs_at_step=None),
+        stop_at_s=None,
+    )
+
+
 def hardly_any_spread(seed):
     """Nine of ten groups are filtered, and twice the groups of a batch is all there may be."""
     base = chat_scenario(seed)
@@ -602,6 +637,8 @@ def replicas_leave(seed):
 
 
 WORLDS = {
+    "sends later turns above the cap": small_caches,
+    "keeps a slot free": small_caches,
     "leaves in a hurry": replicas_leave,
     "forgets who leaves": replicas_leave,
     "never uses its budget": hardly_any_spread,
@@ -655,6 +692,7 @@ def test_a_broken_restart_is_noticed(name):
         one_of_two_hangs,
         by_value,
         over_sampled,
+        small_caches,
         hardly_any_spread,
         process_dies,
         stop_strings,
