@@ -55,9 +55,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
         **{name: worker(role) for name, role in config.roles()},
     }
     if isinstance(config, RLVRConfig) and config.validation is not None:
-        data = config.validation.data_args
-        files = tuple(there(file) for file in data.file_name)
-        changes["validation"] = replace(config.validation, data_args=replace(data, file_name=files))
+        changes["validation"] = config.validation.with_files(there)
     return replace(config, **changes)  # type: ignore[arg-type]
 
 

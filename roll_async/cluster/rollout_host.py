@@ -29,6 +29,14 @@ _CONCURRENT_CALLS = 32
 """Concurrent calls of the driver: the rollouter's run, a batch, a push, the counters."""
 
 
+class Validates(Protocol):
+    """See `pipelines/protocol.py`."""
+
+    async def prepare(self, step: int) -> bool: ...
+
+    async def __call__(self, step: int) -> Mapping[str, float]: ...
+
+
 class Side(Protocol):
     """The coupled roles, see `pipelines/wire.py: RolloutSide`."""
 
@@ -42,7 +50,7 @@ class Side(Protocol):
     def synchronizer(self) -> ParameterSynchronizer: ...
 
     @property
-    def validate(self) -> Callable[[int], Awaitable[Mapping[str, float]]] | None: ...
+    def validate(self) -> Validates | None: ...
 
 
 class Roles(Protocol):
@@ -170,6 +178,11 @@ class RolloutHost:
         assert self._side.validate is not None, "nothing to validate with"
         metrics = await self._side.validate(step)
         return metrics, self._counters()
+
+    async def prepare_validation(self, step: int) -> tuple[bool, Counters]:
+        assert self._side.validate is not None, "nothing to validate with"
+        prepared = await self._side.validate.prepare(step)
+        return prepared, self._counters()
 
     async def close(self) -> None:
         """Close the queue, whose finished groups are in the ledger; then end the engines."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -217,6 +217,25 @@ class SynchronizerClient:
         return self._link.counters.sync
 
 
+class ValidateClient:
+    """`pipelines/protocol.py: Validates`."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    async def prepare(self, step: int) -> bool:
+        prepared, counters = await self._link.wait(
+            "prepare_validation", self._link.host.prepare_validation.remote(step)
+        )
+        self._link.update(counters)
+        return prepared
+
+    async def __call__(self, step: int) -> Mapping[str, float]:
+        metrics, counters = await self._link.wait("validate", self._link.host.validate.remote(step))
+        self._link.update(counters)
+        return metrics
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteSide:
     """Clients of the coupled roles, for the driver."""
@@ -224,7 +243,7 @@ class RemoteSide:
     queue: QueueClient
     rollouter: RollouterClient
     synchronizer: SynchronizerClient
-    validate: Callable[[int], Awaitable[Mapping[str, float]]] | None
+    validate: ValidateClient | None
     turns: None = None
     """Roles on shared devices are refused before this process starts."""
 
@@ -273,17 +292,11 @@ class RolloutProcess:
             raise ValueError(f"rollouter class and tools run in the {ROLE} and must be picklable: {why}") from error
         validates, counters = await link.ask("couple", coupling)
         link.update(counters)
-
-        async def validate(step: int) -> Mapping[str, float]:
-            metrics, counters = await link.wait("validate", link.host.validate.remote(step))
-            link.update(counters)
-            return metrics
-
         return RemoteSide(
             queue=QueueClient(link),
             rollouter=RollouterClient(link),
             synchronizer=SynchronizerClient(link),
-            validate=validate if validates else None,
+            validate=ValidateClient(link) if validates else None,
         )
 
     async def close(self) -> None:

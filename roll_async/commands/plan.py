@@ -40,7 +40,9 @@ def placement(config: PipelineConfig) -> list[tuple[str, str]]:
         where = _devices(worker, config.num_gpus_per_node)
         if name == "actor_infer":
             engine = worker.strategy_args.strategy_name
-            rows.append((name, f"{config.num_servers} {engine} replicas{_share(worker, config)} {where}"))
+            own = config.num_validation_replicas
+            apart = f", the last {own} for validation alone" if own else ""
+            rows.append((name, f"{config.num_servers} {engine} replicas{_share(worker, config)} {where}{apart}"))
         else:
             rows.append((name, f"{worker.num_ranks} ranks {where}{_parallel(worker)}"))
     if isinstance(config, RLVRConfig):

@@ -42,6 +42,7 @@ from roll_async.config.schema_rollout import (
     TrainEnvManagerConfig,
     ValEnvManagerConfig,
     ValidationConfig,
+    ValidationSetConfig,
 )
 from roll_async.config.schema_worker import (
     DataArguments,
@@ -64,7 +65,7 @@ __all__ = [
     "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig", "PipelineConfig", "RLVRConfig",
     "RewardConfig", "SandboxConfig", "ServiceConfig", "SglangConfig", "StalenessConfig", "StrategyArguments",
     "ToolConfig", "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValEnvManagerConfig",
-    "ValidationConfig", "VllmConfig", "WeightSyncConfig", "WorkerConfig",
+    "ValidationConfig", "ValidationSetConfig", "VllmConfig", "WeightSyncConfig", "WorkerConfig",
 ]  # fmt: skip
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
@@ -97,7 +98,7 @@ class PipelineConfig:
     rollout_batch_size: int = bounded(128, ">= 1")
     """Per training step: prompts (rlvr) or trajectories (agentic)."""
     val_batch_size: int = bounded(128, ">= 1")
-    """Per validation: prompts or trajectories."""
+    """Per validation: prompts of each set, or trajectories."""
     async_generation_ratio: float = bounded(0.0, ">= 0")
     """Batches generated ahead; 0 = synchronous; fractions allowed."""
     num_gpus_per_node: int = bounded(8, ">= 1")
@@ -173,6 +174,11 @@ class PipelineConfig:
     def validation_mode(self) -> str:
         """What waits for a validation."""
         return "pause"
+
+    @property
+    def num_validation_replicas(self) -> int:
+        """Replicas of actor_infer that run validations and nothing else: the last ones."""
+        return 0
 
     @property
     def samples_per_batch(self) -> int:
@@ -330,13 +336,19 @@ class RLVRConfig(PipelineConfig):
 
     @property
     def validation_sampling(self) -> Mapping[str, GeneratingArguments]:
-        """`validation.generating_args`, as the set without a name."""
-        return {} if self.validation is None else {"": self.validation.generating_args}
+        """`validation.generating_args`, as the set without a name, and those of `validation.sets`."""
+        return {} if self.validation is None else {name: args for name, (_, args) in self.validation.sampling.items()}
 
     @property
     def validation_mode(self) -> str:
         """`validation.mode`."""
         return "pause" if self.validation is None else self.validation.mode
+
+    @property
+    def num_validation_replicas(self) -> int:
+        """`validation.num_replicas` with mode replicas, if there are validations."""
+        used = self.validation is not None and self.validation.mode == "replicas" and self.eval_steps > 0
+        return self.validation.num_replicas if self.validation is not None and used else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

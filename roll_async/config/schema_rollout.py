@@ -1,7 +1,7 @@
 """Rewards, environments and validation."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from roll_async.config.fields import bounded, derived, required, section
@@ -208,13 +208,54 @@ class ValEnvManagerConfig(EnvManagerConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationSetConfig:
+    """One more held-out set, or the same prompts sampled in another way."""
+
+    data_args: DataArguments | None = None
+    """Prompt files; null = those of `validation.data_args`."""
+    generating_args: GeneratingArguments = section(GeneratingArguments)
+    """Sampling of this set; num_return_sequences n gives avg@n and pass@k."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
     """Held-out prompts and how they are sampled."""
 
     data_args: DataArguments = required()
-    """Held-out prompt files."""
+    """Held-out prompt files of the main set."""
     generating_args: GeneratingArguments = section(GeneratingArguments)
-    """Sampling; temperature 0 = greedy."""
-    mode: Literal["pause", "share"] = "pause"
+    """Sampling of the main set; temperature 0 = greedy."""
+    sets: Mapping[str, ValidationSetConfig] = section(dict, form="names")
+    """More sets by name, measured together with the main one; their metrics are `validation/sets/NAME/...`."""
+    mode: Literal["pause", "share", "replicas"] = "pause"
     """pause: trainer and training requests wait for it; share: it uses the slots that no training request wants, and
-    what the next push still finds of it goes first."""
+    what the next push still finds of it goes first; replicas: it has replicas of its own, and nothing waits for it."""
+    num_replicas: int = bounded(1, ">= 1")
+    """With mode replicas: so many of actor_infer's replicas, the last ones, run validations and nothing else."""
+
+    @property
+    def data(self) -> Mapping[str, tuple[str, DataArguments]]:
+        """Set to (config key, its prompt files); the main set has no name."""
+        found = {"": ("validation.data_args", self.data_args)}
+        for name, more in self.sets.items():
+            own = None if more.data_args is None else (f"validation.sets.{name}.data_args", more.data_args)
+            found[name] = own or found[""]
+        return found
+
+    @property
+    def sampling(self) -> Mapping[str, tuple[str, GeneratingArguments]]:
+        """Set to (config key, its sampling)."""
+        more = {n: (f"validation.sets.{n}.generating_args", s.generating_args) for n, s in self.sets.items()}
+        return {"": ("validation.generating_args", self.generating_args), **more}
+
+    def with_files(self, place: Callable[[str], str]) -> "ValidationConfig":
+        """A copy in which every prompt file is the one that `place` gives for it."""
+
+        def placed(data: DataArguments) -> DataArguments:
+            return replace(data, file_name=tuple(map(place, data.file_name)))
+
+        sets = {
+            name: more if more.data_args is None else replace(more, data_args=placed(more.data_args))
+            for name, more in self.sets.items()
+        }
+        return replace(self, data_args=placed(self.data_args), sets=sets)

@@ -23,6 +23,7 @@ class ReplicaStarter:
         """`pool`: of the run; its devices stay reserved for the replicas of the config while those are gone."""
         self._config, self._pool, self._stack = config, pool, stack
         self._of_config = list(placements)
+        self._num_training = len(placements) - config.num_validation_replicas
         self._places = {replica_name(p.index): (p, pool) for p in placements}
         self._clients: dict[str, RayEngineClient] = {}
         self.one_host: str | None = None
@@ -30,7 +31,7 @@ class ReplicaStarter:
 
     async def start_all(self) -> list[RayEngineClient]:
         """The replicas of the config."""
-        return await asyncio.gather(*(self.start(self.name(i), 0) for i in range(len(self._of_config))))
+        return await asyncio.gather(*(self.start(name, 0) for name in self._places))
 
     def refuse(self, num_replicas: int) -> None:
         """Raises ValueError for a number of replicas that this run will never have."""
@@ -41,12 +42,13 @@ class ReplicaStarter:
                 f"{', '.join(roles)} and actor_infer share devices and take turns on them: the number of replicas is "
                 "fixed; give them separate devices in device_mapping"
             )
-        if (more := num_replicas - len(self._of_config)) > 0:
+        if (more := num_replicas - self._num_training) > 0:
             self._pool.refuse_more(more, self._of_config[0])
 
     def name(self, index: int) -> str:
-        """Of the replica of this number."""
-        return replica_name(index)
+        """Of the replica of this number; the last ones of the config may belong to the validation."""
+        own = self._config.num_validation_replicas
+        return replica_name(index if index < self._num_training else index + own)
 
     async def reserve(self, name: str) -> None:
         """Devices like those of a replica of the config, on one node, wherever Ray has them or its autoscaler starts

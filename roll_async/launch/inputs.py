@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,9 +64,7 @@ def resolve_names(config: C) -> C:
         **roles,
     }
     if isinstance(config, RLVRConfig) and config.validation is not None:
-        data = config.validation.data_args
-        data = replace(data, file_name=tuple(_file("validation", f) for f in data.file_name))
-        changes["validation"] = replace(config.validation, data_args=data)
+        changes["validation"] = config.validation.with_files(partial(_file, "validation"))
     return replace(config, **changes)
 
 
@@ -85,7 +83,7 @@ def _models(config: PipelineConfig) -> dict[str, str]:
 def _files(config: PipelineConfig) -> Iterator[tuple[str, str]]:
     parts = [("actor_train.data_args.file_name", config.actor_train.data_args)]
     if isinstance(config, RLVRConfig) and config.validation is not None:
-        parts.append(("validation.data_args.file_name", config.validation.data_args))
+        parts += [(f"{key}.file_name", data) for key, data in dict(config.validation.data.values()).items()]
     return ((key, file) for key, data in parts if data is not None for file in data.file_name)
 
 

@@ -93,11 +93,15 @@ class StartedRollout:
     tasks: StartedTasks
     starter: ReplicaStarter
     stack: AsyncExitStack
+    validators: Engines | None = None
+    """Replicas that run validations and nothing else; None = there are none."""
 
     async def couple(self, spec: RolloutSpec) -> RolloutSide:
         """Build queue, rollouter and synchronizer of one run."""
         config = spec.config
-        hosts = spec.trainer_hosts | {c.host for c in self.engines.manager.clients}  # type: ignore[attr-defined]
+        all_engines = [self.engines, *([] if self.validators is None else [self.validators])]
+        clients = [client for engines in all_engines for client in engines.manager.clients]
+        hosts = spec.trainer_hosts | {client.host for client in clients}  # type: ignore[attr-defined]
         roles = RolloutRoles(
             engines=self.engines,
             groups=self.tasks.source(spec),
@@ -105,6 +109,7 @@ class StartedRollout:
             weights=spec.source,
             ledger=_ledger(config, can_rebuild=spec.position is not None),
             validation=self.tasks.validation,
+            validators=self.validators,
             restored=spec.restored,
             position=spec.position,
             turns=spec.turns,
@@ -139,9 +144,16 @@ class RolloutStarter:
         else:
             assert isinstance(config, RLVRConfig)
             tasks, clients = await asyncio.gather(self._start_prompts(config), engines)
-        connected = connect(clients, self._engines, EngineOptions.of(config))
+        first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
+        connected = connect(clients[:first_own], self._engines, options)
         await connected.start(self._stack)
-        return StartedRollout(engines=connected, tasks=tasks, starter=self._engines, stack=self._stack)
+        validators = None
+        if own := clients[first_own:]:
+            validators = connect(own, self._engines, options)
+            await validators.start(self._stack)
+        return StartedRollout(
+            engines=connected, tasks=tasks, starter=self._engines, stack=self._stack, validators=validators
+        )
 
     async def _start_prompts(self, config: RLVRConfig) -> StartedTasks:
         """Prompt files and rewards."""
@@ -201,11 +213,16 @@ def prompts_of(config: RLVRConfig) -> LoadedPrompts:
 def _held_out(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
     if config.validation is None or not config.eval_steps:
         return {}
+    by_key = {key: _prompts_of_set(config, data) for key, data in dict(config.validation.data.values()).items()}
+    return {name: by_key[key] for name, (key, _) in config.validation.data.items()}
+
+
+def _prompts_of_set(config: RLVRConfig, data: DataArguments) -> list[Prompt]:
     # Validation may use a part of the domains: AIME alone for a run over mathematics and code.
-    held_out = load_prompts(_data_options(config, config.validation.data_args), every_domain=False)
+    held_out = load_prompts(_data_options(config, data), every_domain=False)
     stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
-    return {"": [p for p in prompts if p is not None]}
+    return [p for p in prompts if p is not None]
 
 
 def _data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:

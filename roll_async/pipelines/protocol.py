@@ -6,7 +6,7 @@ Queue, rollouter and synchronizer may be the objects themselves, or clients of o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -75,6 +75,20 @@ class Saves(Protocol):
 
     async def finish(self) -> None:
         """Wait for the save in the background, and raise its error."""
+
+
+class Validates(Protocol):
+    """`pipelines/validation.py`, or its client."""
+
+    async def prepare(self, step: int) -> bool:
+        """With mode replicas, before the push of a step that is due: its replicas get the weights of the step, too.
+        False: there is none.
+        """
+        ...
+
+    async def __call__(self, step: int) -> Mapping[str, float]:
+        """The metrics of the validation after a training step; nothing where its own replicas are lost."""
+        ...
 
 
 class Observes(Protocol):
@@ -153,7 +167,7 @@ class PipelineParts:
     synchronizer: Pushes
     checkpoint: Saves
     observer: Observes
-    validate: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
+    validate: Validates | None = None
     dump: Callable[[int, Sequence[Group]], None] | None = None
     """Called with the groups of every step."""
 

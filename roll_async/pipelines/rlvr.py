@@ -18,7 +18,9 @@ One training step:
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
 
 A validation measures the weights of its step. In mode share it only begins there and goes on beside the next steps; the
-next push, which would change the weights, waits for the rest of it. The last model's validation is always waited for.
+next push, which would change the weights, waits for the rest of it. In mode replicas it has engines of its own, which
+get the weights of its step and keep them: nothing waits, and a step that is due while one still runs is skipped and
+counted. The last model's validation is always waited for.
 
 The metrics of a step are published before it is saved: a run that is killed in between repeats the step, one that is
 killed afterwards has published all of it. When another role fails, a step whose groups have all been taken is finished
@@ -175,6 +177,9 @@ class TrainLoop:
         """Last step of which a validation has begun."""
         self._validation: _Validation | None = None
         """The one whose result is not published."""
+        self._validates_apart = plan.validation_mode == "replicas"
+        self._num_skipped = 0
+        """Due validations without a result, with mode replicas."""
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -254,17 +259,17 @@ class TrainLoop:
             ages = await parts.queue.freshness(step)
             await parts.queue.step_trained(step)
             self.lag_zero.stop(step, report.metrics)
-            if not self._abandoned and self._push_due(step):
+            measures = self._eval_due(step)
+            if not self._abandoned and (self._push_due(step) or measures):
                 with clock.measure("validation"):
-                    results.append(await self._validated())
-                self.state = TrainerState.SYNCHRONIZING
+                    results.append(await self._validated(wait=not self._validates_apart or self._is_last(step)))
+                    measures = measures and await self._can_measure(step)
                 with clock.measure("weight_sync"):
-                    sync = await parts.synchronizer.push(step)
-                self.lag_zero.pushed(sync.canary)
+                    sync = await self._push(step, measures=measures)
             if not self._abandoned:
                 with clock.measure("validation"):
                     results.append(await self._validated(wait=False))
-                    results.append(await self._validate(step))
+                    results.append(await self._validate(step) if measures else {})
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
             metrics = self._metrics(step, groups, report, sync, clock, ages)
             *earlier, validation = [result for result in results if result] or [{}]
@@ -283,24 +288,56 @@ class TrainLoop:
         parts, step, self._data_ended = self._parts, self.trained, True
         if self._abandoned or step < self._plan.first_step:
             return
-        if parts.synchronizer.status().version != step:
+        measures = self._validated_until < step and self._eval_due(step)
+        if parts.synchronizer.status().version != step or (measures and self._validates_apart):
             self._tell(await self._validated())
-            self.state = TrainerState.SYNCHRONIZING
-            await parts.synchronizer.push(step)
-        if self._validated_until < step:
+            measures = measures and await self._can_measure(step)
+            await self._push(step, measures=measures)
+        if measures:
             self._tell(await self._validate(step))
 
+    async def _push(self, step: int, *, measures: bool) -> SyncReport | None:
+        """The weights of a step to all engines, if they are due there, else to those of the validation alone."""
+        synchronizer, self.state = self._parts.synchronizer, TrainerState.SYNCHRONIZING
+        if self._push_due(step) and synchronizer.status().version != step:
+            report = await synchronizer.push(step)
+            self.lag_zero.pushed(report.canary)
+            return report
+        if measures and self._validates_apart:
+            await synchronizer.resync_returned(step)
+        return None
+
     def _push_due(self, step: int) -> bool:
-        """Every k steps, before a validation (which measures the weights of its step), and after the last step."""
-        plan = self._plan
-        return step % plan.sync_every == 0 or self._eval_due(step) or step == plan.max_steps or self._data_ended
+        """Every k steps, before a validation by the same engines (which measures the weights of its step), and after
+        the last step.
+        """
+        measures = self._eval_due(step) and not self._validates_apart
+        return step % self._plan.sync_every == 0 or measures or self._is_last(step)
+
+    def _is_last(self, step: int) -> bool:
+        """No step comes after this one."""
+        return step == self._plan.max_steps or self._data_ended
 
     def _eval_due(self, step: int) -> bool:
         """Every `eval_every` steps, and after the last step."""
         plan = self._plan
         if self._parts.validate is None or not plan.eval_every:
             return False
-        return step % plan.eval_every == 0 or step == plan.max_steps or self._data_ended
+        return step % plan.eval_every == 0 or self._is_last(step)
+
+    async def _can_measure(self, step: int) -> bool:
+        """Whether a due validation can begin. With mode replicas it is skipped while another one runs."""
+        if not self._validates_apart:
+            return True
+        why = "none of its replicas is alive"
+        if self._validation is not None:
+            behind = f"that of step {self._validation.step} still runs"
+            why = f"{behind}; give validation more num_replicas or fewer prompts, or raise eval_steps"
+        elif self._parts.validate is not None and await self._parts.validate.prepare(step):
+            return True
+        logger.warning("the validation of step %d is skipped: %s", step, why)
+        self._num_skipped += 1
+        return False
 
     async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
         """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
@@ -370,6 +407,8 @@ class TrainLoop:
         before, self._busy_s = self._busy_s, rollout.busy_s_by_server
         busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
         metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
+        if self._validates_apart and self._plan.eval_every:
+            metrics["validation/skipped"] = float(self._num_skipped)
         custom = self._compute_custom_metrics(groups) or {}
         return {**metrics, **self._mode_metrics(ages, sync), **custom}
 
@@ -390,10 +429,7 @@ class TrainLoop:
 
     async def _validate(self, step: int) -> Mapping[str, float]:
         """Begin the validation of a due step. Its result, if it is waited for at once: else nothing yet."""
-        if not self._eval_due(step):
-            return {}
-        waits = self._plan.validation_mode == "pause" or step == self._plan.max_steps or self._data_ended
-        if not waits:
+        if self._plan.validation_mode != "pause" and not self._is_last(step):
             self._begin_validation(step)
             return {}
         async with self._training_set_aside():
@@ -419,13 +455,19 @@ class TrainLoop:
     async def _result_of_validation(self) -> Mapping[str, float]:
         assert self._validation is not None
         self.state, begun = TrainerState.VALIDATING, self._validation
-        measured = await self._resync_during(begun.metrics, stoppable=False) or {}
+        measured = await self._resync_during(begun.metrics, stoppable=False)
         self._validation = None
+        if not measured:  # its replicas are lost
+            self._num_skipped += 1
+            return {}
         return {**measured, "validation/lag": float(self.trained - begun.step)}
 
     @asynccontextmanager
     async def _training_set_aside(self) -> AsyncIterator[None]:
-        """Generation for training is paused meanwhile."""
+        """Generation for training is paused meanwhile, where it has the same engines."""
+        if self._validates_apart:
+            yield
+            return
         await self._parts.rollouter.pause()
         try:
             yield

@@ -28,7 +28,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
-from roll_async.pipelines.protocol import Batches, Learns, PipelineParts, RunPlan, Saves
+from roll_async.pipelines.protocol import Batches, Learns, PipelineParts, RunPlan, Saves, Validates
 from roll_async.schema import Group
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory, StepReport
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
@@ -306,6 +306,20 @@ class TurnSaves:
         await self._saves.finish()
 
 
+class TurnValidates:
+    """`Validates` in the engines' turn."""
+
+    def __init__(self, validate: Validates, rollout: TurnRollout) -> None:
+        self._validate, self._rollout = validate, rollout
+
+    async def prepare(self, step: int) -> bool:
+        return await self._validate.prepare(step)
+
+    async def __call__(self, step: int) -> Mapping[str, float]:
+        await self._rollout.to_engines()
+        return await self._validate(step)
+
+
 def take_turns(parts: PipelineParts, plan: RunPlan, rollout: TurnRollout) -> PipelineParts:
     """The parts of a run whose roles share devices. Each asks for the devices before it uses them."""
 
@@ -314,16 +328,10 @@ def take_turns(parts: PipelineParts, plan: RunPlan, rollout: TurnRollout) -> Pip
         return whole and step % plan.sync_every == 0 and step < plan.max_steps
 
     validate = parts.validate
-
-    async def validated(step: int) -> Mapping[str, float]:
-        assert validate is not None
-        await rollout.to_engines()
-        return await validate(step)
-
     return replace(
         parts,
         queue=TurnQueue(parts.queue, rollout),
         learner=TurnLearner(parts.learner, rollout, pushes_after),
         checkpoint=TurnSaves(parts.checkpoint, rollout),
-        validate=None if validate is None else validated,
+        validate=None if validate is None else TurnValidates(validate, rollout),
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, mean
+from roll_async.pipelines.validators import Validators
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -62,17 +63,33 @@ class Validation:
         source: GroupSource,
         manager: AsyncLLMServerManager,
         *,
-        yields: bool,
         version: Callable[[], WeightVersion | None],
+        yields: bool = False,
+        validators: Validators | None = None,
+        on_answers: Callable[[HeldOut, Sequence[tuple[Prompt, Sample]]], None] | None = None,
     ) -> None:
-        """`yields`: training requests go before its own. `version`: what the engines hold."""
+        """`version`: what the engines hold. `yields`: training requests go before its own. `validators`: its replicas,
+        where it has its own. `on_answers` gets the samples of each set.
+        """
         self._sets, self._source, self._manager = sets, source, manager
-        self._yields, self._version = yields, version
+        self._yields, self._version, self._validators, self._on_answers = yields, version, validators, on_answers
+
+    async def prepare(self, step: int) -> bool:
+        """Before the push of a step that is due: its own replicas get these weights, too. False: none is there."""
+        return self._validators is None or await self._validators.claim(step)
 
     async def __call__(self, step: int) -> Mapping[str, float]:
         """Metrics of the samples that the version at the start sampled whole. A replica that is restarted meanwhile may
-        have newer weights; what they sample is counted and left out.
+        have newer weights; what they sample is counted and left out. Nothing when its own replicas are lost.
         """
+        if self._validators is None:
+            return await self._measure(step)
+        began_s = asyncio.get_running_loop().time()
+        metrics = await self._validators.run(lambda: self._measure(step))
+        took_s = asyncio.get_running_loop().time() - began_s
+        return {**metrics, "validation/seconds": took_s} if metrics else {}
+
+    async def _measure(self, step: int) -> Mapping[str, float]:
         version = self._version()
         self._manager.yield_foreground(self._yields)
         try:
@@ -85,6 +102,8 @@ class Validation:
         metrics, num_other = {"validation/version": float(version or 0)}, 0
         for held_out, answers in zip(self._sets, asked, strict=True):
             answered = answers.result()
+            if self._on_answers is not None:
+                self._on_answers(held_out, answered)
             kept = [(p, s) for p, s in answered if all(v == version for v, _ in s.version_runs)]
             num_asked = len(held_out.prompts) * held_out.sampled.samples
             metrics |= validation_metrics(kept, num_asked=num_asked, prefix=held_out.prefix)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -20,10 +20,11 @@ from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
-from roll_async.pipelines.protocol import PipelineParts, RunPlan
+from roll_async.pipelines.protocol import PipelineParts, RunPlan, Validates
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
 from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
+from roll_async.pipelines.validators import Validators
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
@@ -35,9 +36,6 @@ from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
 from roll_async.weight_sync.protocol import WeightSource
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
-
-Validate = Callable[[int], Awaitable[Mapping[str, float]]]
-"""A training step to the metrics of the validation after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +140,8 @@ class RolloutRoles:
     ledger: Ledger
     validation: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     """Held-out prompts by set; none = no validation."""
+    validators: Engines | None = None
+    """Replicas that run validations and nothing else; None = validations run on `engines`."""
     restored: int = 0
     """Step of the checkpoint from which the run is resumed; 0 = a fresh run."""
     position: Mapping[str, object] | None = None
@@ -159,7 +159,7 @@ class RolloutSide:
     queue: MessageQueue
     rollouter: Rollouter
     synchronizer: ParameterSynchronizer[Replica]
-    validate: Validate | None
+    validate: Validates | None
     turns: TurnRollout | None = None
     """See `RolloutRoles.turns`."""
 
@@ -191,24 +191,42 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         turns = TurnRollout(rollouter, roles.turns, timeout_s=options.sync.interrupt_timeout_s)
         source_of_weights = TurnSource(roles.weights, roles.turns)
     queue.trouble = rollouter.trouble
+    validators = None
+    if roles.validators is not None:
+        validators = Validators(roles.validators, pause_timeout_s=options.sync.interrupt_timeout_s)
+
+    def owner(name: str) -> EngineSupervisor | Validators:
+        return supervisor if validators is None or not validators.own(name) else validators
+
     synchronizer = classes.synchronizer(
         source_of_weights,
         rollouter if turns is None else turns,
         lambda: manager.clients,
         options.sync,
         weights_held=queue.weights_held,
-        remove_replica=supervisor.remove_replica,
-        readmit=supervisor.readmit,
+        remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
+        readmit=lambda client: owner(client.name).readmit(client),
         expects_return=lambda: manager.expects_return,
         canary=_canary(roles.prompts, source_of_weights, options.canary),
     )
     supervisor.attach(synchronizer)
+    if validators is not None:
+        validators.attach(synchronizer)
     validate = None
     if roles.validation:
         sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
-        validate = Validation(
-            sets, source, manager, yields=options.validation_mode == "share", version=lambda: synchronizer.version
-        )
+        if validators is None or roles.validators is None:
+            yields = options.validation_mode == "share"
+            validate = Validation(sets, source, manager, yields=yields, version=lambda: synchronizer.version)
+        else:
+            of_validators = roles.validators.manager
+            validate = Validation(
+                sets,
+                roles.groups(of_validators),
+                of_validators,
+                version=lambda: validators.version,
+                validators=validators,
+            )
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
 
 

@@ -84,6 +84,8 @@ class EngineSupervisor:
         """A replica was lost. True: it will be started again."""
         if name in self._leaving:
             return False
+        if self._joins is not None:
+            self._joins.forget(name)  # what waits for weights under this name is the lost process
         if self._joins is None or self._restarts[name] >= self._max_restarts:
             logger.error("engine %s is not started again after %d restarts: %s", name, self._restarts[name], reason)
             self._coming.pop(name, None)

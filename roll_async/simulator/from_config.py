@@ -71,7 +71,7 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
     without a filter.
     """
     own = split_of(config)
-    servers = config.num_servers * split.infer // own.infer
+    servers = config.num_servers * split.infer // own.infer - config.num_validation_replicas
     if servers < 1 or split.train < 1:
         per_server = own.infer // config.num_servers
         raise ValueError(f"a split of {split.train}:{split.infer} devices: a replica needs {per_server}, training 1")

@@ -73,6 +73,8 @@ class Watch:
         """Published steps whose validations are not."""
         self._validated: set[int] = set()
         self._validates = bool(scenario.validation_prompts and scenario.plan.eval_every)
+        self._num_skipped = 0
+        """Due validations that will not come, by the last record."""
         self._overdue: list[int] = []
         """Those of them that should have been measured by the last record."""
         self._answers: dict[int, int] = {}
@@ -332,7 +334,8 @@ class Watch:
     def validations_over(self) -> None:
         """The run has ended as it should: what was due is measured, and so is the last model."""
         last = {self.steps_done} if self._validates and self.steps_done > self.restored_step else set()
-        if missing := (self._due | last) - self._validated:
+        missing = (self._due | last) - self._validated
+        if len(missing) > self._num_skipped or missing & last:
             self.report(17, f"the run ends without the validations of steps {sorted(missing)}")
 
     def published(self, step: int, metrics: Mapping[str, float], now_s: float) -> None:
@@ -341,8 +344,11 @@ class Watch:
         if self._validates and step % self.scenario.plan.eval_every == 0:
             self._due.add(step)
         self.measured(metrics, step)
-        waits, held = self.scenario.plan.validation_mode == "pause", metrics["weights/version"]
-        self._overdue = [due for due in self._due if waits or held > due]  # a fault unless it ends the run
+        mode, held = self.scenario.plan.validation_mode, metrics["weights/version"]
+        self._num_skipped = int(metrics.get("validation/skipped", 0))
+        self._overdue = []
+        if mode != "replicas":  # a fault unless it ends the run
+            self._overdue = [due for due in self._due if mode == "pause" or held > due]
 
     def progressing(self, now_s: float) -> None:
         """Invariant 18: the trainer does not wait longer than what can hold up a batch."""
@@ -396,20 +402,21 @@ class Watch:
         """What an engine had at the last instant for nobody: its abort is on the way."""
         return self._unwanted.keys()
 
-    def dispatch(self, manager: AsyncLLMServerManager, now_s: float) -> None:
-        """Invariants 10 and 11, from the manager's links and what the engines really have."""
+    def dispatch(self, managers: Sequence[AsyncLLMServerManager], now_s: float) -> None:
+        """Invariants 10 and 11, from the managers' links and what the engines really have."""
         cap = self.scenario.manager.max_concurrent_per_server
-        if self.scenario.manager.admission == "kv":
-            for name, running in ((link.name, len(link.in_flight)) for link in manager.links):
-                if running > cap:
-                    self.report(10, f"{name} has {running} requests, and {cap} are allowed")
-        for request, replica in manager.overlooked():
-            self.report(10, f"{replica} has a free slot, and {request} waits")
-        if manager.num_displaced:
-            self.report(10, f"{manager.num_displaced} requests wait, and a validation that yields holds slots")
+        for manager in managers:
+            if self.scenario.manager.admission == "kv":
+                for name, running in ((link.name, len(link.in_flight)) for link in manager.links):
+                    if running > cap:
+                        self.report(10, f"{name} has {running} requests, and {cap} are allowed")
+            for request, replica in manager.overlooked():
+                self.report(10, f"{replica} has a free slot, and {request} waits")
+            if manager.num_displaced:
+                self.report(10, f"{manager.num_displaced} requests wait, and a validation that yields holds slots")
         allowed_s = _ENDED_WITHIN_S + 2 * self.scenario.manager.interrupt_timeout_s
         unwanted: dict[str, float] = {}
-        for link in manager.links:
+        for link in (link for manager in managers for link in manager.links):
             for request_id in () if link.client.ignores_calls else link.client.engine.request_ids:  # type: ignore[attr-defined]
                 if request_id in link.in_flight:
                     continue

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
+from roll_async.pipelines.protocol import Validates
 from roll_async.pipelines.wire import RolloutSide
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
@@ -194,10 +195,14 @@ class SynchronizerThere:
         return self._process.sync
 
 
-def validate_there(
-    process: SimProcess, validate: Callable[[int], Awaitable[Mapping[str, float]]] | None
-) -> Callable[[int], Awaitable[Mapping[str, float]]] | None:
-    """A validation on the other side; None without one."""
-    if validate is None:
-        return None
-    return lambda step: process.ask(partial(validate, step))
+class ValidateThere:
+    """`pipelines/protocol.py: Validates`."""
+
+    def __init__(self, process: SimProcess, validate: Validates) -> None:
+        self._process, self._validate = process, validate
+
+    async def prepare(self, step: int) -> bool:
+        return await self._process.ask(partial(self._validate.prepare, step))
+
+    async def __call__(self, step: int) -> Mapping[str, float]:
+        return await self._process.ask(partial(self._validate, step))

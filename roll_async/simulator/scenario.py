@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _AGENTS_SHARE = 0.2
 _ELASTIC_SHARE = 0.3
 _KV_SHARE = 0.25
+_VALIDATORS_SHARE = 0.3
 _CALLS_AT_AN_END = 20
 """Ways, there and back."""
 
@@ -68,6 +69,8 @@ class Scenario:
     validation_prompts: int = 0
     validation_samples: int = 1
     validation_mode: str = "pause"
+    validation_engines: tuple[EngineFaults, ...] = ()
+    """One entry per replica of validation_mode replicas."""
     second_set: bool = False
     """Another held-out set, sampled otherwise."""
     by_value: bool = False
@@ -124,6 +127,11 @@ class Scenario:
         dies_at_s = None if self.process is None else self.process.dies_at_s
         troubles = (self.stop_at_s, self.train.fails_at_step, self.train.hangs_at_step, dies_at_s)
         return bool(self.kills) or any(trouble is not None for trouble in troubles)
+
+    @property
+    def all_engines(self) -> tuple[EngineFaults, ...]:
+        """One entry per replica of training, then one per replica of validation."""
+        return (*self.engines, *self.validation_engines)
 
     @property
     def slots(self) -> int:
@@ -183,7 +191,7 @@ def random_scenario(seed: int, *, agents: bool | None = None) -> Scenario:
     chat = _with_validation(_random_chat(seed))
     rng = Random(f"agents/{seed}")
     drawn = rng.random() < _AGENTS_SHARE
-    return _with_kv(_with_agents(chat, rng) if (drawn if agents is None else agents) else chat)
+    return _with_validators(_with_kv(_with_agents(chat, rng) if (drawn if agents is None else agents) else chat))
 
 
 def _with_kv(calm: Scenario) -> Scenario:
@@ -208,6 +216,16 @@ def _with_validation(calm: Scenario) -> Scenario:
     plan = replace(calm.plan, validation_mode=mode, eval_every=every)
     second = bool(prompts) and rng.random() < 0.3
     return replace(calm, plan=plan, validation_prompts=prompts, validation_mode=mode, second_set=second)
+
+
+def _with_validators(calm: Scenario) -> Scenario:
+    """Some of the worlds that validate have replicas for it, the first of them healthy."""
+    rng = Random(f"validators/{calm.seed}")
+    if not calm.validation_prompts or calm.worlds is not None or rng.random() >= _VALIDATORS_SHARE:
+        return calm
+    engines = (EngineFaults(), *(_faulty_engine(rng) for _ in range(rng.randint(0, 2))))
+    plan = replace(calm.plan, validation_mode="replicas")
+    return replace(calm, plan=plan, validation_mode="replicas", validation_engines=engines)
 
 
 def _random_chat(seed: int) -> Scenario:

@@ -34,13 +34,14 @@ class SimStarter:
 
     def first(self, faults: EngineFaults) -> SimReplica:
         """The next one of the start."""
-        name = self.name(len(self._placed))
+        name = f"engine-{len(self._placed)}"
         self._placed.add(name)
         return self._add(name, faults)
 
     def name(self, index: int) -> str:
-        """Of the replica of this number."""
-        return f"engine-{index}"
+        """Of the replica of this number; those of validation come after the others of the start."""
+        own = len(self._scenario.validation_engines)
+        return f"engine-{index if index < len(self._scenario.engines) else index + own}"
 
     async def reserve(self, name: str) -> None:
         """Devices of a replica that was there are still its own."""

@@ -42,7 +42,7 @@ from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.models import EngineFaults
-from roll_async.simulator.process import QueueThere, RollouterThere, SimProcess, SynchronizerThere, validate_there
+from roll_async.simulator.process import QueueThere, RollouterThere, SimProcess, SynchronizerThere, ValidateThere
 from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.roles import (
     CheckpointStore,
@@ -126,6 +126,8 @@ class World:
         self.ending_s: float | None = None
         """The training was over, and the rollout told to stop."""
         self.manager: AsyncLLMServerManager
+        self.managers: list[AsyncLLMServerManager] = []
+        """That of training, and that of validation where it has replicas of its own."""
         self.supervisor: EngineSupervisor
         self.trainer: SimTrainer
         self.queue: SeenQueue | None = None
@@ -147,7 +149,7 @@ class World:
             if change is not self._looked_at:
                 self.watch.instant(self.queue)
                 self._looked_at = change
-            self.watch.dispatch(self.manager, now)
+            self.watch.dispatch(self.managers, now)
             self.watch.progressing(now)
         if self.watch.findings and not self.outcome.end:  # what is found at the end does not hide how it ended
             raise _Found
@@ -181,7 +183,13 @@ class World:
         )
         engines = connect(replicas, starter, options, classes)  # pyright: ignore[reportArgumentType]  # never scores
         await engines.start(stack)
+        self.managers.append(engines.manager)
         self.manager, self.supervisor = engines.manager, engines.supervisor
+        validators = None
+        if of_validation := [starter.first(faults) for faults in scenario.validation_engines]:
+            validators = connect(of_validation, starter, options, classes)  # pyright: ignore[reportArgumentType]
+            await validators.start(stack)
+            self.managers.append(validators.manager)
         step = self.watch.restored_step
         self.trainer = self._trainer()
         tasks = self._tasks
@@ -192,6 +200,7 @@ class World:
             weights=self.trainer,  # pyright: ignore[reportArgumentType]  # never scores
             ledger=self._ledger,
             validation={name: tasks.held_out for name in scenario.validation},
+            validators=validators,
             restored=step,
             position=self.store.states.get(step),
         )
@@ -227,7 +236,9 @@ class World:
         if scenario.process is not None:
             process = self.process = SimProcess(side, scenario.seed, scenario.process)
             queue, rollouter = QueueThere(process, side), RollouterThere(process, side)
-            synchronizer, validate = SynchronizerThere(process, side), validate_there(process, side.validate)
+            synchronizer, validate = SynchronizerThere(process, side), None
+            if side.validate is not None:
+                validate = ValidateThere(process, side.validate)
         return PipelineParts(
             queue=queue,
             rollouter=rollouter,
@@ -283,7 +294,7 @@ class World:
     def _set_fault_timers(self, pipeline: RLVRPipeline) -> None:
         """Set the timers of everything that goes wrong at a time."""
         loop = asyncio.get_running_loop()
-        for replica, faults in zip(list(self.replicas), self._scenario.engines, strict=True):
+        for replica, faults in zip(list(self.replicas), self._scenario.all_engines, strict=True):
             if faults.crash_at_s is not None:
                 loop.call_later(faults.crash_at_s, self._crash, replica)
         for at_s, num_replicas in self._scenario.scales:

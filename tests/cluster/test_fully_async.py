@@ -21,7 +21,11 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
         "num_return_sequences_in_group=4",
         "actor_train.training_args.per_device_train_batch_size=8",
         "actor_train.training_args.gradient_accumulation_steps=1",
-        "eval_steps=0",
+        "actor_infer.world_size=2",
+        "eval_steps=3",
+        "val_batch_size=8",
+        "validation.mode=replicas",
+        "validation.sets={sampled: {generating_args: {temperature: 1.0, num_return_sequences: 4}}}",
         f"tracking.rollout_dump_dir={samples}",
         HF,
         config="fully_async_cpu",
@@ -39,6 +43,11 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
     for component in ("Trainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
         assert f"Component Statistics: {component} " in log
     assert "Parameter sync: version 2 on 1 replicas" in log and "Custom metric: " in log and " ERROR " not in log
+    last = metrics[-1]
+    assert (last["validation/version"], last["validation/lag"], last["validation/skipped"]) == (4, 0, 0)
+    assert (last["validation/samples"], last["validation/sets/sampled/samples"]) == (8, 32)
+    assert "validation/sets/sampled/pass@4" in last and "validation/pass@1" not in last
+    assert [m["weights/version"] for m in metrics] == [0, 2, 2, 4], "step 3 reached the validation's replica alone"
     rows = [json.loads(line) for line in (samples / "step_00000004.jsonl").read_text().splitlines()]
     assert len(rows) == 32 and all(row["prompt"] and row["response"] for row in rows)
     correct = [row for row in rows if row["score"] > 0]

@@ -341,6 +341,20 @@ class PushesOverValidations(TrainLoop):
         return await super()._validated(wait=False)
 
 
+class MeasuresWithTheWrongWeights(TrainLoop):
+    """A validation on its own replicas begins without the weights of its step."""
+
+    async def _push(self, step, *, measures):
+        return await super()._push(step, measures=False)
+
+
+class ForgetsSkipped(TrainLoop):
+    """A due validation is left out and not counted."""
+
+    async def _can_measure(self, step):
+        return self._validation is None and await super()._can_measure(step)
+
+
 class GivesNoWay(AsyncLLMServerManager):
     """A validation beside training keeps its slots."""
 
@@ -473,6 +487,8 @@ MUTANTS = {
     "validates what is there": (Classes(trainer=ValidatesWhatIsThere), 17),
     "skips validations": (Classes(trainer=SkipsValidations), 17),
     "pushes over validations": (Classes(trainer=PushesOverValidations), 17),
+    "measures with the wrong weights": (Classes(trainer=MeasuresWithTheWrongWeights), 17),
+    "forgets skipped validations": (Classes(trainer=ForgetsSkipped), 17),
     "gives no way": (Classes(manager=GivesNoWay), 10),
     "leaves the step": (Classes(trainer=LeavesTheStep), 9),
     "rests": (Classes(trainer=Rests), 18),
@@ -606,6 +622,19 @@ def small_caches(seed):
     )
 
 
+def validations_apart(seed):
+    """Validations on replicas of their own that take longer than a step, between pushes and with them."""
+    base = shared_validations(seed)
+    return replace(
+        base,
+        validation_mode="replicas",
+        plan=replace(base.plan, validation_mode="replicas", eval_every=1),
+        validation_engines=(EngineFaults(slow_factor=20.0),) * (1 + seed % 2),
+        max_restarts=0,
+        scales=(),
+    )
+
+
 def hardly_any_spread(seed):
     """Nine of ten groups are filtered, and twice the groups of a batch is all there may be."""
     base = chat_scenario(seed)
@@ -649,6 +678,8 @@ WORLDS = {
     "surplus comes again at once": over_sampled,
     "pushes over validations": shared_validations,
     "gives no way": shared_validations,
+    "measures with the wrong weights": validations_apart,
+    "forgets skipped validations": validations_apart,
     "leaves the step": process_dies,
     "cuts stop strings": stop_strings,
     "aborts without end": over_sampled,
@@ -698,6 +729,7 @@ def test_a_broken_restart_is_noticed(name):
         stop_strings,
         replicas_leave,
         shared_validations,
+        validations_apart,
     ],
     ids=lambda world: world.__name__,
 )

@@ -113,3 +113,13 @@ def test_a_missing_relative_folder_is_no_hub_name(tmp_path, monkeypatch):
     assert not is_hub_name("output/model") and not is_hub_name("./a/b") and not is_hub_name("/a/b")
     found = dict(missing_inputs(load(CONFIG, ["pretrain=output/model"])))
     assert found["pretrain"] == "model folder output/model does not exist or holds no config.json"
+
+
+def test_a_missing_file_of_a_validation_set_is_named_by_the_key_of_its_set():
+    sets = "validation.sets={more: {data_args: {file_name: no/more.jsonl}}, sampled: {generating_args: {top_p: 0.9}}}"
+    config = load(
+        ROOT / "configs" / "rlvr_config_async_cpu.yaml", [sets, "validation.data_args.file_name=no/main.jsonl"]
+    )
+    found = {key: text for key, text in missing_inputs(config) if key.startswith("validation")}
+    assert set(found) == {"validation.data_args.file_name", "validation.sets.more.data_args.file_name"}
+    assert "no/more.jsonl" in found["validation.sets.more.data_args.file_name"]

@@ -126,9 +126,11 @@ def _fill_generation(config: PipelineConfig) -> None:
         case _:
             pass
     if isinstance(config, RLVRConfig) and config.validation is not None:
-        _fill_columns(config.validation.data_args)
-        _default(config.validation.generating_args, "max_new_tokens", tokens)
-        _default(config.validation.generating_args, "num_return_sequences", 1)
+        for _, data in config.validation.data.values():
+            _fill_columns(data)
+        for _, sampling in config.validation.sampling.values():
+            _default(sampling, "max_new_tokens", tokens)
+            _default(sampling, "num_return_sequences", 1)
 
 
 def _fill_agentic(config: AgenticConfig) -> None:

@@ -1,4 +1,4 @@
-"""Rules about what is learned and measured (C105, C141 to C150, C152, C153)."""
+"""Rules about what is learned and measured (C105, C141 to C150, C152 to C154)."""
 
 from dataclasses import asdict
 
@@ -45,11 +45,16 @@ def needed_roles(config: PipelineConfig) -> Findings:
 
 
 def validation_place(config: PipelineConfig) -> Findings:
-    """C153."""
+    """C153, C154."""
     mode, shared = config.validation_mode, roles_on_engine_devices(config)
     if mode != "pause" and shared:
         message = f"{mode} needs engines that run all the time, and {', '.join(shared)} shares their devices; use pause"
         yield "C153", "validation.mode" if isinstance(config, RLVRConfig) else "val_env_manager.mode", message
+    if (own := config.num_validation_replicas) and own >= config.num_servers:
+        there = config.num_servers
+        remedy = f"use {there - 1}" if there > 1 else "set validation.mode: share"
+        message = f"{own} leaves none of actor_infer's {there} replicas for training; {remedy}"
+        yield "C154", "validation.num_replicas", message
 
 
 def agentic_only(config: PipelineConfig) -> Findings:

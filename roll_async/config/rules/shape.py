@@ -49,7 +49,7 @@ def lengths(config: PipelineConfig) -> Findings:
             yield "C101", "sequence_length", message
         sections = [(_GENERATING, config.actor_infer.generating_args)]
         if config.validation is not None:
-            sections.append(("validation.generating_args", config.validation.generating_args))
+            sections += config.validation.sampling.values()
         for key, generating in sections:
             if generating.max_new_tokens > r:
                 yield "C103", f"{key}.max_new_tokens", f"{generating.max_new_tokens} exceeds response_length {r}"
@@ -244,7 +244,8 @@ def domains(config: PipelineConfig) -> Findings:
     if not isinstance(config, RLVRConfig):
         return
     yield from _shares("actor_train.data_args", config.actor_train.data_args, config)
-    yield from _shares("validation.data_args", config.validation and config.validation.data_args, config)
+    for key, data in {} if config.validation is None else dict(config.validation.data.values()).items():
+        yield from _shares(key, data, config)
     owners: dict[str, list[str]] = {}
     for domain, reward in config.rewards.items():
         if not reward.tag_included and not reward.style_included and len(config.rewards) > 1:

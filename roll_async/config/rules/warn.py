@@ -139,6 +139,7 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
             config.async_training.max_queue_size > bound,
             f"admission never lets more than ceil((1 + r) * W) = {bound} groups wait; a lower value would bound them",
         ),
+        ("validation.num_replicas", config.validation_mode != "replicas", "it is for validation.mode replicas"),
     )
     for key, ignored, why in cases:
         if ignored and find(root, key.split(".")) is not None:

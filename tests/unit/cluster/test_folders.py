@@ -13,6 +13,7 @@ PATH_KEYS = {
     "output_dir", "ledger.path", "checkpoint.output_dir", "checkpoint.resume_from", "tracking.rollout_dump_dir",
     "pretrain", "reward_pretrain", "actor_train.model_args.model_name_or_path",
     "actor_infer.model_args.model_name_or_path", "actor_train.data_args.file_name", "validation.data_args.file_name",
+    "validation.sets.more.data_args.file_name",
 }  # fmt: skip
 
 
@@ -21,6 +22,9 @@ def texts(part, prefix=""):
     if is_dataclass(part):
         for field in fields(part):
             yield from texts(getattr(part, field.name), f"{prefix}.{field.name}" if prefix else field.name)
+    elif isinstance(part, dict):
+        for name, one in part.items():
+            yield from texts(one, f"{prefix}.{name}")
     elif isinstance(part, tuple):
         for one in part:
             yield from texts(one, prefix)
@@ -36,6 +40,7 @@ def test_every_path_of_a_config_becomes_absolute_and_nothing_else_changes(tmp_pa
             "output_dir=out", "pretrain=assets/model", "reward_pretrain=assets/model",
             "checkpoint.resume_from=old/step_00000001", "tracking.rollout_dump_dir=dump",
             "actor_train.data_args.file_name=train.jsonl", "validation.data_args.file_name=held_out.jsonl",
+            "validation.sets={more: {data_args: {file_name: more.jsonl}}, sampled: {generating_args: {top_p: 0.9}}}",
         ],
     )  # fmt: skip
     before, after = list(texts(config)), list(texts(absolute_paths(config, tmp_path)))

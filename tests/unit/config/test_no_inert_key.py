@@ -63,7 +63,11 @@ teacher: *other
 critic:
   strategy_args: {strategy_name: megatron_train, strategy_config: {recompute_granularity: full}}
   device_mapping: 16-23
-validation: {data_args: {file_name: valid.jsonl}, generating_args: {temperature: 0.5}}
+validation:
+  data_args: {file_name: valid.jsonl}
+  generating_args: {temperature: 0.5}
+  mode: replicas
+  sets: {more: {data_args: {file_name: more.jsonl}, generating_args: {temperature: 0.7}}}
 """
 BASES = (
     (),
@@ -156,6 +160,8 @@ def specs() -> dict[str, FieldSpec]:
             elif here == "rewards":
                 for domain in ("math_rule", "code_sandbox"):
                     walk(spec.item.section, f"rewards.{domain}.", "")
+            elif here == "validation.sets":
+                walk(spec.item.section, "validation.sets.more.", "")
             else:
                 found.setdefault(here, spec)
 

@@ -43,7 +43,7 @@ def settings_of(config: PipelineConfig) -> dict[str, object]:
             EngineOptions.of(config), PoolOptions.of(config),
             RolloutOptions.of(config, "shm"), RunPlan.of(config, first_step=1),
             DataOptions.of(config, config.actor_train.data_args, checks={}, references=()),
-            DataOptions.of(config, config.validation.data_args, checks={}, references=()),
+            *(DataOptions.of(config, d, checks={}, references=()) for _, d in config.validation.data.values()),
         ]
     }  # fmt: skip
     for name, worker in config.roles():

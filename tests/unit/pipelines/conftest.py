@@ -32,7 +32,10 @@ class Starter:
     """Brings replicas back."""
 
     def __init__(self, run):
-        self.start = run.restart
+        self.run = run
+
+    async def start(self, name, number):
+        return await self.run.restart(name, number)
 
     def name(self, index):
         return f"engine-{index}"
@@ -58,6 +61,8 @@ class Run:
         num_groups=4,
         parts=1,
         speeds=(1.0, 1.5),
+        validator_speeds=(),
+        validation_sets=("",),
         oversample_groups=0,
         trainer=TrainLoop,
         custom_monitor=None,
@@ -74,6 +79,10 @@ class Run:
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
         self.engines = connect(self.replicas, Starter(self), engines)
         self.manager = self.engines.manager
+        self.validators = None
+        if own := [self._replica(f"validator-{i}", s) for i, s in enumerate(validator_speeds)]:
+            self.validators = connect(own, Starter(self), engines)
+            self.replicas = [*self.replicas, *own]
         scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
         )
@@ -88,7 +97,8 @@ class Run:
             prompts=self,
             weights=self,
             ledger=MemoryLedger(),
-            validation={"": [build.prompt()] * 3},
+            validation={name: [build.prompt()] * 3 for name in validation_sets},
+            validators=self.validators,
         )
         queue = QueueOptions(
             groups_per_batch=num_groups,
@@ -100,7 +110,7 @@ class Run:
             queue=queue,
             sync=SyncOptions(transport="shm"),
             stop_timeout_s=30.0,
-            validation={"": SetSampling(sampling=SamplingParams(max_new_tokens=5))},
+            validation={name: SetSampling(sampling=SamplingParams(max_new_tokens=5)) for name in validation_sets},
             validation_mode=plan.get("validation_mode", "pause"),
         )
         self.side = wire_rollout(roles, options)
@@ -179,6 +189,8 @@ class Run:
         try:
             async with AsyncExitStack() as stack:
                 await self.engines.start(stack)
+                if self.validators is not None:
+                    await self.validators.start(stack)
                 return await self.pipeline.run()
         finally:
             assert asyncio.all_tasks() - before == set(), "the run left tasks behind"

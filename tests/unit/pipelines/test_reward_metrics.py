@@ -167,6 +167,23 @@ def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
     assert metrics["validation/accuracy"] == pytest.approx(1 / 3)
 
 
+def test_a_set_of_the_config_has_its_own_files_or_the_main_ones_and_its_own_sampling():
+    from roll_async.config.api import load
+
+    greedy, sampled = "generating_args: {temperature: 0}", "{temperature: 0.7, num_return_sequences: 4}"
+    sets = f"{{more: {{data_args: {{file_name: more.jsonl}}, {greedy}}}, sampled: {{generating_args: {sampled}}}}}"
+    config = load(CONFIG, overrides=["eval_steps=5", f"validation.sets={sets}"])
+    options = RolloutOptions.of(config, "shm").validation
+    assert {name: (s.samples, s.sampling.temperature) for name, s in options.items()} == {
+        "": (1, config.validation.generating_args.temperature),
+        "more": (1, 0.0),
+        "sampled": (4, 0.7),
+    }
+    assert {s.sampling.max_new_tokens for s in options.values()} == {config.response_length}
+    files = {name: data.file_name for name, (_, data) in config.validation.data.items()}
+    assert files["more"] == ("more.jsonl",) and files["sampled"] == files[""] != files["more"]
+
+
 def test_each_set_has_its_sampling_and_its_metrics_and_counts_one_version_alone(build):
     import asyncio
 
