@@ -58,7 +58,7 @@ name runs before them.
 """
 GENERATED_FROM = (
     "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/layout.py", "weight_sync/digest.py",
-    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py",
+    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py", "pipelines/validators.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
     "inference/stop_strings.py",
 )  # fmt: skip
