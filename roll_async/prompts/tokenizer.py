@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,14 @@ TEMPLATES: dict[str, str | None] = {
 """By `data_args.template`; None = the one the tokenizer brings."""
 
 
+_IMPORTING = threading.Lock()
+"""transformers makes its names while it is imported: one that a second thread asks for meanwhile may be missing."""
+
+
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name. Raises ValueError naming what is missing."""
-    from transformers import AutoTokenizer
+    with _IMPORTING:
+        from transformers import AutoTokenizer
 
     if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
         raise ValueError(f"{folder} holds no tokenizer (tokenizer_config.json is missing)")
