@@ -15,6 +15,7 @@ COMMANDS = {
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
     "scale": ("roll_async.commands.scale", "more or fewer engine replicas for a run under way"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),
+    "eval": ("roll_async.commands.eval", "the validation of a config, of a model folder, a checkpoint or an address"),
     "rollout": ("roll_async.commands.rollout", "the worlds of an agentic config and a fixed model, without training"),
     "serve-policy": ("roll_async.commands.serve_policy", "a fixed model at the endpoints that agents are trained at"),
     "bench": ("roll_async.commands.bench", "the budgets of docs_roll/benchmarks.md"),

@@ -157,7 +157,7 @@ class RolloutStarter:
 
     async def _start_prompts(self, config: RLVRConfig) -> StartedTasks:
         """Prompt files and rewards."""
-        loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), self._start_scorer(config))
+        loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorer(config, self._stack))
 
         def source(spec: RolloutSpec) -> Callable[[AsyncLLMServerManager], GroupSource]:
             assert isinstance(spec.config, RLVRConfig)
@@ -166,16 +166,18 @@ class RolloutStarter:
 
         return StartedTasks(prompts=loaded.stream, source=source, validation=loaded.held_out, pool=loaded.pool)
 
-    async def _start_scorer(self, config: RLVRConfig) -> RayScorer:
-        plan = HostPlan(
-            rewards={name: r for name, r in config.rewards.items() if name not in config.loss_parts},
-            tokenizer_folder=config.pretrain,
-            env=config.system_envs,
-            rpc_timeout_s=config.fault.rpc_timeout,
-        )
-        scorer = await RayScorer.start(plan)
-        self._stack.push_async_callback(scorer.close)
-        return scorer
+
+async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
+    """The rewards that score; they close with the stack."""
+    plan = HostPlan(
+        rewards={name: r for name, r in config.rewards.items() if name not in config.loss_parts},
+        tokenizer_folder=config.pretrain,
+        env=config.system_envs,
+        rpc_timeout_s=config.fault.rpc_timeout,
+    )
+    scorer = await RayScorer.start(plan)
+    stack.push_async_callback(scorer.close)
+    return scorer
 
 
 async def start_rollout(
@@ -199,18 +201,19 @@ def prompts_of(config: RLVRConfig) -> LoadedPrompts:
     """Load the prompt files. Raises ValueError for bad files."""
     data, pool = config.actor_train.data_args, None
     assert data is not None
-    train = load_prompts(_data_options(config, data))
+    train = load_prompts(data_options(config, data))
     stream = ShuffledPrompts(train, seed=config.seed, probabilities=data.domain_interleave_probs)
     if config.prompt_pool.enable:
         reserve, files = {}, config.prompt_pool.refill_file_name
         if files:
-            reserve = load_prompts(_data_options(config, replace(data, file_name=files)), every_domain=False)
+            reserve = load_prompts(data_options(config, replace(data, file_name=files)), every_domain=False)
         pool = partial(PooledPrompts, stream.at, train, PoolOptions.of(config), reserve=reserve)
         pool()  # raises before anything starts if the rows have no numbers for the curriculum
-    return LoadedPrompts(stream=stream, held_out=_held_out(config), pool=pool)
+    return LoadedPrompts(stream=stream, held_out=held_out_of(config), pool=pool)
 
 
-def _held_out(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
+def held_out_of(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
+    """Held-out prompts by set; none without eval_steps. Raises ValueError for bad files."""
     if config.validation is None or not config.eval_steps:
         return {}
     by_key = {key: _prompts_of_set(config, data) for key, data in dict(config.validation.data.values()).items()}
@@ -219,13 +222,14 @@ def _held_out(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
 
 def _prompts_of_set(config: RLVRConfig, data: DataArguments) -> list[Prompt]:
     # Validation may use a part of the domains: AIME alone for a run over mathematics and code.
-    held_out = load_prompts(_data_options(config, data), every_domain=False)
+    held_out = load_prompts(data_options(config, data), every_domain=False)
     stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
     return [p for p in prompts if p is not None]
 
 
-def _data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:
+def data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:
+    """How a prompt file is read, with what the rewards say of its rows."""
     return DataOptions.of(config, data, checks=row_checks(config.rewards), references=REFERENCE_COLUMNS)
 
 

@@ -12,13 +12,13 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, mean
 from roll_async.pipelines.validators import Validators
 from roll_async.rollout.chat_scheduler import sampling_of
-from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
@@ -54,25 +54,41 @@ class HeldOut:
         return f"validation/sets/{self.name}" if self.name else "validation"
 
 
+class AnswersPrompts(Protocol):
+    """The part of `rollout/group_source.py: GroupSource` that a validation needs."""
+
+    async def validate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
+    ) -> list[tuple[Prompt, Sample]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPlace:
+    """Where a validation is measured."""
+
+    version: Callable[[], WeightVersion | None]
+    """What the engines hold."""
+    yields: bool = False
+    """Training requests go before its own."""
+    validators: Validators | None = None
+    """Its own replicas, where it has some."""
+    on_answers: Callable[[HeldOut, Sequence[tuple[Prompt, Sample]]], None] | None = None
+    """Gets the samples of each set."""
+
+
 class Validation:
     """Measures all sets at once; called with the training step whose weights the engines hold."""
 
     def __init__(
         self,
         sets: Sequence[HeldOut],
-        source: GroupSource,
-        manager: AsyncLLMServerManager,
-        *,
-        version: Callable[[], WeightVersion | None],
-        yields: bool = False,
-        validators: Validators | None = None,
-        on_answers: Callable[[HeldOut, Sequence[tuple[Prompt, Sample]]], None] | None = None,
+        source: AnswersPrompts,
+        manager: AsyncLLMServerManager | None,
+        place: ValidationPlace,
     ) -> None:
-        """`version`: what the engines hold. `yields`: training requests go before its own. `validators`: its replicas,
-        where it has its own. `on_answers` gets the samples of each set.
-        """
-        self._sets, self._source, self._manager = sets, source, manager
-        self._yields, self._version, self._validators, self._on_answers = yields, version, validators, on_answers
+        """`manager`: of the source's replicas; None = it has none."""
+        self._sets, self._source, self._manager, self._place = sets, source, manager, place
+        self._validators = place.validators
 
     async def prepare(self, step: int) -> bool:
         """Before the push of a step that is due: its own replicas get these weights, too. False: none is there."""
@@ -90,25 +106,29 @@ class Validation:
         return {**metrics, "validation/seconds": took_s} if metrics else {}
 
     async def _measure(self, step: int) -> Mapping[str, float]:
-        version = self._version()
-        self._manager.yield_foreground(self._yields)
+        version, on_answers = self._place.version(), self._place.on_answers
+        self._yield(self._place.yields)
         try:
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(self._ask(held_out, step)) for held_out in self._sets]
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from None
         finally:
-            self._manager.yield_foreground(False)
+            self._yield(False)
         metrics, num_other = {"validation/version": float(version or 0)}, 0
         for held_out, answers in zip(self._sets, asked, strict=True):
             answered = answers.result()
-            if self._on_answers is not None:
-                self._on_answers(held_out, answered)
+            if on_answers is not None:
+                on_answers(held_out, answered)
             kept = [(p, s) for p, s in answered if all(v == version for v, _ in s.version_runs)]
             num_asked = len(held_out.prompts) * held_out.sampled.samples
             metrics |= validation_metrics(kept, num_asked=num_asked, prefix=held_out.prefix)
             num_other += len(answered) - len(kept)
         return {**metrics, "validation/other_version": float(num_other)}
+
+    def _yield(self, yields: bool) -> None:
+        if self._manager is not None:
+            self._manager.yield_foreground(yields)
 
     async def _ask(self, held_out: HeldOut, step: int) -> list[tuple[Prompt, Sample]]:
         sampled = held_out.sampled

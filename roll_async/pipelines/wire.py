@@ -23,7 +23,7 @@ from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan, Validates
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
-from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
+from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation, ValidationPlace
 from roll_async.pipelines.validators import Validators
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
@@ -214,20 +214,25 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         validators.attach(synchronizer)
     validate = None
     if roles.validation:
-        sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
         if validators is None or roles.validators is None:
-            yields = options.validation_mode == "share"
-            validate = Validation(sets, source, manager, yields=yields, version=lambda: synchronizer.version)
+            place = ValidationPlace(lambda: synchronizer.version, yields=options.validation_mode == "share")
+            validate = wire_validation(source, manager, roles.validation, options.validation, place)
         else:
-            of_validators = roles.validators.manager
-            validate = Validation(
-                sets,
-                roles.groups(of_validators),
-                of_validators,
-                version=lambda: validators.version,
-                validators=validators,
-            )
+            own, place = roles.validators.manager, ValidationPlace(lambda: validators.version, validators=validators)
+            validate = wire_validation(roles.groups(own), own, roles.validation, options.validation, place)
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
+
+
+def wire_validation(
+    source: AnswersPrompts,
+    manager: AsyncLLMServerManager | None,
+    held_out: Mapping[str, Sequence[Prompt]],
+    sampling: Mapping[str, SetSampling],
+    place: ValidationPlace,
+) -> Validation:
+    """The measurement of held-out sets with a source. `manager`: of the source's replicas; None = it has none."""
+    sets = [HeldOut(name, prompts, sampling[name]) for name, prompts in held_out.items()]
+    return Validation(sets, source, manager, place)
 
 
 def _canary(prompts: PromptSource, source: WeightSource, options: CanaryOptions | None) -> Canary | None:

@@ -1,0 +1,243 @@
+"""`roll-async eval TARGET --config CONFIG`: the validation of a config, of a folder or of an address, without a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import click
+
+from roll_async.commands.command_line import (
+    AS_TYPED,
+    EXIT_CODES,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_ROLE_FAILED,
+    print_table,
+)
+from roll_async.config.lookup import resolve_config
+
+if TYPE_CHECKING:
+    from roll_async.config.schema import RLVRConfig
+    from roll_async.launch.evaluation import Evaluation
+    from roll_async.observe.run_folder import RunFolder
+
+_COLUMNS = ("prompts", "samples", "accuracy", "standard_error", "reward", "length_mean", "truncated", "unscored")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    target: str
+    config: str
+    output: Path | None
+    model: str | None
+    key_env: str | None
+    args: tuple[str, ...]
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the target is one, and not a folder."""
+        return self.target.startswith(("http://", "https://"))
+
+
+@click.command(name="eval", context_settings=AS_TYPED, epilog=EXIT_CODES)
+@click.argument("target")
+@click.option("--config", required=True, metavar="NAME_OR_PATH", help="Its `validation`, rewards and engines are used.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FOLDER", help="For results.json and samples.jsonl.")
+@click.option("--model", metavar="NAME", help="Of an address that serves several.")
+@click.option("--key-env", metavar="VARIABLE", help="Environment variable with the key of an address.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]...")
+def command(**given: object) -> int:
+    """Measure TARGET as a validation of the config would.
+
+    TARGET: a Hugging Face folder or hub name, a checkpoint of a run (or the folder of them: the newest), or the
+    address of an OpenAI-compatible server. Prints a table on a terminal, SET/NAME VALUE lines in a pipe.
+
+    \b
+    Example:
+      roll-async eval output/addition_demo/hf --config rlvr_config_async_cpu val_batch_size=64
+      roll-async eval http://127.0.0.1:8100/v1 --config rlvr_config_async_cpu --key-env TOKEN
+    """
+    return run_eval(_Arguments(**given))  # type: ignore[arg-type]
+
+
+def run_eval(arguments: _Arguments) -> int:
+    """The command; returns the exit code. Everything that needs no engine is checked first."""
+    from roll_async.buffer.errors import first_cause
+    from roll_async.commands.run import exit_code
+
+    try:
+        return _evaluate(arguments)
+    except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
+        code = exit_code(error)
+        if code is None:
+            raise
+        if code != EXIT_INTERRUPTED:
+            print(f"roll-async eval: {first_cause(error)}", file=sys.stderr)
+        return code
+
+
+def _evaluate(arguments: _Arguments) -> int:
+    from roll_async.cluster.folders import absolute_paths
+    from roll_async.config.api import load
+    from roll_async.launch.evaluation import for_evaluation
+    from roll_async.launch.inputs import resolve_names
+    from roll_async.observe.run_folder import RunFolder
+
+    path, overrides = resolve_config(["--config", arguments.config, *arguments.args], "rlvr")
+    config = for_evaluation(load(path, overrides), None)
+    checkpoint = None if arguments.is_address else _checkpoint_of(arguments.target)
+    default = Path(config.output_dir) / "eval" / _name_of(arguments.target)
+    output = (arguments.output or default).absolute()
+    _require_files(config, model_is_used=arguments.is_address)
+    folder = RunFolder(str(output.parent), output.name)
+    folder.open_log()
+    began_s = time.monotonic()
+    with TemporaryDirectory(prefix="model-", dir=output) as converted:
+        if arguments.is_address:
+            found = asyncio.run(_address(absolute_paths(resolve_names(config), Path.cwd()), arguments))
+        else:
+            model = arguments.target if checkpoint is None else _converted(checkpoint, Path(converted), config.pretrain)
+            of_model = resolve_names(for_evaluation(config, model))
+            found = _folder(absolute_paths(of_model, Path.cwd()), folder)
+    _write(output, arguments, found, seconds=time.monotonic() - began_s)
+    _print(found, arguments.target)
+    if found.unanswered:
+        print(
+            f"roll-async eval: no answer of set {', '.join(found.unanswered)} has a score; {output}/run.log says why",
+            file=sys.stderr,
+        )
+        return EXIT_ROLE_FAILED
+    return EXIT_FINISHED
+
+
+def _checkpoint_of(target: str) -> Path | None:
+    """The Megatron checkpoint that a target names; None for a Hugging Face folder or a name on a hub. Raises ValueError
+    for what is neither.
+    """
+    from roll_async.checkpoint.run_checkpoints import RunCheckpoints
+    from roll_async.launch.inputs import is_hub_name
+
+    folder = Path(target)
+    if (folder / "config.json").is_file():
+        return None
+    if not folder.is_dir():
+        if is_hub_name(target):
+            return None
+        raise ValueError(f"{target}: no such folder; name a model folder, a checkpoint, or an address (http://...)")
+    newest = RunCheckpoints(folder=folder).find("latest") or folder
+    actor = newest / "actor_train"
+    if actor.is_dir():
+        return actor
+    if (newest / "metadata.json").is_file():
+        return newest
+    inside = [name for name in ("hf", "checkpoints") if (folder / name).is_dir()]
+    remedy = f"; name {' or '.join(str(folder / name) for name in inside)}" if inside else ""
+    raise ValueError(f"{target} holds neither a config.json nor a checkpoint of a run{remedy}")
+
+
+def _converted(checkpoint: Path, folder: Path, like: str) -> str:
+    """The checkpoint as a Hugging Face folder. In a process of its own, whose memory is free before engines start."""
+    target = folder / "model"
+    own = any((place / "hf" / "config.json").is_file() for place in (checkpoint, checkpoint.parent))
+    more = [] if own else ["--like", like]
+    typed = [sys.executable, "-m", "roll_async.cli", "convert", str(checkpoint), str(target), *more]
+    done = subprocess.run(typed, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it says nothing"]
+        raise ValueError(f"{checkpoint} cannot be converted: {lines[-1].removeprefix('roll-async convert: ')}")
+    return str(target)
+
+
+def _require_files(config: RLVRConfig, *, model_is_used: bool) -> None:
+    """Raises ValueError for prompt files that are not there, and for the folder of the tokenizer where it is used."""
+    from roll_async.launch.inputs import missing_inputs
+
+    for key, message in missing_inputs(config):
+        if key.startswith("validation.") or (key == "pretrain" and model_is_used):
+            raise ValueError(f"{key}: {message}")
+
+
+async def _address(config: RLVRConfig, arguments: _Arguments) -> Evaluation:
+    from roll_async.inference.endpoint import EndpointOptions
+    from roll_async.launch.evaluation import evaluate_address
+
+    options = EndpointOptions(
+        url=arguments.target,
+        model=arguments.model,
+        key_env=arguments.key_env,
+        timeout_s=config.async_training.generation_timeout,
+        max_concurrent=config.async_training.max_concurrent_per_server,
+        max_retries=config.fault.request_retries,
+    )
+    async with AsyncExitStack() as stack:
+        return await evaluate_address(config, options, stack)
+
+
+def _folder(config: RLVRConfig, folder: RunFolder) -> Evaluation:
+    from roll_async.cluster.role_log import FOLDER_VARIABLE
+    from roll_async.cluster.runtime import ray_runtime
+    from roll_async.launch.evaluation import evaluate_folder
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    env = {
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        FOLDER_VARIABLE: str(folder.role_logs()),
+    }
+
+    async def measured() -> Evaluation:
+        async with AsyncExitStack() as stack:
+            return await evaluate_folder(config, stack)
+
+    with ray_runtime(num_processes=config.num_servers + 2, env=env):
+        return asyncio.run(measured())
+
+
+def _name_of(target: str) -> str:
+    """A folder name for the results of a target."""
+    parts = [part for part in target.partition("://")[2].split("/") or [] if part] or list(Path(target).parts)
+    named = parts[-2:] if "://" not in target else parts[:1]
+    return "-".join(part.replace(":", "_") for part in named if part not in ("/", "..", "."))
+
+
+def _write(output: Path, arguments: _Arguments, found: Evaluation, *, seconds: float) -> None:
+    lines = (json.dumps(sample, ensure_ascii=False) for sample in found.samples)
+    (output / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    asked = {key: str(value) for key, value in asdict(arguments).items() if key in ("target", "config", "model")}
+    results = {**asked, "overrides": arguments.args, "seconds": round(seconds, 1), "sets": found.sets}
+    (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"results and samples in {output}", file=sys.stderr)
+
+
+def _print(found: Evaluation, title: str) -> None:
+    """A table on a terminal, else one number a line."""
+    if not sys.stdout.isatty():
+        for name, metrics in found.sets.items():
+            for key, value in metrics.items():
+                print(f"{name}/{key} {value:.6g}")
+        return
+    draws = sorted({k for m in found.sets.values() for k in m if k.startswith(("avg@", "pass@"))}, key=_by_number)
+    columns = [*_COLUMNS, *draws]
+    rows = [[name, *(_cell(metrics, column) for column in columns)] for name, metrics in found.sets.items()]
+    print_table(["set", *columns], rows, title)
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    kind, _, number = name.partition("@")
+    return kind, int(number)
+
+
+def _cell(metrics: Mapping[str, float], column: str) -> str:
+    value = metrics.get(column)
+    return "-" if value is None else f"{value:.4g}"

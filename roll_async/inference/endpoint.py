@@ -1,0 +1,154 @@
+"""A policy behind an OpenAI-compatible address: one chat in, one answer out.
+
+    start --GET--> /models (is it there, and which model) ; chat --POST--> /chat/completions
+
+Only for measuring: the text comes back, not its tokens, log-probs or weight version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from roll_async.schema import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+
+
+class Refused(ValueError):
+    """The server does not take this one request: another attempt would bring the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointOptions:
+    """One address."""
+
+    url: str
+    """http://HOST:PORT, with or without the version: `/v1` is added where there is no path."""
+    model: str | None = None
+    """None = the only one that the server lists."""
+    key_env: str | None = None
+    """Environment variable that holds the key; None = none is sent."""
+    timeout_s: float = 600.0
+    """One request, what it waits in the server included."""
+    max_concurrent: int = 64
+    """Requests at the same time; further ones wait here."""
+    max_retries: int = 3
+    """Further attempts of a request that the server was too busy for."""
+
+    @property
+    def base(self) -> str:
+        """The address to which `/chat/completions` is appended."""
+        whole = self.url.rstrip("/")
+        return whole if urlsplit(whole).path else f"{whole}/v1"
+
+
+class Endpoint:
+    """Client of one address. `start` before use, `close` at the end."""
+
+    def __init__(self, options: EndpointOptions) -> None:
+        self._options, self.model = options, options.model or ""
+        self._slots = asyncio.Semaphore(options.max_concurrent)
+        self._http: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Raises ConnectionError when nothing answers there, ValueError for a key that is missing or refused and for a
+        model that is not there or has to be chosen.
+        """
+        import aiohttp
+
+        options, headers = self._options, {}
+        if options.key_env is not None:
+            if not (key := os.environ.get(options.key_env)):
+                raise ValueError(f"--key-env {options.key_env}: that environment variable is not set")
+            headers["Authorization"] = f"Bearer {key}"
+        self._http = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=options.timeout_s))
+        status, text = await self._call("GET", "models", None)
+        if status in (401, 403):
+            raise ValueError(f"{options.url} refuses the key ({status}); --key-env names the variable that holds it")
+        served = _served(text) if status == 200 else []
+        if not self.model:
+            if len(served) != 1:
+                there = f"it serves {', '.join(served)}" if served else f"/models answers {status}"
+                raise ValueError(f"{options.url}: which model? {there}; name one with --model")
+            self.model = served[0]
+        elif served and self.model not in served:
+            raise ValueError(f"{options.url}: there is no model {self.model}; it serves {', '.join(served)}")
+
+    async def close(self) -> None:
+        """End the connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def chat(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> tuple[str, FinishReason]:
+        """The answer. Raises Refused for a request that the server does not take, ConnectionError when it does not
+        answer after all attempts.
+        """
+        body: dict[str, object] = {
+            "model": self.model,
+            "messages": [dict(message) for message in messages],
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        if sampling.stop_strings:
+            body["stop"] = list(sampling.stop_strings)
+        if sampling.top_k > 0:  # these are not in OpenAI's own interface
+            body["top_k"] = sampling.top_k
+        if sampling.repetition_penalty != 1:
+            body["repetition_penalty"] = sampling.repetition_penalty
+        async with self._slots:
+            for attempt in range(self._options.max_retries + 1):
+                if attempt:
+                    pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                status, text = await self._call("POST", "chat/completions", body)
+                if status not in _BUSY:
+                    break
+        if status in _BUSY:
+            raise ConnectionError(f"{self._options.url} is too busy or broken: {status} {text[:200]}")
+        if status != 200:
+            raise Refused(f"{self._options.url} refuses a request: {status} {text[:200]}")
+        return _answer(text)
+
+    async def _call(self, method: str, path: str, body: object | None) -> tuple[int, str]:
+        import aiohttp
+
+        assert self._http is not None, "start first"
+        address = f"{self._options.base}/{path}"
+        try:
+            async with self._http.request(method, address, json=body) as response:
+                return response.status, await response.text(errors="replace")
+        except TimeoutError as error:
+            raise ConnectionError(f"{address}: no answer within {self._options.timeout_s:g} s") from error
+        except (aiohttp.InvalidURL, ValueError) as error:
+            raise ValueError(f"{self._options.url} is no address; expected http://HOST:PORT/v1") from error
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"nothing answers at {address} ({error}); is the server up?") from error
+
+
+def _served(text: str) -> list[str]:
+    """Names of the models of a `/models` reply; none in a reply of another form."""
+    try:
+        return [str(model["id"]) for model in json.loads(text)["data"]]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _answer(text: str) -> tuple[str, FinishReason]:
+    try:
+        (choice,) = json.loads(text)["choices"]
+        content = choice["message"].get("content") or ""
+        return str(content), FinishReason.LENGTH if choice["finish_reason"] == "length" else FinishReason.STOP
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"no chat completion in {text[:200]!r} ({type(error).__name__})") from error

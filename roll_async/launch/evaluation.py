@@ -1,0 +1,203 @@
+"""The measurement of a validation without a run: of a model folder on engines, or of an address.
+
+    folder   engines and reward host on Ray  --> ChatCompletionScheduler --\\
+    address  chats over HTTP, reward workers --> EndpointSource -----------+--> wire.wire_validation --> sets, samples
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+from roll_async.cluster.node_pool import NodePool
+from roll_async.config.schema import PipelineConfig, RLVRConfig, SglangConfig, VllmConfig
+from roll_async.inference.endpoint import Endpoint, EndpointOptions, Refused
+from roll_async.launch.engines import ReplicaStarter
+from roll_async.launch.roles import place_roles
+from roll_async.launch.rollout import data_options, held_out_of, start_scorer
+from roll_async.pipelines.validation import HeldOut, SetSampling, ValidationPlace
+from roll_async.pipelines.wire import EngineOptions, connect, wire_validation
+from roll_async.prompts.rows import BadRows, read_rows
+from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.rewards.router import RewardRouter
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.schema import Prompt, RewardStatus, Sample, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAIN = "main"
+"""Name of the set that has none in the config."""
+_OF_A_RUN = ("version", "other_version")
+"""Metrics that say nothing of weights that are nobody's version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What was measured."""
+
+    sets: Mapping[str, Mapping[str, float]]
+    """Set to its metrics, named as in docs_roll/metrics.md without `validation/`."""
+    samples: Sequence[Mapping[str, object]]
+    """One record per answer, with its texts."""
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Sets of which no answer has a score."""
+        return [name for name, metrics in self.sets.items() if not metrics["samples"]]
+
+
+def for_evaluation(config: PipelineConfig, model: str | None) -> RLVRConfig:
+    """The config of a measurement: one validation, on all engines, and no other model or data than its own. `model`: a
+    folder or hub name; None = `pretrain`, whose tokenizer is all that an address needs. Raises ValueError for a config
+    without `validation`.
+    """
+    if not isinstance(config, RLVRConfig):
+        raise ValueError("pipeline agentic has no held-out prompts; eval takes rlvr configs")
+    if config.validation is None:
+        example = "validation={data_args: {file_name: held_out.jsonl}}"
+        raise ValueError(f"validation: it says which prompts are asked and how, and the config has none; add {example}")
+    model, changes = model or config.pretrain, {}
+    for name, role in config.roles():
+        strategy, arguments = role.strategy_args, replace(role.model_args, model_name_or_path=model)
+        if isinstance(strategy.strategy_config, VllmConfig | SglangConfig):  # dummy waits for the first push of a run
+            strategy = replace(strategy, strategy_config=replace(strategy.strategy_config, load_format="auto"))
+        data = None if role.data_args is None else config.validation.data_args
+        changes[name] = replace(role, model_args=arguments, strategy_args=strategy, data_args=data)
+    validation = replace(config.validation, mode="pause")
+    return replace(config, pretrain=model, reward_pretrain=model, eval_steps=1, validation=validation, **changes)
+
+
+async def evaluate_folder(config: RLVRConfig, stack: AsyncExitStack) -> Evaluation:
+    """Measure the model of `config.actor_infer`. Ray runs; what is started closes with the stack. Raises ValueError for
+    what the user can fix, RoleFailed and ConnectionError for engines that do not start or are lost.
+    """
+    placements = place_roles(config).engines
+    pool = NodePool(placements)
+    await pool.reserve(config.fault.stall_timeout)
+    stack.callback(pool.release)
+    starter = ReplicaStarter(config, placements, pool, stack)
+    held_out = await asyncio.to_thread(held_out_of, config)
+    clients, scorer = await asyncio.gather(starter.start_all(), start_scorer(config, stack))
+    engines = connect(clients, starter, EngineOptions.of(config))
+    await engines.start(stack)
+    source = ChatCompletionScheduler(engines.manager, scorer, SchedulerOptions.of(config))
+    report = _Report(config)
+    place = ValidationPlace(lambda: 0, on_answers=report.add)
+    measure = wire_validation(source, engines.manager, held_out, _sampling(config), place)
+    return report.evaluation(await measure(0))
+
+
+async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: AsyncExitStack) -> Evaluation:
+    """Measure what is behind an address. Raises ValueError for what the user can fix, ConnectionError when nothing
+    answers.
+    """
+    endpoint = Endpoint(options)
+    stack.push_async_callback(endpoint.close)
+    await endpoint.start()
+    held_out = await asyncio.to_thread(held_out_of, config)
+    router = RewardRouter({name: r for name, r in config.rewards.items() if name not in config.loss_parts})
+    await router.start()
+    stack.push_async_callback(router.close)
+    report = _Report(config)
+    place = ValidationPlace(lambda: 0, on_answers=report.add)
+    measure = wire_validation(EndpointSource(config, endpoint, router), None, held_out, _sampling(config), place)
+    return report.evaluation(await measure(0))
+
+
+def _sampling(config: RLVRConfig) -> dict[str, SetSampling]:
+    return {name: SetSampling.of(args) for name, args in config.validation_sampling.items()}
+
+
+class EndpointSource:
+    """`pipelines/validation.py: AnswersPrompts` over an address. The tokens of an answer are those of its text."""
+
+    def __init__(self, config: RLVRConfig, endpoint: Endpoint, router: RewardRouter) -> None:
+        self._endpoint, self._router, self._tokenizer = endpoint, router, load_tokenizer(config.pretrain)
+        self._chats: dict[tuple[str, str], Sequence[Mapping[str, str]]] = {}
+        assert config.validation is not None
+        for _, data in config.validation.data.values():
+            options = data_options(config, data)
+            for row in read_rows(options.files, options.columns, BadRows()):
+                self._chats[row.row_id, row.messages[-1]["content"]] = row.messages
+
+    async def validate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
+    ) -> list[tuple[Prompt, Sample]]:
+        """One scored sample per prompt. What the server refuses and what has no score is left out, logged. Raises
+        ConnectionError when the server is gone.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._ask(p, sampling, f"{name}/{i}")) for i, p in enumerate(prompts)]
+        return [(p, task.result()) for p, task in zip(prompts, asked, strict=True) if task.result() is not None]  # type: ignore[misc]
+
+    async def _ask(self, prompt: Prompt, sampling: SamplingParams, name: str) -> Sample | None:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            text, finish = await self._endpoint.chat(self._chats[prompt.row_id, prompt.text], sampling)
+        except Refused as error:
+            logger.warning("validation: row %s: %s", prompt.row_id, error)
+            return None
+        generation_s = asyncio.get_running_loop().time() - began_s
+        try:
+            reward = await self._router.score(prompt, text)
+        except ConnectionError as error:
+            logger.warning("validation: row %s: %s", prompt.row_id, error)
+            return None
+        if reward.status is not RewardStatus.OK:
+            logger.warning("validation: row %s: no score: %s", prompt.row_id, reward.reason)
+            return None
+        tokens = array("i", self._tokenizer.encode(text, add_special_tokens=False))
+        return Sample(
+            sample_id=name,
+            prompt_token_ids=prompt.token_ids,
+            response_token_ids=tokens,
+            loss_mask=b"\x01" * len(tokens),
+            behaviour_logprobs=array("f", bytes(4 * len(tokens))),
+            version_runs=((0, len(tokens)),) if tokens else (),
+            finish_reason=finish,
+            generation_s=generation_s,
+            reward=reward,
+        )
+
+
+class _Report:
+    """Collects the samples of all sets."""
+
+    def __init__(self, config: RLVRConfig) -> None:
+        self._decode = load_tokenizer(config.pretrain).batch_decode
+        self._samples: list[Mapping[str, object]] = []
+
+    def add(self, held_out: HeldOut, answered: Sequence[tuple[Prompt, Sample]]) -> None:
+        """The answers of a set."""
+        ids = [list(sample.response_token_ids) for _, sample in answered]
+        texts = self._decode(ids, skip_special_tokens=True) if ids else []  # of no rows it makes one text
+        for (prompt, sample), text in zip(answered, texts, strict=True):
+            reward = sample.reward
+            row = {
+                "set": held_out.name or MAIN,
+                "row_id": prompt.row_id,
+                "domain": prompt.domain,
+                "prompt": prompt.text,
+                "ground_truth": prompt.ground_truth,
+                "response": text,
+                "score": None if reward is None else reward.score,
+                "metrics": {} if reward is None else dict(reward.metrics),
+                "finish_reason": sample.finish_reason.value,
+                "tokens": len(sample.response_token_ids),
+            }
+            self._samples.append(row)
+
+    def evaluation(self, metrics: Mapping[str, float]) -> Evaluation:
+        """With the metrics of all sets."""
+        sets: dict[str, dict[str, float]] = {}
+        for key, value in metrics.items():
+            name, rest = MAIN, key.removeprefix("validation/")
+            if rest.startswith("sets/"):
+                _, name, rest = rest.split("/", 2)
+            if rest not in _OF_A_RUN:
+                sets.setdefault(name, {})[rest] = value
+        return Evaluation(sets=sets, samples=self._samples)
