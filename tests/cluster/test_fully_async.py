@@ -23,9 +23,10 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
         "actor_train.training_args.gradient_accumulation_steps=1",
         "actor_infer.world_size=2",
         "eval_steps=3",
-        "val_batch_size=8",
+        "val_batch_size=4",
         "validation.mode=replicas",
-        "validation.sets={sampled: {generating_args: {temperature: 1.0, num_return_sequences: 4}}}",
+        "validation.generating_args.max_new_tokens=32",
+        "validation.sets={sampled: {generating_args: {num_return_sequences: 2, max_new_tokens: 32}}}",
         f"tracking.rollout_dump_dir={samples}",
         HF,
         config="fully_async_cpu",
@@ -45,8 +46,8 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
     assert "Parameter sync: version 2 on 1 replicas" in log and "Custom metric: " in log and " ERROR " not in log
     last = metrics[-1]
     assert (last["validation/version"], last["validation/lag"], last["validation/skipped"]) == (4, 0, 0)
-    assert (last["validation/samples"], last["validation/sets/sampled/samples"]) == (8, 32)
-    assert "validation/sets/sampled/pass@4" in last and "validation/pass@1" not in last
+    assert (last["validation/samples"], last["validation/sets/sampled/samples"]) == (4, 8)
+    assert "validation/sets/sampled/pass@2" in last and "validation/pass@1" not in last
     assert [m["weights/version"] for m in metrics] == [0, 2, 2, 4], "step 3 reached the validation's replica alone"
     rows = [json.loads(line) for line in (samples / "step_00000004.jsonl").read_text().splitlines()]
     assert len(rows) == 32 and all(row["prompt"] and row["response"] for row in rows)
