@@ -73,9 +73,17 @@ class Validators:
         return bool(self._claimed) or self._manager.expects_return
 
     async def readmit(self, client: Replica) -> None:
-        """A replica holds the weights."""
-        if self._claimed.pop(client.name, None) is not client:  # it was lost since, and this is its next process
+        """A replica holds the weights: it runs from now on, because the canary of the push asks it, too."""
+        if self._claimed.pop(client.name, None) is client:
+            await self._resume()
+        else:  # the claimed one was lost since, and this is its next process
             await self._supervisor.readmit(client)
+
+    async def _resume(self) -> None:
+        try:
+            await self._manager.resume()
+        except ConnectionError as error:
+            logger.error("validation: %s", error)
 
     async def remove_replica(self, name: str, reason: str) -> None:
         """A replica did not take the weights."""
@@ -100,5 +108,5 @@ class Validators:
                     task.exception()  # marks it as retrieved
 
     async def _resumed(self, measure: Callable[[], Awaitable[T]]) -> T:
-        await self._manager.resume()
+        await self._resume()
         return await measure()

@@ -58,6 +58,26 @@ def test_a_step_between_two_pushes_is_pushed_to_the_validation_alone(run, a_run)
     assert [m["weights/version"] for m in done.published] == [0, 0, 3, 3, 3, 6], "the rollout's versions are its own"
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_its_replicas_run_again_when_the_push_asks_them_for_the_canary(run, a_run, every):
+    """A paused engine answers no score, and the push would never end."""
+    done, runs = apart(a_run, steps=3, sync_every=every, ratio=0.5), []
+    (validator,) = (r for r in done.replicas if r.name == "validator-0")
+    sent = {name: getattr(done.sync, name) for name in ("push", "resync_returned")}
+
+    def watched(name):
+        async def send(step):
+            result = await sent[name](step)
+            runs.append((step, validator._serving.is_set()))
+            return result
+
+        return send
+
+    done.sync.push, done.sync.resync_returned = watched("push"), watched("resync_returned")
+    run(done.go())
+    assert runs == [(0, True), (1, True), (2, True), (3, True)]
+
+
 def test_what_the_data_leaves_at_its_end_is_measured(run, a_run):
     done = apart(a_run, steps=10, eval_every=2)
     done.size = 12
