@@ -138,7 +138,11 @@ class ReplicaLink:
         """
         if any(a.state is AttemptState.ON_WIRE for a in attempts) and self._on_wire is not None:
             await self._on_wire.wait()
-        call = asyncio.ensure_future(self._call(self.client.abort([a.wire_id for a in attempts])))
+
+        async def abort_there() -> None:  # cancelled before it begins, it has made no call that nobody awaits
+            await self._call(self.client.abort([a.wire_id for a in attempts]))
+
+        call = asyncio.ensure_future(abort_there())
         gone = asyncio.ensure_future(self._gone.wait())
         try:  # the caller does not wait for a replica that is lost meanwhile
             await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
