@@ -36,13 +36,14 @@ from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.remote_side import RemoteSide
 from roll_async.rollout.server_counts import ServerStats
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.models import EngineFaults
-from roll_async.simulator.process import QueueThere, RollouterThere, SimProcess, SynchronizerThere, ValidateThere
+from roll_async.simulator.process import SimProcess
 from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.roles import (
     CheckpointStore,
@@ -232,21 +233,18 @@ class World:
     def _parts(self, side: RolloutSide) -> PipelineParts:
         """The objects of the generating side, or their clients when it is in a process of its own."""
         scenario, observer = self._scenario, Observer(self)
-        queue, rollouter, synchronizer, validate = side.queue, side.rollouter, side.synchronizer, side.validate
+        ends: RolloutSide | RemoteSide = side
         if scenario.process is not None:
-            process = self.process = SimProcess(side, scenario.seed, scenario.process)
-            queue, rollouter = QueueThere(process, side), RollouterThere(process, side)
-            synchronizer, validate = SynchronizerThere(process, side), None
-            if side.validate is not None:
-                validate = ValidateThere(process, side.validate)
+            self.process = SimProcess(side, scenario.seed, scenario.process)
+            ends = RemoteSide(self.process, validates=side.validate is not None)
         return PipelineParts(
-            queue=queue,
-            rollouter=rollouter,
+            queue=ends.queue,
+            rollouter=ends.rollouter,
             learner=self.trainer,
-            synchronizer=synchronizer,
-            checkpoint=SimCheckpoint(queue, self.store, scenario.train),
+            synchronizer=ends.synchronizer,
+            checkpoint=SimCheckpoint(ends.queue, self.store, scenario.train),
             observer=observer,
-            validate=validate,
+            validate=ends.validate,
         )
 
     def _watched(self) -> Classes:
