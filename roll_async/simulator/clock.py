@@ -22,7 +22,7 @@ class Deadlock(RuntimeError):
 
 
 class OutOfEvents(RuntimeError):
-    """The run did not end within the rounds it was given: somebody polls without time passing, or for ever."""
+    """The run did not end within the rounds it was given: a task polls without time passing, or without an end."""
 
 
 class Killed(BaseException):

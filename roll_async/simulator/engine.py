@@ -82,7 +82,7 @@ class SimEngine:
         self.name = name
         self._seed, self._texts, self._speed, self._slots, self._faults = seed, texts, speed, slots, faults
         self.tells_progress = True
-        """False: a world in which nothing dies saves the time to tell what running requests have generated."""
+        """False: no progress reports. A world in which nothing dies does not need them, and runs faster."""
         self.version: WeightVersion | None = None
         self.content: WeightVersion | None = None
         """Weights it really holds; -1 when they are a mixture."""

@@ -1,4 +1,4 @@
-"""What a simulated run tells about speed and freshness, and what theory says about the same world."""
+"""Speed and freshness of a simulated run, and what theory predicts for the same world."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_FINDINGS = 20
 _ENDED_WITHIN_S = 20.0
-"""More than the deadlines of an abort: for a request that nobody waits for to be gone from its engine."""
+"""Longer than the deadlines of an abort: by then a request without a waiting caller is gone from its engine."""
 
 
 class Where(Enum):
@@ -44,7 +44,7 @@ class Where(Enum):
 
 
 class Watch:
-    """Books of one life of a run."""
+    """Records of one process of a run."""
 
     def __init__(self, scenario: Scenario, restored_step: int = 0, *, every_token: bool = True) -> None:
         """`every_token`: look at the tokens of every sample, which is what costs time in a large world."""
@@ -65,7 +65,7 @@ class Watch:
         self._closed = False
         self._carried = (0, 0, 0)
         self._unwanted: dict[str, float] = {}
-        """Requests on engines that nobody waits for: since when."""
+        """Requests on engines without a waiting caller, and since when."""
         self.slots_opened = 0
         """How often the slots of surplus groups were opened again: by pushes, and where nothing else can bring a batch.
         """
@@ -107,7 +107,7 @@ class Watch:
     # Seams of the queue
 
     def restored(self, queue: MessageQueue) -> None:
-        """A later life begins: what earlier ones finished is buffered again, if it is within the bound."""
+        """A restart: groups that earlier processes finished are buffered again, if they are within the bound."""
         live, usable = queue.live_groups(), self._reusable()
         extra, lost = sorted(live.keys() - usable), sorted(usable - live.keys())
         if extra:
@@ -124,7 +124,7 @@ class Watch:
         self._carried = (before.admitted, before.filtered, before.failed)
 
     def _reusable(self) -> set[int]:
-        """Groups that earlier lives finished, that are not trained, and that the restored step can still use."""
+        """Groups that earlier processes finished, that are not trained, and that the restored step can still use."""
         done, step, bound = self.fates(), self.restored_step, self.scenario.queue.bound_versions
         usable = set()
         for group_id, (prompt, group) in self.finished.items():
@@ -185,7 +185,7 @@ class Watch:
             del self.where[group_id], self.slots[group_id]
 
     def step_trained(self, step: int) -> None:
-        """The queue was told that a step is done."""
+        """A step is reported to the queue as done."""
         for group_id, place in list(self.where.items()):
             if place is Where.TRAINING:
                 self.where[group_id] = Where.FINAL
@@ -339,7 +339,7 @@ class Watch:
             self.report(17, f"the run ends without the validations of steps {sorted(missing)}")
 
     def published(self, step: int, metrics: Mapping[str, float], now_s: float) -> None:
-        """What a step tells."""
+        """The metrics of a step."""
         self._progress_s = now_s
         if self._validates and step % self.scenario.plan.eval_every == 0:
             self._due.add(step)
@@ -451,7 +451,7 @@ class Watch:
             self._orphans[f"{name}#{int(attempt) + 1}"] = len(request.prompt_token_ids) + tokens
 
     def submitted(self, requests: Sequence[GenerateRequest]) -> None:
-        """Requests arrive at an engine. Who lost its engine lost what that sampled in one interval at most."""
+        """Requests arrive at an engine. After a death of its engine a request lacks the tokens of one interval at most."""
         interval_tokens = ceil((PROGRESS_INTERVAL_S + 0.1) / self.scenario.speed.token_s) + 1
         for request in requests if self._orphans else ():
             reached, kept = self._orphans.pop(request.request_id, 0), len(request.prompt_token_ids)
@@ -482,14 +482,14 @@ class Watch:
             if not still:
                 self.report(5, f"{engine.name} sampled tokens while it was paused")
 
-    # Across lives
+    # Across restarts
 
     def closed(self) -> None:
         """The process is killed: what is decided in it from now on, while its coroutines end, never was."""
         self._closed = True
 
     def fates(self) -> dict[int, list[str]]:
-        """What this life decided about prompts, by position."""
+        """Decisions of this process about prompts, by position."""
         found: dict[int, list[str]] = {}
         for row in (row for step, rows in self.trained.items() if step <= self.steps_done for row in rows):
             found.setdefault(row, []).append("trained")
@@ -498,7 +498,7 @@ class Watch:
         return found
 
     def rewind(self, step: int) -> Watch:
-        """Books of the next life, restored to `step`: what later steps and verdicts decided is open again."""
+        """Records of the next process, restored to `step`: decisions of later steps and verdicts are open again."""
         next_life = Watch(self.scenario, step, every_token=self.every_token)
         next_life.trained = {s: rows for s, rows in self.trained.items() if s <= step}
         next_life.decided = [d for d in self.decided if d[0] <= step]

@@ -1,4 +1,4 @@
-"""The real learner and collation over an actor that compares every tensor it is given with what the engines told.
+"""The real learner and collation over an actor that compares every tensor it is given with what the engines reported.
 
 Invariant 13 by value, from the engine to the loss: tokens, masks, behaviour log-probs, versions, and advantages, which
 are computed here once more, sample by sample. Imported by worlds that want it alone: it needs torch.
@@ -92,7 +92,9 @@ class ComparingActor:
         sample, sampling = group.samples[number], self._scenario.scheduler.sampling
         prompt, texts = sample.prompt_token_ids, self._scenario.texts
         ids, sampled = sample.response_token_ids, sample.loss_mask
-        if isinstance(texts, Texts):  # rows of a trajectory were compared with what the engines told when they came
+        if isinstance(
+            texts, Texts
+        ):  # rows of a trajectory were compared with what the engines reported when they arrived
             ids, sampled = texts.whole(sample.sample_id, prompt, sampling.max_new_tokens, sampling.stop_strings)
         zeros = [0.0] * len(prompt)
         labels = [version for version, count in sample.version_runs for _ in range(count)]

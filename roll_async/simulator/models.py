@@ -1,7 +1,7 @@
-"""What the fakes are made of: how long answers are, how fast an engine decodes, what goes wrong and when.
+"""Models behind the fakes: length of answers, speed of engines, faults and their times.
 
-Everything is a function of a seed and a name, never of the order of calls, so a change of schedule does not change what
-the world is like.
+Everything is a function of a seed and a name, never of the order of calls, so a change of schedule does not change the
+world.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SpeedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFaults:
-    """What one replica does wrong. The default replica is healthy."""
+    """Faults of one replica. The default replica is healthy."""
 
     slow_factor: float = 1.0
     """Its tokens take this many times as long."""
@@ -92,24 +92,24 @@ class EngineFaults:
     """From then on it takes requests and runs them, and its replies are lost."""
     silent_for_s: float = float("inf")
     deaf_from_s: float | None = None
-    """From then on it generates and answers, and never acknowledges a pause, a resume or an abort, nor obeys it."""
+    """From then on it generates and answers, but neither acknowledges nor executes a pause, a resume or an abort."""
     frozen_from_s: float | None = None
     """From then on no call to it returns and no reply comes, as if it were stopped; it is not dead, nothing breaks."""
     hung_from_s: float | None = None
-    """From then on it computes no token; its front end answers every call, ends what it is told to, and loads weights.
+    """From then on it computes no token; its front end answers every call, executes aborts and loads weights.
     """
     half_open_from_s: float | None = None
-    """From then on its line carries one way only: it does what it is told, and no answer and no report comes back."""
+    """From then on its connection works in one direction: calls are executed, answers and reports are lost."""
     errors_from_s: float | None = None
     """From then on every call to it raises RuntimeError."""
     way_s: float = 0.0
-    """Every call is under way for a random time up to this."""
+    """Latency of every call: random, up to this."""
     crash_at_s: float | None = None
-    """Its process dies then. Whoever restarts it gets a healthy one."""
+    """Its process dies then. A restarted one is healthy."""
     duplicate_share: float = 0.0
-    """Share of replies that come a second time, later."""
+    """Share of replies that are delivered a second time, later."""
     delay_s: float = 0.0
-    """Replies wait a random time up to this, each its own: they overtake one another."""
+    """Each reply is delayed by a random time of its own up to this, so that their order changes."""
     refuse_share: float = 0.0
     """Share of requests that fail with an error of their own."""
     lost_bucket_share: float = 0.0
@@ -117,7 +117,7 @@ class EngineFaults:
 
     @property
     def lets_replies_through_in_order(self) -> bool:
-        """No reply is late, doubled or lost."""
+        """Whether no reply is delayed, duplicated or lost."""
         starts = (self.silent_from_s, self.frozen_from_s, self.half_open_from_s)
         loses = any(start is not None for start in starts)
         return not (self.duplicate_share or self.delay_s or loses)
@@ -137,7 +137,7 @@ class RewardModel:
     hang_share: float = 0.0
     """Share of samples whose first scoring never answers."""
     broken_share: float = 0.0
-    """Share of prompts whose scoring is an outage for ever: their groups are quarantined."""
+    """Share of prompts whose scoring is a permanent outage: their groups are quarantined."""
     slow_share: float = 0.0
     slow_factor: float = 20.0
 
@@ -160,16 +160,16 @@ class ToolModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldModel:
-    """The worlds of an agentic run, and how they are played."""
+    """The worlds of an agentic run, and the limits of their trajectories."""
 
     moves: int = 3
-    """A world is at its end after so many at most"""
+    """Most moves of a world."""
     fewest_moves: int = 1
-    """and so many at least."""
+    """Fewest moves of a world."""
     seconds: float = 1.0
-    """Of a reset and of a step: mean"""
+    """Mean duration of a reset and of a step."""
     sigma: float = 0.0
-    """and standard deviation of the logarithm."""
+    """Standard deviation of the logarithm of that duration."""
     hang_share: float = 0.0
     """Of worlds: one of their steps never returns."""
     crash_share: float = 0.0
@@ -178,7 +178,7 @@ class WorldModel:
     timeout_s: float = 600.0
     """Of a step."""
     blocking: bool = False
-    """Steps run in worker processes, and a crash takes the worlds beside it along."""
+    """Steps run in worker processes; a crash ends all worlds of its process."""
     per_worker: int = 4
     broken_share: float = 0.0
     """Of worker processes: they do not start."""
@@ -204,9 +204,9 @@ class ProcessModel:
     """The generating side in a process of its own (`cluster/rollout_process.py`)."""
 
     way_s: float = 0.0
-    """Every call to it and every answer is under way for a random time up to this."""
+    """Latency of every call and every answer: random, up to this."""
     dies_at_s: float | None = None
-    """With queue, ledger and engines."""
+    """Time of its death, with queue, ledger and engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ class SimReplica:
         submitted: Callable[[Sequence[GenerateRequest]], None] = lambda requests: None,
         host: EngineHost | None = None,
     ) -> None:
-        """`submitted` hears of the requests that arrive. `host`: of the engine; None = a new one."""
+        """`submitted` is called with the requests that arrive. `host`: of the engine; None = a new one."""
         self.name, self.engine = engine.name, engine
         self.capabilities: EngineCapabilities = engine.capabilities
         self._seed, self._faults, self._swap_s = seed, faults, swap_s
@@ -53,7 +53,7 @@ class SimReplica:
         await self._answer()
 
     async def collect(self) -> EngineReport:
-        """Through the faulty line if there is one, else straight from the host."""
+        """Through the faulty connection if there is one, else directly from the host."""
         self._check()
         if self._faults.lets_replies_through_in_order and self._faults.crash_at_s is None:
             return await self._host.collect()
@@ -73,7 +73,7 @@ class SimReplica:
         )
 
     async def _read(self) -> None:
-        """Take replies from the host and let them go their ways."""
+        """Take replies from the host and deliver each with its own delay or fault."""
         try:
             while True:
                 report = await self._host.collect()
@@ -122,7 +122,7 @@ class SimReplica:
 
     @property
     def ignores_calls(self) -> bool:
-        """It answers no abort (any more): what it runs is nobody's fault."""
+        """It no longer answers aborts, so that requests it still runs are no finding."""
         faults = self._faults
         silent = (faults.deaf_from_s, faults.frozen_from_s, faults.half_open_from_s, faults.errors_from_s)
         return any(map(_begun, silent))
@@ -137,7 +137,7 @@ class SimReplica:
             raise ConnectionError(f"{self.name}: {self._broken}")
 
     async def _reach(self, *, control: bool = False) -> None:
-        """Returns when the call is through, which may be never. `control`: of the kind that a deaf replica ignores."""
+        """Returns when the call has arrived, which may be never. `control`: of the kind that a deaf replica ignores."""
         self._check()
         self._calls += 1
         if self._faults.way_s:

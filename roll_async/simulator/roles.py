@@ -23,7 +23,7 @@ _HELD_OUT = 10**6
 
 
 class TrainerDied(RuntimeError):
-    """The scenario wanted it."""
+    """The trainer died, as the scenario says."""
 
 
 class SimPrompts:
@@ -105,7 +105,7 @@ class SimScorer:
 
 
 class WatchesBatches(Protocol):
-    """Who looks at what is trained."""
+    """Checks what is trained."""
 
     def batch(self, groups: Sequence[Group], step: int) -> None: ...
 
@@ -203,7 +203,7 @@ class SimTrainer:
 
 @dataclass
 class CheckpointStore:
-    """What is on the disk, and outlives a kill: step to the queue's position."""
+    """Contents of the disk, which survive a kill: the position of the queue by step."""
 
     states: dict[int, Mapping[str, object]] = field(default_factory=dict)
 

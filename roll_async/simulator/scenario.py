@@ -72,23 +72,23 @@ class Scenario:
     validation_engines: tuple[EngineFaults, ...] = ()
     """One entry per replica of validation_mode replicas."""
     second_set: bool = False
-    """Another held-out set, sampled otherwise."""
+    """A second held-out set with other sampling parameters."""
     by_value: bool = False
     """The trainer is the real learner over a fake actor, which compares every tensor."""
     stop_at_s: float | None = None
-    """Somebody presses Ctrl-C then."""
+    """Time of a Ctrl-C; None = none."""
     max_restarts: int = 0
     """Per replica that crashes."""
     scales: tuple[tuple[float, int], ...] = ()
-    """(when, so many replicas somebody asks for then)."""
+    """(time, number of replicas requested at that time), as by `roll-async scale`."""
     devices_after_s: float = 0.0
-    """So long the devices of one that joins may be on their way, drawn by its name."""
+    """Longest time until a joining replica gets its devices; the time is drawn by its name."""
     kills: tuple[int, ...] = ()
-    """The process is killed in this round of the loop's first, second ... life, and started again."""
+    """Rounds of the event loop in which the first, second ... process is killed; then the run is started again."""
 
     @property
     def rollout(self) -> RolloutOptions:
-        """What the generating side is wired with."""
+        """Options of the generating side."""
         return RolloutOptions(
             queue=self.queue,
             sync=self.sync,
@@ -123,7 +123,7 @@ class Scenario:
 
     @property
     def keeps_ledger(self) -> bool:
-        """It ends in a way after which finished groups must be found again."""
+        """Whether it ends in a way after which finished groups must be read again."""
         dies_at_s = None if self.process is None else self.process.dies_at_s
         troubles = (self.stop_at_s, self.train.fails_at_step, self.train.hangs_at_step, dies_at_s)
         return bool(self.kills) or any(trouble is not None for trouble in troubles)
@@ -140,7 +140,7 @@ class Scenario:
 
     @property
     def patience_s(self) -> float:
-        """Seconds within which a run has ended after it was told to: a save, the step under way, a push with all its
+        """Seconds within which a run has ended after it was asked to: a save, the step under way, a push with all its
         attempts, then the end. Each of these waits has a deadline; how long a sample or a score takes is in none.
         """
         sync, train = self.sync, self.train

@@ -1,4 +1,4 @@
-"""Where the replicas of a simulated run come from, and where they go."""
+"""Starts and stops the replicas of a simulated run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_async.simulator.scenario import Scenario
 
 
 class Reports(Protocol):
-    """Who hears of what must not be."""
+    """Receives findings about broken invariants."""
 
     def report(self, invariant: int, message: str) -> None: ...
 
@@ -27,7 +27,7 @@ class SimStarter:
         new: Callable[[str, EngineFaults], SimReplica],
         replicas: list[SimReplica],
     ) -> None:
-        """`replicas`: all that ever were; those that are started are added."""
+        """`replicas`: all replicas since the start; new ones are added."""
         self._scenario, self._watch, self._new, self._replicas = scenario, watch, new, replicas
         self._placed: set[str] = set()
         """Replicas with devices."""
@@ -44,18 +44,20 @@ class SimStarter:
         return f"engine-{index if index < len(self._scenario.engines) else index + own}"
 
     async def reserve(self, name: str) -> None:
-        """Devices of a replica that was there are still its own."""
+        """A replica that is started again keeps its devices."""
         if name not in self._placed:
             await asyncio.sleep(self._scenario.devices_after_s * uniform("devices", self._scenario.seed, name))
             self._placed.add(name)
 
     async def start(self, name: str, number: int) -> SimReplica:
-        """A new process; what is left of the old one goes first."""
+        """A new process, after the old one has been ended."""
         self._end(name)
         return self._add(name, EngineFaults())
 
     async def stop(self, name: str) -> None:
-        """Invariant 21: what it ran goes on elsewhere by now. What nobody waited for before has its own: 11."""
+        """Invariant 21: its requests must have continued on other replicas before. Requests without a waiting caller
+        are invariant 11.
+        """
         for replica in self._of(name):
             left = sorted(set(replica.engine.request_ids) - self._watch.unwanted)
             if left and replica.alive and not replica.ignores_calls:

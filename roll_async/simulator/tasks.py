@@ -1,4 +1,4 @@
-"""What the policy is asked in a simulated run, and who makes groups of it: answers to prompts, or (`agents/groups.py`)
+"""The tasks of a simulated run, and the source that makes groups of them: answers to prompts, or (`agents/groups.py`)
 trajectories in worlds.
 """
 

@@ -47,7 +47,7 @@ def logprobs_of(sample: str, position: int, runs: Iterable[tuple[WeightVersion, 
 
 
 def sampled_as(logprob: float) -> tuple[WeightVersion, int, int]:
-    """(version, code of the answer, position modulo 1024) that a log-prob tells of."""
+    """(version, code of the answer, position modulo 1024) that a log-prob encodes."""
     code = round(-logprob * _SCALE)
     return (code >> _NAME_BITS + _PLACE_BITS) - 1, code >> _PLACE_BITS & 63, code & 1023
 
@@ -152,7 +152,7 @@ class Texts:
 
 
 def expected_logprobs(name: str, start: int, mask: bytes, runs: VersionRuns) -> array:
-    """Of a whole sample: where the policy sampled, what the engine tells for the version of the label; else 0."""
+    """Of a whole sample: where the policy sampled, what the engine reports for the version of the label; else 0."""
     found = logprobs_of(name, start, runs)
     if 0 in mask:
         for place, sampled in enumerate(mask):

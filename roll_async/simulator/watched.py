@@ -1,4 +1,4 @@
-"""The parts of a run with their seams watched, and what is published seen."""
+"""The parts of a run with checks at their interfaces, and the receiver of metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SeenQueue(MessageQueue):
-    """A queue whose seams are watched."""
+    """A queue whose calls are checked."""
 
     watch: Watch
     world: World
@@ -53,7 +53,7 @@ class SeenQueue(MessageQueue):
 
 
 class SeenRollouter(Rollouter):
-    """A rollouter whose pauses are watched."""
+    """A rollouter whose pauses are checked."""
 
     watch: Watch
     world: World
@@ -86,7 +86,7 @@ class SeenManager(AsyncLLMServerManager):
 
 
 class SeenSource:
-    """Mixed into a group source: its validations are watched."""
+    """Mixed into a group source: its validations are checked."""
 
     watch: Watch
 

@@ -72,7 +72,7 @@ class SimOutcome:
     ended_s: float = 0.0
     rounds: int = 0
     steps: list[Mapping[str, float]] = field(default_factory=list)
-    """Published metrics of each step of the last life."""
+    """Published metrics of each step since the last kill."""
     spans: list[tuple[str, str, float, float, dict[str, float | str]]] = field(default_factory=list)
     """(track, name, start, end, arguments)."""
     queue: QueueStats | None = None
@@ -105,7 +105,7 @@ class _Found(BaseException):
 
 
 class World:
-    """One life of a run: from a checkpoint to its end or a kill."""
+    """One process of a run: from a checkpoint to its end or a kill."""
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class World:
         self._scenario, self.watch, self.outcome, self.store = scenario, watch, outcome, store
         self._ledger, self._classes = ledger, classes
         self.replicas: list[SimReplica] = []
-        """All that ever were."""
+        """All replicas since the start, those that have ended included."""
         self._stopped_s: float | None = None
-        """Somebody pressed Ctrl-C."""
+        """When Ctrl-C was pressed."""
         self.ending_s: float | None = None
-        """The training was over, and the rollout told to stop."""
+        """When the training had ended and the rollout was asked to stop."""
         self.manager: AsyncLLMServerManager
         self.managers: list[AsyncLLMServerManager] = []
         """That of training, and that of validation where it has replicas of its own."""
@@ -156,7 +156,7 @@ class World:
             raise _Found
 
     async def run(self) -> None:
-        """The whole life. Errors of roles are written into the outcome, not raised."""
+        """Run to the end. Errors of roles are written into the outcome, not raised."""
         outcome, loop = self.outcome, asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             pipeline = await self._build(stack)
@@ -265,7 +265,7 @@ class World:
         return options if self.watch.every_token else replace(options, silence_s=1e9)
 
     def _new_replica(self, name: str, faults: EngineFaults) -> SimReplica:
-        """A process, as if nobody had run there before. Raises ConnectionError when nobody could start one."""
+        """A new process without state. Raises ConnectionError when the rollout process is gone."""
         if self.died:
             raise ConnectionError("the rollout process is gone")
         scenario = self._scenario
@@ -290,7 +290,7 @@ class World:
                 self.watch.report(21, f"{num_replicas} replicas were asked for, and there will be {there}")
 
     def _set_fault_timers(self, pipeline: RLVRPipeline) -> None:
-        """Set the timers of everything that goes wrong at a time."""
+        """Set the timers of all faults that have a time."""
         loop = asyncio.get_running_loop()
         for replica, faults in zip(list(self.replicas), self._scenario.all_engines, strict=True):
             if faults.crash_at_s is not None:
@@ -378,7 +378,7 @@ class World:
                 watch.report(6, f"the data ended, and prompts {sorted(lost)} were never decided")
 
     def _check_in_time(self) -> None:
-        """Invariant 9: from what ended the run to its end; an error waits for nobody."""
+        """Invariant 9: the time from the cause of the end to the end. An error ends the run without a wait."""
         scenario, failed_s = self._scenario, self.trainer.failed_s
         waits = {
             "lost its trainer": (failed_s, 0.1),
@@ -416,7 +416,7 @@ def _live(
     kill: int | None = None,
     on_kill: Callable[[], None] | None = None,
 ) -> bool:
-    """One life; True if it was killed."""
+    """Run one process; True if it was killed."""
     loop = VirtualLoop(
         max_rounds=_MAX_ROUNDS if check else None,
         kill_in_round=kill,
@@ -444,7 +444,7 @@ def _live(
 
 
 def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -> SimOutcome:
-    """Lives until one is not killed, maybe the first. The ledger of the next is what the kill left on the disk."""
+    """Start processes until one is not killed. The ledger of the next is what the kill left on the disk."""
     store, watch, number = CheckpointStore(), Watch(scenario), 0
     while True:
         here, after = folder / f"life{number}", folder / f"life{number + 1}"
@@ -479,7 +479,7 @@ def _leave_behind(world: World, here: Path, after: Path) -> None:
 
 
 def _check_ledger(watch: Watch, folder: Path, outcome: SimOutcome) -> None:
-    """Invariants 8 (after kills) and 9 at the end of the last life: every prompt has one fate, the ledger says the same
+    """Invariants 8 (after kills) and 9 at the end of the run: every prompt has one fate, the ledger says the same
     and has every finished group.
     """
     fates, number = watch.fates(), 8 if outcome.scenario.kills else 9

@@ -50,7 +50,7 @@ def held_out_tasks(count: int) -> tuple[Prompt, ...]:
 
 
 def fates_of(scenario: Scenario) -> Fates:
-    """What the worlds of a scenario are like."""
+    """Properties of the worlds of a scenario."""
     assert scenario.worlds is not None
     return Fates(scenario.seed, scenario.worlds, scenario.rewards.flat_share)
 
@@ -62,7 +62,7 @@ def checks_of(scenario: Scenario) -> TraceChecks:
 
 
 class AgentTasks:
-    """Tasks, worlds of one life of a run, and the real groups that play them."""
+    """Tasks, worlds of one process of a run, and the real groups that play them."""
 
     def __init__(self, scenario: Scenario, watch: Watch, groups: type[AgentGroups] | None = None) -> None:
         model = scenario.worlds
@@ -110,7 +110,7 @@ class AgentTasks:
 
     @property
     def num_left(self) -> int:
-        """Worlds that nobody has closed; a worker that is given up may keep some to its end."""
+        """Worlds that have not been closed; a worker that is given up may keep some until it ends."""
         return 0 if self._model.blocking else self.book.num_open
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ _QUARTER_SHARE = 0.3
 
 
 class Fault(Enum):
-    """What goes wrong with a world in one of its steps."""
+    """The fault of a world in one of its steps."""
 
     NONE = "none"
     HANGS = "hangs"
@@ -68,7 +68,7 @@ class Fates:
         return model.seconds * exp(model.sigma * z - model.sigma**2 / 2)
 
     def fault(self, world: WorldId) -> tuple[Fault, int]:
-        """(what goes wrong, in the step after so many moves; -1 = in the reset)."""
+        """(fault, number of moves before the step in which it happens; -1 = in the reset)."""
         model, x = self._model, uniform("fault", self._seed, world)
         where = int((1 + self.moves(world)) * uniform("fault at", self._seed, world)) - 1
         for fault, share in ((Fault.HANGS, model.hang_share), (Fault.CRASHES, model.crash_share)):
@@ -88,13 +88,13 @@ class Fates:
 
 
 class Reports(Protocol):
-    """Who hears of broken invariants."""
+    """Receives findings about broken invariants."""
 
     def report(self, invariant: int, message: str) -> None: ...
 
 
 class WorldBook:
-    """All worlds of one life of a run."""
+    """All worlds of one process of a run."""
 
     def __init__(self, fates: Fates, reports: Reports, *, max_open: int, lock_step: bool = False) -> None:
         """`max_open`: of training; 0 = no limit. `lock_step`: a step ends when all worlds have ended theirs."""
@@ -196,7 +196,7 @@ class SimWorld:
             raise GraderFailed("the judge does not work")
 
     async def _hang(self, world: WorldId) -> None:
-        self._book.end(world)  # nobody counts on it any more
+        self._book.end(world)  # nothing refers to it any more
         await asyncio.sleep(_NEVER_S)
 
     async def close(self) -> None:
