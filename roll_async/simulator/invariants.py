@@ -451,7 +451,7 @@ class Watch:
             self._orphans[f"{name}#{int(attempt) + 1}"] = len(request.prompt_token_ids) + tokens
 
     def submitted(self, requests: Sequence[GenerateRequest]) -> None:
-        """Requests arrive at an engine. After a death of its engine a request lacks the tokens of one interval at most."""
+        """Requests arrive at an engine. If its engine died, a request lacks the tokens of one interval at most."""
         interval_tokens = ceil((PROGRESS_INTERVAL_S + 0.1) / self.scenario.speed.token_s) + 1
         for request in requests if self._orphans else ():
             reached, kept = self._orphans.pop(request.request_id, 0), len(request.prompt_token_ids)

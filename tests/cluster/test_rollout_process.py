@@ -56,8 +56,12 @@ class Rollouter:
         self.queue.end_of_data()
         await self.wanted.wait()
         raise TooManyFailures("one too many")
+    async def pause(self):
+        self.wanted.clear()
     async def resume(self):
         self.wanted.set()
+    async def stop(self):
+        pass
     def stats(self):
         return SimpleNamespace(busy_s=1.0)
 
