@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from roll_async.prompts.prepare import Preparation, Question, common_parser, run, text_of
+from tools.prepare_rows import Preparation, Question, common_parser, run, text_of
 
 
 def read(record: Mapping[str, object]) -> Question | str:

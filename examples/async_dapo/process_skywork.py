@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from roll_async.prompts.prepare import Preparation, Question, common_parser, excluded, run, text_of
+from tools.prepare_rows import Preparation, Question, common_parser, excluded, run, text_of
 
 MODELS = {
     "1.5b": "DeepSeek-R1-Distill-Qwen-1.5B",

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from roll_async.prompts.prepare import Preparation, Question, prepare, read_source, report, text_of, write_rows
+from tools.prepare_rows import Preparation, Question, prepare, read_source, report, text_of, write_rows
 
 
 def read(record: Mapping[str, object]) -> Question | str:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.prompts.load import DataOptions, load_prompts
-from roll_async.prompts.prepare import Preparation, Question, prepare, write_rows
 from roll_async.prompts.rows import BadRows, Columns, read_rows
+from tools.prepare_rows import Preparation, Question, prepare, write_rows
 
 BUDGET_ROWS_PER_S = 2000
 WORDS = "the sum of all positive integers n such that divides squared plus find remainder when 12 7 1000 is".split()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from roll_async.prompts.prepare import Preparation, Question, prepare, question_key, read_source
+from tools.prepare_rows import Preparation, Question, prepare, question_key, read_source
 
 
 def read(record):
