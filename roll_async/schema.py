@@ -155,6 +155,18 @@ class Completion:
             "one log-prob and version per token"
         )
 
+    @classmethod
+    def empty(cls, request_id: str, reason: FinishReason = FinishReason.ABORT, generation_s: float = 0.0) -> Completion:
+        """Of a request that ends without a token."""
+        return cls(
+            request_id=request_id,
+            token_ids=array("i"),
+            logprobs=array("f"),
+            version_runs=(),
+            finish_reason=reason,
+            generation_s=generation_s,
+        )
+
 
 class RewardStatus(str, Enum):
     """A score exists only with OK. Nothing else is a wrong answer."""

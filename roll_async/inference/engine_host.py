@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +62,7 @@ class EngineHost:
     async def _generate(self, request: GenerateRequest) -> Completion:
         """Run one request, unless it was aborted before this task started."""
         if request.request_id in self._unwanted:
-            return _nothing(request.request_id)
+            return Completion.empty(request.request_id)
         completion = await self._engine.generate(request)
         return self._whole_text(completion) if completion.finish_reason is FinishReason.ABORT else completion
 
@@ -181,18 +180,6 @@ class EngineHost:
         """The engine's load, and the number of requests on this host."""
         ended = (*(c.request_id for c in self._completions), *(i for i, _ in self._failures))
         return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)))
-
-
-def _nothing(request_id: str) -> Completion:
-    """The completion of a request that was aborted before it started."""
-    return Completion(
-        request_id=request_id,
-        token_ids=array("i"),
-        logprobs=array("f"),
-        version_runs=(),
-        finish_reason=FinishReason.ABORT,
-        generation_s=0.0,
-    )
 
 
 def _without_last(record: ExpertRecord | None, positions: int) -> ExpertRecord | None:

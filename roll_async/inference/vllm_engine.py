@@ -160,7 +160,7 @@ class VllmEngine:
         )
         try:
             if not await self._admitted(ticket):
-                return _nothing(request.request_id, loop.time() - submitted)
+                return Completion.empty(request.request_id, generation_s=loop.time() - submitted)
             recorded_from = request.recorded_positions if self._settings.record_experts else None
             sampling = _sampling(request.sampling, max_tokens, recorded_from)
             output = (await self._run(request.request_id, prompt, sampling, ticket)).outputs[0]
@@ -423,18 +423,6 @@ def expert_record(routed: np.ndarray | None) -> ExpertRecord | None:
     ids = array(typecode)
     ids.frombytes(np.ascontiguousarray(routed, dtype=kind).tobytes())
     return ExpertRecord(ids=ids, num_layers=routed.shape[1], top_k=routed.shape[2])
-
-
-def _nothing(request_id: str, seconds: float) -> Completion:
-    """The completion of a request that was aborted before it started."""
-    return Completion(
-        request_id=request_id,
-        token_ids=array("i"),
-        logprobs=array("f"),
-        version_runs=(),
-        finish_reason=FinishReason.ABORT,
-        generation_s=seconds,
-    )
 
 
 class _Recorded(TypedDict, total=False):

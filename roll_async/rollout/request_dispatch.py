@@ -26,7 +26,7 @@ from roll_async.rollout.load_polls import LoadPolls
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import Replica
 from roll_async.rollout.replica_link import ReplicaLink
-from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest, empty_completion
+from roll_async.rollout.requests import GenerationFailed, Interrupted, PendingRequest
 from roll_async.rollout.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.waiting import WaitingRequests
 from roll_async.schema import Completion, FinishReason, GenerateRequest
@@ -258,7 +258,7 @@ class RequestDispatch:
     def _dispatch(self, pending: PendingRequest, link: ReplicaLink, now_s: float) -> None:
         if pending.num_generated >= pending.request.sampling.max_new_tokens:
             pending.attempt.to(AttemptState.ANSWERED)
-            self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.LENGTH))
+            self._finish(pending, Completion.empty(pending.attempt.wire_id, FinishReason.LENGTH))
             return
         link.send(pending.attempt, now_s)
         self._admission.sent(link, pending)
@@ -405,7 +405,7 @@ class RequestDispatch:
             self._counts.generated_tokens += attempt.request.keep(attempt.received_piece())
 
     def _finish_aborted(self, pending: PendingRequest) -> None:
-        self._finish(pending, empty_completion(pending.attempt.wire_id, FinishReason.ABORT))
+        self._finish(pending, Completion.empty(pending.attempt.wire_id, FinishReason.ABORT))
 
     def _finish(self, pending: PendingRequest, last: Completion, replica: str = "") -> None:
         if pending.result.done():

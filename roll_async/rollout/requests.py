@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from roll_async.rollout.attempts import Attempt
-from roll_async.schema import Completion, FinishReason, GenerateRequest, join_records, merge_runs
+from roll_async.schema import Completion, GenerateRequest, join_records, merge_runs
 
 if TYPE_CHECKING:
     from roll_async.rollout.replica_link import ReplicaLink
@@ -104,15 +104,3 @@ class PendingRequest:
             experts=join_records(part.experts for part in parts),
             replica=replica,
         )
-
-
-def empty_completion(request_id: str, reason: FinishReason) -> Completion:
-    """A request that ends without a new token."""
-    return Completion(
-        request_id=request_id,
-        token_ids=array("i"),
-        logprobs=array("f"),
-        version_runs=(),
-        finish_reason=reason,
-        generation_s=0.0,
-    )

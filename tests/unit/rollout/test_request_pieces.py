@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.rollout.requests import PendingRequest, empty_completion
+from roll_async.rollout.requests import PendingRequest
 from roll_async.schema import Completion, ExpertRecord, FinishReason
 
 
@@ -69,10 +69,10 @@ def test_the_next_piece_records_from_the_token_that_the_last_one_did_not_read(pe
     merged = pending.merged(recorded([6], second.recorded_positions, 5))
     assert merged.experts.ids.tolist() == [0, 100, 1, 101, 2, 102, 3, 103, 4, 104]
     assert (merged.experts.num_positions, merged.experts.num_layers) == (5, 2)
-    assert pending.merged(empty_completion("r#2", FinishReason.LENGTH)).experts.num_positions == 4
+    assert pending.merged(Completion.empty("r#2", FinishReason.LENGTH)).experts.num_positions == 4
 
 
 def test_a_request_that_ends_without_a_new_token_keeps_the_old_ones(pending):
     pending.keep(piece([4], 3))
-    merged = pending.merged(empty_completion("r#2", FinishReason.LENGTH))
+    merged = pending.merged(Completion.empty("r#2", FinishReason.LENGTH))
     assert list(merged.token_ids) == [4] and merged.finish_reason is FinishReason.LENGTH
