@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from roll_async.simulator.models import EngineFaults, uniform
@@ -13,6 +13,11 @@ from roll_async.simulator.scenario import Scenario
 
 class Reports(Protocol):
     """Receives findings about broken invariants."""
+
+    @property
+    def unwanted(self) -> Set[str]:
+        """Requests without a waiting caller."""
+        ...
 
     def report(self, invariant: int, message: str) -> None: ...
 
