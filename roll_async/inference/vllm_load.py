@@ -94,7 +94,9 @@ class SchedulerReader:
 
 
 class StatisticsReader:
-    """Takes the statistics that a core in a process of its own sends: vLLM's `StatLoggerBase`, by its methods."""
+    """Takes the statistics that a core in a process of its own sends: vLLM's `StatLoggerBase`, by its methods. It tells
+    of a preemption with the next output of the request, that is, once the request runs again.
+    """
 
     def __init__(self) -> None:
         self._total_tokens = 0

@@ -159,6 +159,20 @@ def test_a_manager_sends_what_the_cache_has_room_for_and_the_rest_later(managed,
     run_virtual(main())
 
 
+def test_fewer_are_sent_beside_a_long_prompt(managed, replica_class, start):
+    async def in_flight(*prompts):
+        async with managed(with_kv(replica_class("a"), total=4000), admission="kv") as manager:
+            start(manager, [make_request(f"r{i}", prompt=range(n), tokens=100) for i, n in enumerate(prompts)])
+            await asyncio.sleep(0.1)
+            return manager.stats().in_flight
+
+    async def main():
+        alike, one_long = await in_flight(*[40] * 60), await in_flight(40, 1000, *[40] * 58)
+        assert 4 < one_long < alike - 4
+
+    run_virtual(main())
+
+
 def test_a_replica_that_does_not_tell_of_its_cache_has_the_cap(managed, replica_class, start):
     async def main():
         async with managed(replica_class("a"), max_concurrent_per_server=20, admission="kv") as manager:
