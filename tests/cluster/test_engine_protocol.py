@@ -638,58 +638,6 @@ def test_load_counts_what_runs_and_what_waits(replica):
     replica.runner.run(go())
 
 
-TELLS_KV = {"vllm"}
-"""Strategies whose engines tell of their KV cache."""
-
-
-@pytest.fixture
-def small_cache(replica, tmp_path):
-    """The same engine with a KV cache of 7 blocks of 128 tokens, or an error from one that would not tell."""
-    if replica.strategy not in TELLS_KV:
-        pytest.skip("this engine does not tell of its KV cache")
-    alike = {"core_in_process": replica.engine._settings.core_in_process}
-    if replica.engine._settings.tensor_parallel_size > 1:
-        pytest.skip("the core in a process of its own has been asked")
-    small = Replica(replica.strategy, tmp_path, True, cpu_kv_cache_bytes=1 << 20, **alike)
-    yield small
-    small.close()
-
-
-def test_the_load_tells_of_the_kv_cache_what_the_requests_must_hold(small_cache):
-    """Requests of one block, then of two: there is room for 7, then for 3, and the others are preempted."""
-
-    async def go():
-        engine = small_cache.engine
-        requests = [small_cache.request([20 + i, *range(30, 150)], max_new_tokens=300) for i in range(20)]
-        tasks, before, seen, wanted = small_cache.start(*requests), 0, [], 1
-        while before < wanted and not all(task.done() for task in tasks):
-            await asyncio.sleep(0.02)
-            load = engine.load()
-            if load.kv is None:
-                assert not seen
-                continue
-            assert load.kv.total_tokens % 128 == 0 and load.kv.preemptions >= before
-            assert load.running + load.waiting == sum(not task.done() for task in tasks)
-            before, total = load.kv.preemptions, load.kv.total_tokens
-            seen.append(load)
-            wanted = total // 128 - total // 256
-        blocks = total // 128
-        full = [load for load in seen if load.kv.preemptions == 0 and load.running == blocks]
-        assert full and all(load.kv.used_tokens == total for load in full), "one block each"
-        assert before >= wanted and any(load.running <= blocks // 2 for load in seen), "two blocks each"
-        await engine.abort([r.request_id for r in requests])
-        await asyncio.gather(*tasks)
-        idle = engine.load()
-        assert (idle.running, idle.waiting, idle.kv.free_tokens) == (0, 0, total)
-        asked, hit = idle.kv.prefix_asked_tokens, idle.kv.prefix_hit_tokens
-        for _ in range(2):
-            await engine.generate(small_cache.request(range(30, 330), max_new_tokens=2))
-        again = engine.load().kv
-        assert again.prefix_asked_tokens - asked == 600 and again.prefix_hit_tokens - hit == 256, "two whole blocks"
-
-    small_cache.runner.run(go())
-
-
 def test_sixty_four_requests_at_once_do_not_mix(replica):
     async def go():
         requests = [replica.request([20 + i, 30, 40 + i], max_new_tokens=8 + i % 9) for i in range(64)]
