@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from pathlib import Path
 import ray
 from ray._private import ray_constants
 from ray._private.worker import global_worker
+from ray.util import list_named_actors
 
+from roll_async.buffer.errors import StallError
 from roll_async.cluster.reaper import reaper
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_NAMES_FREE_WITHIN_S, _NAMES_POLL_S = 30.0, 0.1
 _EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
 _SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With 0, Ray expects a single machine and binds every port to loopback, on Linux too."""
@@ -112,6 +116,19 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
             logging_level=logging.WARNING,
         )
         logger.info("started Ray on this machine (%s)", ray.get_runtime_context().get_node_id()[:8])
+
+
+async def wait_names_free() -> None:
+    """Wait until Ray knows no role by its name any more: one that was killed is there for a moment longer, and another
+    one of its name would be refused. Raises StallError when that takes too long.
+    """
+    for _ in range(round(_NAMES_FREE_WITHIN_S / _NAMES_POLL_S)):
+        if not (left := await asyncio.to_thread(list_named_actors)):
+            return
+        await asyncio.sleep(_NAMES_POLL_S)
+    raise StallError(
+        f"roles that were ended are still there after {_NAMES_FREE_WITHIN_S:g} s: {', '.join(sorted(left))}"
+    )
 
 
 def session_folder() -> Path:

@@ -22,7 +22,7 @@ from roll_async.buffer.errors import StallError, first_cause
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.errors import RoleFailed
 from roll_async.cluster.garbage import start_without_collections
-from roll_async.cluster.runtime import RuntimeInfo
+from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.launch.roles import RolePlacements
 from roll_async.launch.run import Assembled, RunClasses, build_run
@@ -47,6 +47,7 @@ async def started_roles(
 ) -> AsyncIterator[Assembled]:
     """The started roles, coupled, with signal handlers. All of them are closed when the block ends."""
     loop = asyncio.get_running_loop()
+    await wait_names_free()  # of the roles before a restart
     async with AsyncExitStack() as stack:
         starting = asyncio.ensure_future(build_run(config, runtime, placements, stack, observers, classes))
         for name in (signal.SIGINT, signal.SIGTERM):

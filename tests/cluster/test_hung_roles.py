@@ -21,7 +21,7 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.engine_group import EngineReplica, RayEngineClient
 from roll_async.cluster.errors import RoleGone
 from roll_async.cluster.reaper import MARKER_VARIABLE, marked_processes
-from roll_async.cluster.runtime import ray_runtime, session_folder
+from roll_async.cluster.runtime import ray_runtime, session_folder, wait_names_free
 from roll_async.cluster.trainer_group import RayTrainerGroup
 from roll_async.commands.run import exit_code
 from roll_async.weight_sync.shm import FileWriter
@@ -74,6 +74,11 @@ async def main():
     await group.close()
     await critic.close()
     assert time.monotonic() - began < 4, "nobody waits for what hangs"
+    for _ in range(3):  # as a run that starts its roles again
+        named = Rank.options(name="actor_train-0").remote()
+        await named.close.remote()
+        ray.kill(named)
+        await wait_names_free()
     raise error
 
 try:
