@@ -189,6 +189,11 @@ def test_what_the_filter_says_is_counted_by_reason(run, world):
     assert judged["singletons"] == judged["dropped_singleton"] == 0 and all(r % 7 != 5 for r in done.rows)
 
 
+def test_answers_that_are_copies_of_each_other_are_counted(run, world):
+    done = run(world(async_generation_ratio=1.0).go(2))
+    assert done.end_rollout.duplicate_share == 1.0, "these replicas answer alike"
+
+
 def test_too_many_failed_groups_end_the_run_with_their_reasons(run, world):
     broken = world(lambda p, s: ConnectionError("judge is down"), max_failed_groups=3)
     with pytest.raises(BaseExceptionGroup) as raised:
