@@ -172,10 +172,12 @@ class QueueClient:
 
     def __init__(self, border: Border) -> None:
         self._border = border
-        self._position: dict[str, object] = {}
+        self._positions: dict[int, dict[str, object]] = {}
+        """By step: of the newest, and of the one before, which is the last whole one until the newest is learned."""
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
-        groups, self._position = await self._border.wait("take_batch", step, num_groups)
+        groups, position = await self._border.wait("take_batch", step, num_groups)
+        self._positions = {s: p for s, p in self._positions.items() if s == step - 1} | {step: position}
         return groups
 
     async def freshness(self, step: int) -> BatchFreshness:
@@ -191,10 +193,10 @@ class QueueClient:
         try:
             return await self._border.ask("checkpoint_state", step)
         except (RuntimeError, OSError) as error:
-            if self._position.get("step") != step:
+            if (position := self._positions.get(step)) is None:
                 raise
             logger.warning("step %d is saved without the %s: %s", step, ROLE, error)
-            return self._position
+            return position
 
     async def checkpointed(self, step: int) -> None:
         await self._border.ask("checkpointed", step)

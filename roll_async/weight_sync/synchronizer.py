@@ -416,7 +416,9 @@ class ParameterSynchronizer(Generic[Replica]):
 
     async def _readmit_serving(self, push: _Push[Replica]) -> None:
         """Call `readmit` for restarted replicas that now serve the version."""
-        for replica in [r for r in push.serving if self._returning.get(r.name) is r]:
+        for replica in list(push.serving):
+            if self._returning.get(replica.name) is not replica:  # of the returning ones, some leave meanwhile
+                continue
             await self._readmit(self._returning.pop(replica.name))
             self._removed.pop(replica.name, None)
             logger.info("Parameter sync: %s rejoined with version %d", replica.name, push.version)
