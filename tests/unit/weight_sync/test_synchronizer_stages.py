@@ -216,6 +216,24 @@ def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_s
     assert world.order("interrupt", "release") == [] and world.held == [1]
 
 
+def test_a_replica_that_leaves_while_another_one_rejoins_is_let_go(run):
+    class Leaving(World):
+        async def readmit(self, replica):
+            await super().readmit(replica)
+            self.sync.forget("engine-1")
+
+    world = Leaving()
+    world.out.update({"engine-0": "restarted", "engine-1": "restarted"})
+
+    async def go():
+        for engine in world.engines:
+            world.sync.rejoin(engine)
+        await world.sync.resync_returned(2)
+
+    run(go())
+    assert world.back == [("engine-0", 2)]
+
+
 def test_a_push_without_any_engine_goes_on_if_one_is_on_its_way_back_and_fails_otherwise(run):
     world = World(num_engines=1)
     world.engines[0].wrong = {"load": [ConnectionError("gone")] * 4}
