@@ -1,5 +1,6 @@
 """What the cluster tests share: a barely trained demo model, and a way to run the launcher as a user does."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -26,16 +27,21 @@ SMALL = (
 
 
 @pytest.fixture(scope="session")
-def demo_assets(tmp_path_factory):
-    """Tokenizer, data and a model after few warm-start steps: right in form, seldom in value. DEMO_ASSETS names a
-    finished folder, to spare the making.
+def demo_assets(tmp_path_factory, worker_id):
+    """Tokenizer, data and a model after few warm-start steps: right in form, seldom in value. Made by the first process
+    of pytest-xdist that needs them, for all. DEMO_ASSETS names a finished folder, to spare the making.
     """
     pytest.importorskip("megatron.core")
     if "DEMO_ASSETS" in os.environ:
         return Path(os.environ["DEMO_ASSETS"]).resolve()
-    folder = tmp_path_factory.mktemp("assets") / "demo_assets"
-    make = [sys.executable, "tools/make_demo_assets.py", "--small", "--output", str(folder)]
-    subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared if worker_id == "master" else shared.parent
+    folder = shared / "demo_assets"
+    with open(shared / "demo_assets.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            make = [sys.executable, "tools/make_demo_assets.py", "--small", "--output", str(folder)]
+            subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=300)
     return folder
 
 
