@@ -1,4 +1,4 @@
-"""Rules about running ahead: the queue, the staleness bound, interruption (C126, C129, C131 to C138, C151)."""
+"""Rules about running ahead: the queue, the staleness bound, interruption (C126, C129, C131 to C137, C151)."""
 
 from roll_async.config.rules.shape import Findings, number
 from roll_async.config.schema import PipelineConfig, RLVRConfig
@@ -23,7 +23,7 @@ def streaming(config: PipelineConfig) -> Findings:
 
 
 def staleness(config: PipelineConfig) -> Findings:
-    """C131, C132, C133, C138."""
+    """C131, C132, C133."""
     s, k, r = (
         config.async_training.staleness,
         config.async_training.trigger_parameter_sync_step,
@@ -45,8 +45,6 @@ def staleness(config: PipelineConfig) -> Findings:
             f" training is known to degrade; set {_STALENESS}.allow_above_8: true to accept it"
         )
         yield "C133", key, message
-    if s.soft_versions is not None and s.soft_versions > n:
-        yield "C138", f"{_STALENESS}.soft_versions", f"{s.soft_versions} exceeds max_versions {n}"
 
 
 def behaviour_logprobs(config: PipelineConfig) -> Findings:

@@ -131,6 +131,7 @@ def without_effect(config: PipelineConfig) -> Findings:
 def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
     """W12: keys that a file or an override names and this run does not read; configs of other systems have them."""
     bound, engine = config.queue_bound_groups, config.actor_infer.strategy_args.strategy_name
+    staleness = config.async_training.staleness
     cases = (
         ("reward_pretrain", config.critic is None, "it is the critic's model, and there is no critic"),
         ("actor_infer.infer_batch_size", engine in ("vllm", "sglang"), f"{engine} forms its batches itself"),
@@ -138,6 +139,11 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
             "async_training.max_queue_size",
             config.async_training.max_queue_size > bound,
             f"admission never lets more than ceil((1 + r) * W) = {bound} groups wait; a lower value would bound them",
+        ),
+        (
+            "async_training.staleness.soft_versions",
+            (staleness.soft_versions or 0) > staleness.max_versions,
+            f"no sample is older than max_versions {staleness.max_versions}",
         ),
         ("validation.num_replicas", config.validation_mode != "replicas", "it is for validation.mode replicas"),
     )

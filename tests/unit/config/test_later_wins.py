@@ -110,19 +110,13 @@ def test_sizes_under_sglang_names():
         ("adv_estimator=rloo", lambda c: c.algorithm.adv_estimator == "rloo"),
         (f"{STRATEGY}.strategy_name=vllm", lambda c: c.actor_infer.strategy_args.strategy_name == "vllm"),
         (f"{STRATEGY}.strategy_name=sglang", lambda c: c.actor_infer.strategy_args.strategy_name == "sglang"),
-        ("staleness_threshold=1", lambda c: c.async_training.staleness.soft_versions == 1),
+        ("staleness_threshold=5", lambda c: c.async_training.staleness.soft_versions == 5),
         ("max_running_requests=17", lambda c: c.async_training.max_concurrent_per_server == 17),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
 def test_one_override_on_a_shipped_config_is_enough(path, override, read):
-    try:
-        config = load(path, [override])
-    except ConfigError as error:
-        assert "staleness" in override and {d.id for d in error.diagnostics if d.is_error} == {"C138"}, error
-        assert "exceeds max_versions 0" in str(error), "synchronous: there is no version to be behind"
-    else:
-        assert read(config)
+    assert read(load(path, [override]))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
