@@ -8,7 +8,7 @@ with the number of the invariant.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from math import ceil
 from typing import TYPE_CHECKING
@@ -66,6 +66,7 @@ class Watch:
         self._carried = (0, 0, 0)
         self._unwanted: dict[str, float] = {}
         """Requests on engines without a waiting caller, and since when."""
+        self._serving: frozenset[object] = frozenset()
         self.slots_opened = 0
         """How often the slots of surplus groups were opened again: by pushes, and where nothing else can bring a batch.
         """
@@ -397,10 +398,9 @@ class Watch:
         if self.dropped != gone:
             self.report(2, f"{self.dropped} finished groups are gone, {gone} were over the bound")
 
-    @property
-    def unwanted(self) -> Set[str]:
-        """What an engine had at the last instant for nobody: its abort is on the way."""
-        return self._unwanted.keys()
+    def wanted(self, replica: SimReplica) -> list[str]:
+        """What a serving replica has for somebody. What one that was given up still runs was dispatched again."""
+        return sorted(set(replica.engine.request_ids) - self._unwanted.keys()) if replica in self._serving else []
 
     def dispatch(self, managers: Sequence[AsyncLLMServerManager], now_s: float) -> None:
         """Invariants 10 and 11, from the managers' links and what the engines really have."""
@@ -415,6 +415,7 @@ class Watch:
             if manager.num_displaced:
                 self.report(10, f"{manager.num_displaced} requests wait, and a validation that yields holds slots")
         allowed_s = _ENDED_WITHIN_S + 2 * self.scenario.manager.interrupt_timeout_s
+        self._serving = frozenset(link.client for manager in managers for link in manager.links)
         unwanted: dict[str, float] = {}
         for link in (link for manager in managers for link in manager.links):
             for request_id in () if link.client.ignores_calls else link.client.engine.request_ids:  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Protocol
 
 from roll_async.simulator.models import EngineFaults, uniform
@@ -14,9 +14,8 @@ from roll_async.simulator.scenario import Scenario
 class Reports(Protocol):
     """Receives findings about broken invariants."""
 
-    @property
-    def unwanted(self) -> Set[str]:
-        """Requests without a waiting caller."""
+    def wanted(self, replica: SimReplica) -> list[str]:
+        """Requests on a serving replica that have a waiting caller."""
         ...
 
     def report(self, invariant: int, message: str) -> None: ...
@@ -64,7 +63,7 @@ class SimStarter:
         are invariant 11.
         """
         for replica in self._of(name):
-            left = sorted(set(replica.engine.request_ids) - self._watch.unwanted)
+            left = self._watch.wanted(replica)
             if left and replica.alive and not replica.ignores_calls:
                 self._watch.report(21, f"{name} leaves while it runs {left}")
         self._end(name)
