@@ -3,8 +3,10 @@
     python tools/make_agentic_assets.py [--output output/agentic_assets] [--force]
 
 The model has seen clumsy play: lakes crossed with many random steps, and products mostly guessed, seldom computed with
-the calculator. So it knows the form of both tasks, and reinforcement learning has something to choose from.
-Deterministic and idempotent; a few minutes on one core; nothing is downloaded.
+the calculator. So it knows the form of both tasks, and reinforcement learning has something to choose from. That a call
+must hold the question's own numbers is learned apart, from rows in which the call is given and from repeated tokens: a
+model of this size copies nothing after products alone, and its calls would all be in vain. The share of right copies is
+measured at the end. Deterministic and idempotent; five minutes on one core; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ from roll_async.envs.worlds.moves import STEPS, WORDS
 
 Rows = Callable[..., list[tuple[list[int], list[int]]]]
 """(tokenizer, random.Random) to a batch of (token ids, 1 where the assistant speaks)."""
-VERSION = 2
-STEPS_WARM, BATCH, RATE = 500, 12, 4e-3
+VERSION = 3
+STEPS_WARM, BATCH, RATE = 1000, 12, 5e-3
 RANDOM_MOVES, CALLS = 0.55, 0.15
+GIVEN_CALLS = 0.6  # share of the products in which the call is given and its content alone is learned
+REPEATED_ROWS, REPEATED_TOKENS = 24, 64
+LEAST_RIGHT_COPIES = 0.3
+VOCABULARY = 256
 MAX_TURNS = 10
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
 WHOLE = (
     *WORDS, "<tool_call>", "</tool_call>", CALL, '"}}\n</tool_call>', "system\n", "user\n", "assistant\n", "tool\n",
-    "calculator",
+    "calculator", *map(str, range(10, 100)),
 )  # fmt: skip
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
@@ -50,7 +56,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(folder: Path) -> None:
-    """A character is a token, and so are the frequent words of the demos."""
+    """A character is a token, and so are the numbers of two digits and the frequent words of the demos."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +67,7 @@ def make_tokenizer(folder: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.add_tokens([AddedToken(word, special=False, normalized=False) for word in WHOLE])
-    assert len(fast) <= 128
+    assert len(fast) <= VOCABULARY
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
 
@@ -73,7 +79,7 @@ def make_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=128,
+        vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
@@ -121,13 +127,13 @@ def walk(world: FrozenLake, rng: random.Random) -> list[tuple[str, str]]:
     return chat
 
 
-def product(rng: random.Random) -> list[tuple[str, str]]:
-    """A product, seldom computed with the calculator, else guessed near the truth."""
+def product(rng: random.Random, calls: float = CALLS) -> list[tuple[str, str]]:
+    """A product, computed with the calculator in this share of cases, else guessed near the truth."""
     a, b, c = (rng.randint(10, 99) for _ in range(3))
     tasks = ((f"{a}*{b}", a * b), (f"{a}*{b}+{c}", a * b + c), (f"{a}+{b}*{c}", a + b * c), (f"{a}*{b}-{c}", a * b - c))
     expression, value = rng.choice(tasks)
     question = ("user", f"{expression}=")
-    if rng.random() < CALLS:
+    if rng.random() < calls:
         call = f'{CALL}{expression}"}}}}\n</tool_call>'
         return [question, ("assistant", call), ("tool", str(value)), ("assistant", str(value))]
     return [question, ("assistant", str(value + rng.choice((-100, -10, -1, 1, 10, 100)) * rng.randint(0, 3)))]
@@ -156,9 +162,46 @@ def demo_rows(world: FrozenLake) -> Rows:
 
     def rows(tokenizer, rng: random.Random) -> list[tuple[list[int], list[int]]]:
         walks = [encoded(tokenizer, walk(world, rng)) for _ in range(BATCH)]
-        return walks + [encoded(tokenizer, product(rng), tool="calculator") for _ in range(BATCH)]
+        repeated = [repeated_tokens(tokenizer, rng) for _ in range(REPEATED_ROWS)]
+        return [*walks, *(worked_product(tokenizer, rng) for _ in range(BATCH)), *repeated]
 
     return rows
+
+
+def worked_product(tokenizer, rng: random.Random) -> tuple[list[int], list[int]]:
+    """A product; where the call is given, its first token (the choice to call) is not learned."""
+    if rng.random() >= GIVEN_CALLS:
+        return encoded(tokenizer, product(rng), tool="calculator")
+    ids, mask = encoded(tokenizer, product(rng, calls=1.0), tool="calculator")
+    mask[mask.index(1)] = 0
+    return ids, mask
+
+
+def repeated_tokens(tokenizer, rng: random.Random) -> tuple[list[int], list[int]]:
+    """A few numbers and signs over and over, learned from the first repetition on."""
+    few = [
+        str(rng.randint(10, 99)) if rng.random() < 0.7 else rng.choice("0123456789*+-=")
+        for _ in range(rng.randint(3, 12))
+    ]
+    ids = tokenizer.convert_tokens_to_ids(few * REPEATED_TOKENS)[:REPEATED_TOKENS]
+    return ids, [int(at > len(few)) for at in range(REPEATED_TOKENS)]
+
+
+def share_of_right_copies(folder: Path, questions: int = 64) -> float:
+    """How often a sampled call holds the question's own expression, once the model has begun a call."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(2)
+    tokenizer, rng, right = AutoTokenizer.from_pretrained(folder), random.Random(2), 0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for _ in range(questions):
+        ids, mask = encoded(tokenizer, product(rng, calls=1.0)[:2], tool="calculator")
+        begun = mask.index(1) + 1
+        wanted = ids[begun:-1]
+        answer = model.generate(torch.tensor([ids[:begun]]), do_sample=True, max_new_tokens=len(wanted))
+        right += answer[0, begun:].tolist() == wanted
+    return right / questions
 
 
 def warm_start(source: Path, target: Path, batch: Rows, steps: int) -> float:
@@ -212,7 +255,11 @@ def main() -> None:
     world = FrozenLake(FrozenLakeOptions(words="short"))
     loss = warm_start(temporary / "random", temporary / "model", demo_rows(world), STEPS_WARM)
     shutil.rmtree(temporary / "random")
-    (temporary / "manifest.json").write_text(json.dumps({"version": VERSION, "warm_start_loss": loss}))
+    copies = share_of_right_copies(temporary / "model")
+    if copies < LEAST_RIGHT_COPIES:
+        raise SystemExit(f"only {copies:.2f} of the calls hold the question's numbers: there is nothing to learn from")
+    found = {"version": VERSION, "warm_start_loss": loss, "right_copies": copies}
+    (temporary / "manifest.json").write_text(json.dumps(found))
     shutil.rmtree(output, ignore_errors=True)
     temporary.rename(output)
     print(f"done in {time.time() - started:.0f} s")
