@@ -19,7 +19,7 @@ def agentic_assets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agentic") / "assets"
     script = (
         "import sys; sys.path.insert(0, 'tools'); import make_agentic_assets as m; "
-        f"m.STEPS_WARM = 20; sys.argv = ['x', '--output', {str(folder)!r}]; m.main()"
+        f"m.STEPS_WARM, m.LEAST_RIGHT_COPIES = 20, 0.0; sys.argv = ['x', '--output', {str(folder)!r}]; m.main()"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=300)
     return folder
