@@ -9,7 +9,7 @@ from statistics import stdev
 
 from roll_async.simulator.world import SimOutcome
 
-_WARM_UP = 0.2
+WARM_UP = 0.2
 """Share of the steps left out at the start, while the queue fills."""
 _BLOCKS = 8
 
@@ -47,7 +47,7 @@ def figures_of(outcome: SimOutcome) -> Figures:
     steps, queue, scenario = outcome.steps, outcome.queue, outcome.scenario
     if len(steps) < 3 or queue is None:
         raise ValueError(f"{len(steps)} simulated steps are too few for figures: the run ended with {outcome.end!r}")
-    first = max(1, int(_WARM_UP * len(steps)))
+    first = max(1, int(WARM_UP * len(steps)))
     start, end, window = steps[first - 1], steps[-1], steps[first:]
     seconds, count = end["time_s"] - start["time_s"], len(window)
     lags = [lag for step, lag in outcome.group_lags if step > start["step"]]
