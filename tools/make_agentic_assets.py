@@ -6,7 +6,9 @@ The model has seen clumsy play: lakes crossed with many random steps, and produc
 the calculator. So it knows the form of both tasks, and reinforcement learning has something to choose from. That a call
 must hold the question's own numbers is learned apart, from rows in which the call is given and from repeated tokens: a
 model of this size copies nothing after products alone, and its calls would all be in vain. The share of right copies is
-measured at the end. Deterministic and idempotent; five minutes on one core; nothing is downloaded.
+measured at the end. In the same way lakes are learned twice: clumsy walks as the demo asks for them, and walks under a
+system message that no run has, where the good moves alone are learned: so the model can read a lake, and plays as if it
+could not. Deterministic and idempotent; six minutes on one core; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from roll_async.envs.worlds.moves import STEPS, WORDS
 
 Rows = Callable[..., list[tuple[list[int], list[int]]]]
 """(tokenizer, random.Random) to a batch of (token ids, 1 where the assistant speaks)."""
-VERSION = 3
-STEPS_WARM, BATCH, RATE = 1000, 12, 5e-3
-RANDOM_MOVES, CALLS = 0.55, 0.15
+VERSION = 4
+STEPS_WARM, RATE = 1000, 5e-3
+CLUMSY_ROWS, TAUGHT_ROWS, PRODUCT_ROWS = 8, 10, 12
+RANDOM_MOVES, CALLS = 0.5, 0.15
 GIVEN_CALLS = 0.6  # share of the products in which the call is given and its content alone is learned
-REPEATED_ROWS, REPEATED_TOKENS = 24, 64
+REPEATED_ROWS, REPEATED_TOKENS = 20, 64
 LEAST_RIGHT_COPIES = 0.3
 VOCABULARY = 256
 MAX_TURNS = 10
@@ -114,17 +117,18 @@ def best_move(rows: list[str], rng: random.Random) -> int:
     raise AssertionError("every lake can be crossed")
 
 
-def walk(world: FrozenLake, rng: random.Random) -> list[tuple[str, str]]:
-    """(role, content) of a walk with many random steps."""
+def walk(world: FrozenLake, rng: random.Random) -> tuple[list[tuple[str, str]], list[bool]]:
+    """(role, content) of a walk with many random steps, and which of its moves were not."""
     text, info = world.reset(seed=rng.randrange(1 << 20))
-    chat = []
+    chat, best = [], []
     for _ in range(MAX_TURNS):
-        move = rng.randrange(4) if rng.random() < RANDOM_MOVES else best_move(info["frame"], rng)
+        best.append(rng.random() >= RANDOM_MOVES)
+        move = best_move(info["frame"], rng) if best[-1] else rng.randrange(4)
         chat += [("user", text), ("assistant", WORDS[move])]
         text, _, ended, _, info = world.step(WORDS[move])
         if ended:
             break
-    return chat
+    return chat, best
 
 
 def product(rng: random.Random, calls: float = CALLS) -> list[tuple[str, str]]:
@@ -139,21 +143,24 @@ def product(rng: random.Random, calls: float = CALLS) -> list[tuple[str, str]]:
     return [question, ("assistant", str(value + rng.choice((-100, -10, -1, 1, 10, 100)) * rng.randint(0, 3)))]
 
 
-def encoded(tokenizer, chat: list[tuple[str, str]], *, tool: str = "") -> tuple[list[int], list[int]]:
-    """(token ids, 1 where the assistant speaks) of a chat with this tool, if any."""
+def encoded(
+    tokenizer, chat: list[tuple[str, str]], *, tool: str = "", learned: list[bool] | None = None
+) -> tuple[list[int], list[int]]:
+    """(token ids, 1 where the assistant speaks) of a chat with this tool, if any; `learned` leaves out some turns."""
     ids, mask = [], []
+    turns = iter(learned or [True] * len(chat))
 
-    def add(text: str, spoken: int) -> None:
+    def add(text: str, spoken: bool) -> None:
         part = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids.extend(part)
-        mask.extend([spoken] * len(part))
+        mask.extend([int(spoken)] * len(part))
 
     if tool:
-        add(f"<|im_start|>system\n{tool}<|im_end|>\n", 0)
+        add(f"<|im_start|>system\n{tool}<|im_end|>\n", False)
     for role, content in chat:
-        add(f"<|im_start|>{role}\n", 0)
-        add(f"{content}<|im_end|>", int(role == "assistant"))
-        add("\n", 0)
+        add(f"<|im_start|>{role}\n", False)
+        add(f"{content}<|im_end|>", role == "assistant" and next(turns))
+        add("\n", False)
     return ids, mask
 
 
@@ -161,9 +168,12 @@ def demo_rows(world: FrozenLake) -> Rows:
     """A batch of both tasks of the demos."""
 
     def rows(tokenizer, rng: random.Random) -> list[tuple[list[int], list[int]]]:
-        walks = [encoded(tokenizer, walk(world, rng)) for _ in range(BATCH)]
+        walks = [encoded(tokenizer, walk(world, rng)[0]) for _ in range(CLUMSY_ROWS)]
+        for _ in range(TAUGHT_ROWS):
+            chat, best = walk(world, rng)
+            walks.append(encoded(tokenizer, chat, tool="teacher", learned=best))
         repeated = [repeated_tokens(tokenizer, rng) for _ in range(REPEATED_ROWS)]
-        return [*walks, *(worked_product(tokenizer, rng) for _ in range(BATCH)), *repeated]
+        return [*walks, *(worked_product(tokenizer, rng) for _ in range(PRODUCT_ROWS)), *repeated]
 
     return rows
 

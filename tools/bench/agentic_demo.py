@@ -1,7 +1,7 @@
 """The agentic demos, asynchronous and synchronous: success on unseen worlds before and after training, by seed.
 
     python tools/bench/agentic_demo.py [--config agentic_frozen_lake_async_cpu.yaml] [--seeds 1 2 3] [--ratios 1 0]
-                                       [--log rows.jsonl] [KEY=VALUE ...]
+                                       [--log rows.jsonl] [-- KEY=VALUE ...]
 
 `before` is the start model on the worlds of validation (`roll-async rollout`), `after` the mean of the run's last
 validation, both at the config's own validation settings, and on worlds that no training step sees. Seconds are those
