@@ -333,6 +333,8 @@ class Group:
     """Loop time at admission."""
     finished_s: float
     """Loop time when the last reward arrived."""
+    generated_s: float | None = None
+    """Loop time when the last token arrived; None where no score was waited for, and after a restart."""
     baseline_score: float | None = None
     """Score of a greedy answer to the prompt, for the remax estimator."""
 

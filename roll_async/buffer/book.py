@@ -27,6 +27,8 @@ class Entry:
     """Version the engines held when it finished."""
     taken_s: float = 0.0
     """Loop time at which a step took it."""
+    asked_s: float = 0.0
+    """Loop time at which that step, or the part of it, began to wait."""
     surplus: bool = False
     """In flight, and no step can train it in time: its result will be refused."""
 

@@ -144,6 +144,10 @@ class BatchFreshness:
     max_age_s: float
     tokens_by_versions: dict[int, int]
     """Trained tokens by staleness in versions."""
+    reward_wait_s: float
+    """Of the trainer's wait for the batch, the seconds in which all of its answers were generated: only scores were
+    missing.
+    """
 
     @classmethod
     def without_queue(cls, groups: Sequence[Group], *, step: int, now_s: float) -> BatchFreshness:
@@ -155,6 +159,7 @@ class BatchFreshness:
             groups,
             newest,
             step=step,
+            asked_s=[now_s] * len(groups),
             taken_s=[now_s] * len(groups),
             max_versions=step,  # no token can be older
             soft_versions=None,
@@ -167,12 +172,13 @@ class BatchFreshness:
         finished_versions: Sequence[WeightVersion],
         *,
         step: int,
+        asked_s: Sequence[float],
         taken_s: Sequence[float],
         max_versions: int,
         soft_versions: int | None,
     ) -> BatchFreshness:
-        """`finished_versions`: version the engines held when each group finished; `taken_s`: loop time at which the
-        step took it, so that the training itself does not count as age.
+        """`finished_versions`: version the engines held when each group finished; `asked_s`: loop time at which the
+        step began to wait for it; `taken_s`: at which it took it, so that the training itself does not count as age.
         """
         by_versions: Counter[int] = Counter()
         in_flight = queue = 0
@@ -202,4 +208,17 @@ class BatchFreshness:
             mean_age_s=sum(ages_s) / max(1, len(ages_s)),
             max_age_s=max(ages_s, default=0.0),
             tokens_by_versions=dict(sorted(by_versions.items())),
+            reward_wait_s=_reward_wait_s(groups, asked_s, taken_s),
         )
+
+
+def _reward_wait_s(groups: Sequence[Group], asked_s: Sequence[float], taken_s: Sequence[float]) -> float:
+    """Groups of one part of a step have both times in common: it would have been taken when its last answer was there.
+
+    Worked example: a part asked for at 10 s and taken at 15 s, whose last token came at 12 s, waited 3 s for scores.
+    """
+    generated: dict[tuple[float, float], float] = {}
+    for group, asked, taken in zip(groups, asked_s, taken_s, strict=True):
+        last = group.finished_s if group.generated_s is None else group.generated_s
+        generated[asked, taken] = max(asked, last, generated.get((asked, taken), asked))
+    return sum(max(0.0, taken - last) for (_, taken), last in generated.items())

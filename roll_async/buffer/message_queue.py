@@ -245,7 +245,7 @@ class MessageQueue:
             chosen = self._choose(step, wanted)
             if chosen is not None:
                 for entry in chosen:
-                    entry.taken_s = self._now()
+                    entry.asked_s, entry.taken_s = self._waits_since_s, self._now()
                     self._book.move(entry, GroupState.TRAINING)
                 self._last_taken = step
                 self._notify()
@@ -313,6 +313,7 @@ class MessageQueue:
             [e.group for e in taken if e.group is not None],
             [e.finished_version for e in taken],
             step=step,
+            asked_s=[e.asked_s for e in taken],
             taken_s=[e.taken_s for e in taken],
             max_versions=self._options.bound_versions,
             soft_versions=self._options.soft_versions,

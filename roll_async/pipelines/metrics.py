@@ -171,9 +171,27 @@ def step_metrics(
         "time/save_s": clock.spent.get("save", 0.0),
         "throughput/samples_per_s": report.num_samples / total,
         "throughput/tokens_per_s": report.num_tokens / total,
-        "idle/trainer": wait / total,
+        **_trainer_waits(clock.spent, ages, report, total),
         **_engine_shares(busy_s, total, rollout.num_servers),
     }
+
+
+def _trainer_waits(
+    spent: Mapping[str, float], ages: BatchFreshness, report: StepReport, total_s: float
+) -> dict[str, float]:
+    """Share of the step in which the trainer's ranks had no work, by cause."""
+    wait = spent.get("wait_batch", 0.0)
+    rewards = min(wait, ages.reward_wait_s)
+    causes = {
+        "rollouts": wait - rewards,
+        "rewards": rewards,
+        "collation": report.collation_s,
+        "weights": spent.get("weight_sync", 0.0),
+        "validation": spent.get("validation", 0.0),
+        "checkpoint": spent.get("save", 0.0),
+        "records": spent.get("record", 0.0),
+    }
+    return {"idle/trainer": wait / total_s, **{f"idle/trainer_{name}": s / total_s for name, s in causes.items()}}
 
 
 def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int) -> dict[str, float]:
@@ -229,6 +247,7 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
         metrics=metrics,
         logprobs_s=sum(r.logprobs_s for r in reports),
         train_s=sum(r.train_s for r in reports),
+        collation_s=sum(r.collation_s for r in reports),
         num_samples=sum(r.num_samples for r in reports),
         num_tokens=sum(r.num_tokens for r in reports),
     )

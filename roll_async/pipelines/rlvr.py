@@ -256,8 +256,9 @@ class TrainLoop:
         ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
         sync, results, agreement = None, [], self.lag_zero.check(step, report.metrics)
         try:
-            ages = await parts.queue.freshness(step)
-            await parts.queue.step_trained(step)
+            with clock.measure("record"):
+                ages = await parts.queue.freshness(step)
+                await parts.queue.step_trained(step)
             self.lag_zero.stop(step, report.metrics)
             measures = self._eval_due(step)
             if not self._abandoned and (self._push_due(step) or measures):

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from roll_async.algorithms.group_variance import group_verdict
@@ -164,15 +164,25 @@ class ChatCompletionScheduler:
             return GroupOutcome(fate=GroupFate.KEPT, group=group)
         affinity = None if self._options.spread_samples else name
         ended: GroupOutcome | None = None
+        generated_s = admitted
+
+        def on_generated() -> None:
+            nonlocal generated_s
+            generated_s = loop.time()
+
         names = [f"{name}/{i}" for i in range(self._options.samples_per_group)]
         self._running[group_id] = [*names, f"{name}/greedy"]
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [
-                    tasks.create_task(self.conversations.sample(prompt, n, self._options.sampling, affinity))
+                    tasks.create_task(
+                        self.conversations.sample(
+                            prompt, n, self._options.sampling, affinity, on_generated=on_generated
+                        )
+                    )
                     for n in names
                 ]
-                baseline = tasks.create_task(self._baseline(prompt, f"{name}/greedy", affinity))
+                baseline = tasks.create_task(self._baseline(prompt, f"{name}/greedy", affinity, on_generated))
         except* Interrupted:
             ended = GroupOutcome(fate=GroupFate.REQUEUED, reason="interrupted by a weight push")
         except* Unscorable as errors:
@@ -192,6 +202,7 @@ class ChatCompletionScheduler:
             admitted_version=admitted_version,
             admitted_s=admitted,
             finished_s=loop.time(),
+            generated_s=generated_s,
             baseline_score=baseline.result(),
         )
         aborted = self._options.greedy_baseline and group.baseline_score is None
@@ -215,11 +226,15 @@ class ChatCompletionScheduler:
         fate = GroupFate.KEPT if verdict == "keep" else GroupFate.FILTERED
         return GroupOutcome(fate=fate, group=group, reason=verdict)
 
-    async def _baseline(self, prompt: Prompt, name: str, affinity: str | None) -> float | None:
+    async def _baseline(
+        self, prompt: Prompt, name: str, affinity: str | None, on_generated: Callable[[], None]
+    ) -> float | None:
         """Score of the greedy answer; None without one, or when it was aborted."""
         if not self._options.greedy_baseline:
             return None
-        sample = await self.conversations.sample(prompt, name, _greedy(self._options.sampling), affinity)
+        sample = await self.conversations.sample(
+            prompt, name, _greedy(self._options.sampling), affinity, on_generated=on_generated
+        )
         return sample.reward.score if sample.reward is not None else None
 
     async def validate(

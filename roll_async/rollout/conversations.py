@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from roll_async.config.schema import PipelineConfig
@@ -77,9 +77,10 @@ class Conversations:
         affinity: str | None = None,
         *,
         foreground: bool = False,
+        on_generated: Callable[[], None] | None = None,
     ) -> Sample:
-        """A finished, scored sample; an aborted one (FinishReason.ABORT) has no score. Raises RewardOutage, Unscorable,
-        and what `AsyncLLMServerManager.generate` raises.
+        """A finished, scored sample; an aborted one (FinishReason.ABORT) has no score. `on_generated` is called when
+        all but the score is there. Raises RewardOutage, Unscorable, and what `AsyncLLMServerManager.generate` raises.
         """
         try:
             transcript = await self._converse(prompt, name, sampling, affinity, foreground)
@@ -91,6 +92,8 @@ class Conversations:
         sample = transcript.sample(name) if self.tools is None else self.tools.postprocess(transcript, name)
         if sample.finish_reason is FinishReason.ABORT:
             return sample
+        if on_generated is not None:
+            on_generated()
         return replace(sample, reward=await self._score(prompt, sample))
 
     async def abort(self, names: Iterable[str]) -> None:

@@ -178,6 +178,7 @@ class SimTrainer:
             metrics={"staleness/masked_fraction": masked / max(1, tokens), **metrics},
             logprobs_s=0.0,
             train_s=spent,
+            collation_s=0.0,
             num_samples=sum(len(g.samples) for g in groups),
             num_tokens=tokens,
         )

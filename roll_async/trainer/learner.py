@@ -181,6 +181,7 @@ class Learner:
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
         """Train on whole groups. `step` counts from 1; staleness as in `buffer/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
+        began = loop.time()
         batch = await asyncio.to_thread(
             collate,
             groups,
@@ -204,6 +205,7 @@ class Learner:
         evidence = credit.Evidence(row_mask=compared, values=values, logprobs=known, squares=squares)
         signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
         policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
+        prepared = loop.time()
         reused = proximal is None and options.proximal_logprobs == "reuse"
         metrics = {**signal.metrics, **correction, "trainer/proximal_reused": float(reused)}
         if parts.critic is not None:
@@ -219,6 +221,7 @@ class Learner:
             metrics=metrics,
             logprobs_s=scored - started,
             train_s=loop.time() - scored,
+            collation_s=started - began + prepared - scored,
             num_samples=len(batch.lengths),
             num_tokens=int(batch.lengths.sum()),
         )

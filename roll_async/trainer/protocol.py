@@ -76,6 +76,8 @@ class StepReport:
     metrics: Mapping[str, float]
     logprobs_s: float
     train_s: float
+    collation_s: float
+    """Of the step, in which no rank had work: groups to tensors, scores to advantages."""
     num_samples: int
     num_tokens: int
     """Prompt and response tokens of the batch, padding excluded."""

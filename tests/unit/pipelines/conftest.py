@@ -47,6 +47,20 @@ class Starter:
         """They end with the test."""
 
 
+class SlowValidation:
+    """The run's own, after `validation_s` of it."""
+
+    def __init__(self, run, validate):
+        self.run, self.validate = run, validate
+
+    async def prepare(self, step):
+        return await self.validate.prepare(step)
+
+    async def __call__(self, step):
+        await asyncio.sleep(self.run.validation_s)
+        return await self.validate(step)
+
+
 class Run:
     """One training run: its own learner, weight source, checkpoint and observer."""
 
@@ -69,12 +83,14 @@ class Run:
         turns_of=lambda replicas: None,
         pool=None,
         position=None,
+        scorer=None,
         **plan,
     ):
         self.build, self.replica_class = build, replica_class
         self.learned, self.saved, self.published, self.events = [], [], [], []
         self.positions = {}
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
+        self.collation_s = self.push_s = self.validation_s = 0.0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
         self.engines = connect(self.replicas, Starter(self), engines)
@@ -93,7 +109,7 @@ class Run:
             restored=0 if position is None else position["step"],
             position=position,
             engines=self.engines,
-            groups=lambda manager: ChatCompletionScheduler(manager, scorer_class(), scheduling),
+            groups=lambda manager: ChatCompletionScheduler(manager, (scorer or scorer_class)(), scheduling),
             prompts=self,
             weights=self,
             ledger=MemoryLedger(),
@@ -117,7 +133,7 @@ class Run:
         self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
-            observer=self, validate=self.side.validate,
+            observer=self, validate=None if self.side.validate is None else SlowValidation(self, self.side.validate),
         )  # fmt: skip
         first = 1 if position is None else position["step"] + 1
         plan = {"first_step": first, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
@@ -159,11 +175,15 @@ class Run:
 
     async def learn(self, groups, step):
         self.learned.append((step, [int(g.prompt.row_id) for g in groups]))
-        await asyncio.sleep(self.learn_s * len(groups) / 4)
+        await asyncio.sleep(self.collation_s + self.learn_s * len(groups) / 4)
         metrics = {"trainer/loss": float(len(self.learned)), "trainer/optimizer_steps": 1.0, "correction/rho_max": 2.0}
-        return StepReport(metrics=metrics, logprobs_s=1.0, train_s=2.0, num_samples=2 * len(groups), num_tokens=40)
+        return StepReport(
+            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=self.collation_s, num_samples=2 * len(groups),
+            num_tokens=40,
+        )  # fmt: skip
 
     async def export_weights(self, plan):
+        await asyncio.sleep(self.push_s)
         yield plan
         yield "digest"
 

@@ -61,6 +61,54 @@ def test_the_share_of_idle_engines_is_over_all_engines_and_each_ones_busy_share_
             assert metrics["idle/engines"] == pytest.approx(1 - share * (1 - idle))
 
 
+CAUSES = ("rollouts", "rewards", "collation", "weights", "validation", "checkpoint", "records")
+
+
+@pytest.mark.parametrize("long", [*CAUSES, None])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_each_wait_of_the_trainer_is_told_by_its_cause(run, scorer_class, a_run, long, parts):
+    """A step of 1 s of generation, 0.1 s of scoring and 0.4 s of training, and one cause takes 25 s or more."""
+    done = a_run(
+        scorer=lambda: scorer_class(score_s=100.0 if long == "rewards" else 0.1),
+        speeds=(2.5 if long == "rollouts" else 0.1,) * 4,
+        eval_every=int(long == "validation"),
+        save_every=1,
+        ratio=0.0,
+        parts=parts,
+    )
+    knobs = {"collation": "collation_s", "weights": "push_s", "validation": "validation_s", "checkpoint": "save_s"}
+    if long in knobs:
+        setattr(done, knobs[long], 100.0)
+    done.learn_s, record = 0.4, done.queue.step_trained
+
+    async def step_trained(step):
+        await asyncio.sleep(100.0 if long == "records" else 0.0)
+        await record(step)
+
+    done.queue.step_trained = step_trained
+    assert run(done.go()) is RunEnd.FINISHED
+    documented = (ROOT / "docs_roll" / "metrics.md").read_text()
+    for metrics in done.published[1:]:
+        waits = {cause: metrics[f"idle/trainer_{cause}"] for cause in CAUSES}
+        assert all(f"`idle/trainer_{cause}`" in documented for cause in CAUSES)
+        assert metrics["idle/trainer"] == pytest.approx(waits["rollouts"] + waits["rewards"])
+        assert all(share >= 0 for share in waits.values()) and sum(waits.values()) < 1
+        if long is None:
+            assert waits["rollouts"] * metrics["time/step_s"] == pytest.approx(1.0)
+            assert waits["rewards"] * metrics["time/step_s"] == pytest.approx(0.1)
+            assert (1 - sum(waits.values())) * metrics["time/step_s"] == pytest.approx(0.4)
+        else:
+            assert waits.pop(long) > 0.9 and sum(waits.values()) < 0.1
+
+
+def test_scores_that_arrive_while_the_trainer_works_are_no_wait(run, scorer_class, a_run):
+    """Groups admitted a step ahead are generated and scored beside the training of 40 s."""
+    ahead = a_run(scorer=lambda: scorer_class(score_s=20.0), ratio=1.0, speeds=(1.0,) * 8, steps=6)
+    ahead.learn_s = 40.0
+    assert run(ahead.go()) is RunEnd.FINISHED
+    assert all(m["idle/trainer_rewards"] == m["idle/trainer_rollouts"] == 0.0 for m in ahead.published[1:])
+
+
 def test_an_engine_that_is_gone_is_not_idle_and_counts_again_when_it_is_back(run, a_run):
     hit = a_run(steps=6, ratio=0.0, speeds=(1.0, 1.0))
     hit.restart_s = 50.0
@@ -213,11 +261,14 @@ def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, c
 
 def test_the_parts_of_a_step_are_merged_by_samples():
     def report(samples, **metrics):
-        return StepReport(metrics=metrics, logprobs_s=1.0, train_s=2.0, num_samples=samples, num_tokens=10)
+        return StepReport(
+            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, num_samples=samples, num_tokens=10
+        )
 
     merged = merged_reports([report(1, a=4.0, x_max=1.0), report(3, a=0.0, x_max=5.0, b=7.0)])
     assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "b": 7.0}
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
+    assert merged.collation_s == 1.0
 
 
 @pytest.mark.parametrize("every", [2, 3])

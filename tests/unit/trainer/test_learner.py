@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import time
 from array import array
 
 import pytest
@@ -98,6 +99,34 @@ def test_a_step_scores_first_and_then_trains_on_the_whole_batch(build):
     assert rows.tokens.shape == (4, 4) and rows.mask.sum() == 8 and rows.ref_logprobs is not None
     assert (trial.report.num_samples, trial.report.num_tokens) == (4, 16)
     assert trial.report.metrics["trainer/loss"] == 0.25
+
+
+def test_the_seconds_in_which_no_rank_has_work_are_those_of_collation_and_advantages(build):
+    """The calls of ranks take 0.2 and 0.4 s; a step that prepares for 0.3 s is told apart from them."""
+
+    class Slow(Learner):
+        preparing_s = 0.0
+
+        def _signal(self, *args):
+            time.sleep(self.preparing_s)
+            return super()._signal(*args)
+
+    class SlowActor(FakeActor):
+        async def compute_logprobs(self, rows):
+            await asyncio.sleep(0.2)
+            return await super().compute_logprobs(rows)
+
+        async def update_policy(self, rows, step):
+            await asyncio.sleep(0.4)
+            return await super().update_policy(rows, step)
+
+    trial = Trial()
+    learner = Slow(LearnerParts(actor=SlowActor([])), trial.learner._options)
+    quick = asyncio.run(learner.learn([build.group(0)], 1))
+    learner.preparing_s = 0.3
+    slow = asyncio.run(learner.learn([build.group(0)], 2))
+    assert quick.collation_s < 0.3 <= slow.collation_s < quick.collation_s + 0.6
+    assert slow.logprobs_s >= 0.2 and slow.train_s >= 0.4 + 0.3
 
 
 def test_the_better_answer_of_a_group_is_pushed_up_and_the_other_down(build):
