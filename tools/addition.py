@@ -57,11 +57,21 @@ class Problem:
         return "".join(steps) + f"={stated(int(digits))}"
 
 
-def problems(count: int, *, seed: int, max_digits: int = 3) -> list[Problem]:
-    """Distinct problems; each operand has 1 to `max_digits` digits with equal probability."""
+HEAVY_TAIL_DIGITS = 24
+
+
+def problems(count: int, *, seed: int, max_digits: int = 3, heavy_tail: bool = False) -> list[Problem]:
+    """Distinct problems; each operand has 1 to `max_digits` digits with equal probability. With `heavy_tail` up to
+    HEAVY_TAIL_DIGITS, by a Pareto distribution from 2 on, exponent 2: the longest answers are five times the mean, and
+    stay so however well they are learned.
+    """
     rng = random.Random(seed)
+
+    def digits() -> int:
+        return min(HEAVY_TAIL_DIGITS, int(2 * rng.paretovariate(2))) if heavy_tail else rng.randint(1, max_digits)
+
     found: dict[Problem, None] = {}
     while len(found) < count:
-        left, right = (rng.randrange(10 ** rng.randint(1, max_digits)) for _ in range(2))
+        left, right = (rng.randrange(10 ** digits()) for _ in range(2))
         found[Problem(left, right)] = None
     return list(found)

@@ -29,13 +29,13 @@ class Accuracy:
     sampled_error: float
 
 
-def accuracy(folder: str, data: str, temperature: float, seed: int = 0) -> float:
+def accuracy(folder: str, data: str, temperature: float, seed: int = 0, *, max_new_tokens: int = 96) -> float:
     """Share of right answers. Temperature 0 = greedy."""
-    verdicts = judged(folder, data, temperature, seed)
+    verdicts = judged(folder, data, temperature, seed, max_new_tokens=max_new_tokens)
     return sum(verdicts) / len(verdicts)
 
 
-def judged(folder: str, data: str, temperature: float, seed: int = 0) -> list[float]:
+def judged(folder: str, data: str, temperature: float, seed: int = 0, *, max_new_tokens: int = 96) -> list[float]:
     """1 or 0 for each row."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,7 +48,10 @@ def judged(folder: str, data: str, temperature: float, seed: int = 0) -> list[fl
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     output = model.generate(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=96, **sampling
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=max_new_tokens,
+        **sampling,
     )
     texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     judge = ExactMatch()

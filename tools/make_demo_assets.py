@@ -1,6 +1,6 @@
 """Make everything the CPU demo needs: tokenizer, data, and a model warm-started on this project's own Megatron trainer.
 
-    python tools/make_demo_assets.py [--output output/demo_assets] [--force] [--small]
+    python tools/make_demo_assets.py [--output output/demo_assets] [--force] [--small] [--size 5M] [--heavy-tail]
 
 The warm start learns from a teacher that forgets most carries and gets some digits wrong: the model knows the form,
 and what it finds most likely is wrong wherever a carry is needed. So its greedy answers have as much to learn as the
@@ -52,19 +52,24 @@ def make_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def make_model(folder: Path) -> None:
-    """A randomly initialised Qwen2 of about 0.6 M parameters."""
+SIZES = {"0.6M": (128, 3, 4), "5M": (256, 6, 4), "20M": (512, 6, 8)}
+"""Parameters, about; hidden size, layers, heads."""
+
+
+def make_model(folder: Path, size: str) -> None:
+    """A randomly initialised Qwen2."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
+    hidden, layers, heads = SIZES[size]
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -90,7 +95,7 @@ def write_rows(path: Path, rows: list) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def warm_start(source: Path, target: Path, steps: int) -> float:
+def warm_start(source: Path, target: Path, steps: int, *, heavy_tail: bool) -> float:
     """Supervised steps on the careless teacher's solutions: right in form, often wrong in value. The last loss."""
     import torch
     from transformers import AutoTokenizer
@@ -113,7 +118,7 @@ def warm_start(source: Path, target: Path, steps: int) -> float:
     )
     worker.start()
     rng = random.Random(1)
-    pool = problems(NUM_TRAIN, seed=11)
+    pool = problems(NUM_TRAIN, seed=11, heavy_tail=heavy_tail)
     loss = 0.0
     for step in range(steps):
         batch = [rng.choice(pool) for _ in range(WARM_BATCH)]
@@ -138,10 +143,14 @@ def main() -> None:
     parser.add_argument("--output", default="output/demo_assets")
     parser.add_argument("--force", action="store_true", help="make it anew")
     parser.add_argument("--small", action="store_true", help="a barely trained model and little data, for tests")
+    parser.add_argument("--size", choices=list(SIZES), default="0.6M", help="parameters of the model")
+    parser.add_argument("--heavy-tail", action="store_true", help="numbers of up to 24 digits, few of them long")
     args = parser.parse_args()
     output = Path(args.output)
     num_train, steps = (SMALL_NUM_TRAIN, SMALL_WARM_STEPS) if args.small else (NUM_TRAIN, WARM_STEPS)
     made = {"version": VERSION, "small": args.small}
+    if (args.size, args.heavy_tail) != ("0.6M", False):
+        made |= {"size": args.size, "heavy_tail": args.heavy_tail}
     manifest = output / "manifest.json"
     if not args.force and manifest.is_file() and made.items() <= json.loads(manifest.read_text()).items():
         print(f"demo assets are complete in {output}")
@@ -151,15 +160,15 @@ def main() -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     print(f"making demo assets in {output}")
-    everything = problems(num_train + NUM_VALIDATION + NUM_TEST, seed=7)
+    everything = problems(num_train + NUM_VALIDATION + NUM_TEST, seed=7, heavy_tail=args.heavy_tail)
     write_rows(temporary / "train.jsonl", everything[:num_train])
     write_rows(temporary / "validation.jsonl", everything[num_train : num_train + NUM_VALIDATION])
     write_rows(temporary / "test.jsonl", everything[num_train + NUM_VALIDATION :])
-    make_model(temporary / "random")
+    make_model(temporary / "random", args.size)
     make_tokenizer(temporary / "random")
-    loss = warm_start(temporary / "random", temporary / "model", steps)
+    loss = warm_start(temporary / "random", temporary / "model", steps, heavy_tail=args.heavy_tail)
     shutil.rmtree(temporary / "random")
-    (temporary / "manifest.json").write_text(json.dumps({**made, "warm_start_loss": loss}))
+    (temporary / "manifest.json").write_text(json.dumps({**made, "warm_start_steps": steps, "warm_start_loss": loss}))
     shutil.rmtree(output, ignore_errors=True)
     temporary.rename(output)
     print(f"done in {time.time() - started:.0f} s")

@@ -1,18 +1,25 @@
 """TRL's GRPOTrainer against this project: same checkpoint, prompts, 32 x 8 samples a step, learning rate, temperature;
-in turn.
+in turn. A table: precision x size of the model x tail of the answers' lengths, ours with defaults and at its best.
 
-    python tools/bench/vs_trl.py [--steps 40] [--assets output/demo_assets] [--venv FOLDER] [key=value ...]
+    python tools/bench/vs_trl.py [--steps 40] [--only DTYPE,SIZE,TAIL] [--dtypes fp32] [--sizes 0.6M 5M] [--tails light]
+                                 [--sides trl defaults best] [--venv FOLDER] [KEY=VALUE ...]
 
-TRL gets a virtual environment of its own, made here. Both runs may use all cores, each with the settings that make it
-fastest on a CPU: TRL in float32 (`--trl-bf16`: in bfloat16, which is slower there), ours the demo's file with SETTINGS
-and a trainer in bfloat16 where the processor has instructions for it, else in float32.
-samples/s leaves out start-up and the first 5 steps; accuracy is measured afterwards by the same code for both:
-temperature 1 on the held-out problems, 5 samples each.
+TRL gets a virtual environment of its own, made here. Both sides use all cores, start from the same warm-started model
+and have the precision of the row: TRL by autocast over float32 weights, ours as dtype of trainer and engine over
+float32 main weights. `defaults`: the demo's file as it is. `best`: with BEST. Key=value settings are added to `best`. A
+heavy tail: sums of numbers of up to 24 digits, few of them long (`make_demo_assets.py --heavy-tail`), with room for 256
+tokens instead of 96.
+
+samples/s leave out start-up and the first 5 steps; accuracy is measured afterwards by the same code for all:
+temperature 1 on the held-out problems, 5 samples each. The three runs of a row follow one another. Finished runs are
+kept in runs.jsonl and not repeated, so the script may be stopped and started again. A row's line is printed once TRL
+and one of ours have run; it names processor, precision and warm start of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -22,12 +29,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-SKIPPED = 5
+SAMPLES = 256
+"""A step, of both sides."""
+DTYPES, SIZES, TAILS = ("fp32", "bf16"), ("0.6M", "5M", "20M"), ("light", "heavy")
+SIDES = ("trl", "defaults", "best")
+LONGEST = {"light": 96, "heavy": 256}
+LONGEST_PROMPT = {"light": 24, "heavy": 56}
+Row = tuple[str, str, str]
+"""Precision, size, tail."""
 
-SETTINGS = (
+BEST = (
     "algorithm.proximal_logprobs=behaviour",  # one optimizer step a batch: TRL computes no old log-probs either
     "async_training.interrupt.mode=keep",
     "actor_infer.strategy_args.strategy_config.enable_prefix_caching=false",  # prompts are 8 tokens long
+    "actor_train.micro_batching=packed",
+    "actor_train.max_tokens_per_microbatch=4096",
 )
 
 TRL_RUN = r"""
@@ -39,7 +55,7 @@ from trl import GRPOConfig, GRPOTrainer
 from roll_async.rewards.exact_match import ExactMatch
 
 assets, output, steps, rate = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-bf16 = sys.argv[5] == "bf16"
+bf16, length, folder = sys.argv[5] == "bf16", int(sys.argv[6]), sys.argv[7]
 torch.set_num_threads(os.cpu_count())
 rows = [json.loads(line) for line in open(f"{assets}/train.jsonl")]
 data = Dataset.from_list([{"prompt": r["messages"][0]["content"], "ground_truth": r["ground_truth"]} for r in rows])
@@ -56,12 +72,12 @@ class Clock(TrainerCallback):
 
 config = GRPOConfig(
     output_dir=output, per_device_train_batch_size=256, gradient_accumulation_steps=1, num_generations=8,
-    max_completion_length=96, temperature=1.0, learning_rate=rate, lr_scheduler_type="constant", max_steps=steps,
+    max_completion_length=length, temperature=1.0, learning_rate=rate, lr_scheduler_type="constant", max_steps=steps,
     beta=0.0, use_cpu=True, bf16=bf16, logging_steps=1, save_strategy="no",
     report_to="none", gradient_checkpointing=False, seed=42, disable_tqdm=True,
 )
-model = AutoModelForCausalLM.from_pretrained(f"{assets}/model", dtype=torch.float32)
-tokenizer = AutoTokenizer.from_pretrained(f"{assets}/model", padding_side="left")
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 trainer = GRPOTrainer(
     model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
 )
@@ -72,99 +88,216 @@ print("RESULT " + json.dumps({"times": times, "rewards": rewards}))
 """
 
 
-def run_trl(python: str, assets: Path, output: Path, steps: int, rate: float, dtype: str) -> dict:
+def run_trl(row: Row, assets: Path, output: Path, args: argparse.Namespace) -> dict:
     """samples/s, reward curve and folder of TRL's run."""
+    dtype, _, tail = row
+    python = trl_python(Path(args.venv))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count())}
-    done = subprocess.run(
-        [python, "-c", TRL_RUN, str(assets), str(output), str(steps), str(rate), dtype],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    words = [assets, output, args.steps, args.rate, dtype, LONGEST[tail], assets / "model"]
+    done = subprocess.run([python, "-c", TRL_RUN, *map(str, words)], env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         sys.exit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     result = json.loads(lines[0].removeprefix("RESULT "))
-    times = result["times"]
+    times, skipped = result["times"], args.skipped
     return {
-        "samples_per_s": (len(times) - 1 - SKIPPED) * 256 / (times[-1] - times[SKIPPED]),
+        "samples_per_s": (len(times) - 1 - skipped) * SAMPLES / (times[-1] - times[skipped]),
         "reward_last_5": sum(result["rewards"][-5:]) / 5,
-        "folder": output / "final",
+        "precision": "float32" if dtype == "fp32" else "bfloat16 autocast over float32 weights",
+        "folder": str(output / "final"),
     }
 
 
-def run_ours(assets: Path, output: Path, steps: int, rate: float, overrides: list[str]) -> dict:
-    """The same of our run."""
-    from roll_async.config.processor import multiplies_bf16
+def trl_python(venv: Path) -> str:
+    """The interpreter of TRL's environment, which is made when it is missing."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "torch==2.13.0"], check=True)
+        subprocess.run([*pip, "trl==1.16.0", "transformers<5.20"], check=True)
+    return str(python.absolute())
 
-    dtype = "bf16" if multiplies_bf16() else "fp32"  # float32 main weights, optimizer and engine in both cases
+
+def overrides_of(row: Row, side: str, assets: Path, args: argparse.Namespace) -> list[str]:
+    """What a run of ours changes in the demo's file."""
+    dtype, _, tail = row
+    return [
+        f"actor_train.model_args.dtype={dtype}",
+        f"actor_infer.model_args.dtype={dtype}",
+        f"pretrain={assets}/model",
+        f"actor_train.data_args.file_name={assets}/train.jsonl",
+        f"validation.data_args.file_name={assets}/validation.jsonl",
+        f"response_length={LONGEST[tail]}",
+        f"prompt_length={LONGEST_PROMPT[tail]}",
+        f"max_steps={args.steps}",
+        f"actor_train.training_args.learning_rate={args.rate}",
+        "eval_steps=0",
+        "save_steps=0",
+        *((*BEST, *args.overrides) if side == "best" else ()),
+    ]
+
+
+def run_ours(row: Row, side: str, assets: Path, output: Path, args: argparse.Namespace) -> dict:
+    """The same of our run."""
     command = [
         sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", "rlvr_config_async_cpu.yaml",
-        f"actor_train.model_args.dtype={dtype}",
-        f"pretrain={assets}/model", f"actor_train.data_args.file_name={assets}/train.jsonl",
-        f"validation.data_args.file_name={assets}/validation.jsonl", f"output_dir={output}", "exp_name=ours",
-        f"max_steps={steps}", f"actor_train.training_args.learning_rate={rate}", "eval_steps=0", "save_steps=0",
-        *SETTINGS, *overrides,
+        f"output_dir={output}", "exp_name=ours", *overrides_of(row, side, assets, args),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"our run failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     metrics = [json.loads(line) for line in (output / "ours" / "metrics.jsonl").read_text().splitlines()]
-    counted = metrics[SKIPPED:]
+    counted = metrics[args.skipped :]
     return {
-        "samples_per_s": 256 * (len(counted) - 1) / (counted[-1]["time_s"] - counted[0]["time_s"]),
+        "samples_per_s": SAMPLES * (len(counted) - 1) / (counted[-1]["time_s"] - counted[0]["time_s"]),
         "reward_last_5": sum(m["reward/mean"] for m in metrics[-5:]) / 5,
-        "folder": output / "ours" / "hf",
+        "precision": f"trainer and engine {row[0]}, float32 main weights",
+        "staleness_mean": sum(m["staleness/mean"] for m in counted) / len(counted),
+        "length_mean": sum(m["response/length_mean"] for m in counted) / len(counted),
+        "length_max": sum(m["response/length_max"] for m in counted) / len(counted),
+        "idle_trainer": sum(m["idle/trainer"] for m in counted) / len(counted),
+        "settings": [*BEST, *args.overrides] if side == "best" else [],
+        "folder": str(output / "ours" / "hf"),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=3e-4)
-    parser.add_argument("--assets", default="output/demo_assets")
-    parser.add_argument("--venv", default="output/bench_trl/venv")
-    parser.add_argument("--trl-bf16", action="store_true")
-    parser.add_argument("overrides", nargs="*", help="more settings of ours, key=value")
-    args = parser.parse_args()
-    from tools.machine import machine_line
+def assets_of(row: Row, folder: Path) -> Path:
+    """Model, tokenizer and problems of a size and a tail; made when they are missing."""
+    _, size, tail = row
+    assets = (folder / f"{size}_{tail}").resolve()
+    if not (assets / "manifest.json").is_file():
+        make = [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", str(assets), "--size", size]
+        subprocess.run([*make, *(["--heavy-tail"] if tail == "heavy" else [])], check=True, stdout=sys.stderr)
+    return assets
 
-    print(machine_line(args), flush=True)
-    python = Path(args.venv) / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", args.venv], check=True)
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "torch==2.13.0"], check=True)
-        subprocess.run([*pip, "trl==1.16.0", "transformers<5.20"], check=True)
-    assets = Path(args.assets).resolve()
-    sys.path.insert(0, str(ROOT / "tools"))
-    from check_demo_result import accuracy
 
-    trl_dtype = "bf16" if args.trl_bf16 else "fp32"
+def measured(row: Row, side: str, args: argparse.Namespace) -> dict:
+    """One run and the accuracy of its last model."""
+    from tools.check_demo_result import accuracy
+
+    assets = assets_of(row, Path(args.assets))
     with tempfile.TemporaryDirectory() as scratch:
-        ours = run_ours(assets, Path(scratch), args.steps, args.rate, args.overrides)
-        trl = run_trl(str(python.absolute()), assets, Path(scratch) / "trl", args.steps, args.rate, trl_dtype)
-        for result in (ours, trl):
-            scores = [accuracy(str(result["folder"]), str(assets / "test.jsonl"), 1.0, seed) for seed in range(5)]
-            result["accuracy"] = sum(scores) / len(scores)
-    ratio = ours["samples_per_s"] / trl["samples_per_s"]
-    line = {
-        "name": "vs_trl",
+        if side == "trl":
+            found = run_trl(row, assets, Path(scratch) / "trl", args)
+        else:
+            found = run_ours(row, side, assets, Path(scratch), args)
+        folder, data, longest = found.pop("folder"), str(assets / "test.jsonl"), LONGEST[row[2]]
+        scores = [accuracy(folder, data, 1.0, seed, max_new_tokens=longest) for seed in range(args.draws)]
+    made = json.loads((assets / "manifest.json").read_text())
+    return {
+        "row": list(row),
+        "side": side,
+        "steps": args.steps,
+        **found,
+        "accuracy": sum(scores) / len(scores),
+        "warm_start": f"{made['warm_start_steps']} supervised steps, loss {made['warm_start_loss']:.3f}",
+    }
+
+
+def read(runs: Path) -> dict[tuple[Row, str, int], dict]:
+    """Finished runs by row, side and number of steps; of one that was repeated by hand, the last."""
+    lines = [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else []
+    return {(tuple(line["row"]), line["side"], line["steps"]): line for line in lines}
+
+
+def budget(tail: str, *, bf16_native: bool) -> float:
+    """Times TRL's samples/s."""
+    return 2.0 if tail == "heavy" else 1.5 if bf16_native else 1.2
+
+
+def line_of(row: Row, ours: dict, trl: dict, *, cpu: str, bf16_native: bool) -> dict[str, object]:
+    """A row of the table, one of our two settings against TRL."""
+    ratio, wanted = ours["samples_per_s"] / trl["samples_per_s"], budget(row[2], bf16_native=bf16_native)
+    return {
+        "name": f"vs_trl/{'/'.join(row)}/{ours['side']}",
         "value": round(ours["samples_per_s"], 1),
         "unit": "samples/s",
         "trl_samples_per_s": round(trl["samples_per_s"], 1),
         "ratio": round(ratio, 3),
-        "budget": 1.2,
+        "budget": wanted,
         "accuracy": round(ours["accuracy"], 3),
         "trl_accuracy": round(trl["accuracy"], 3),
         "reward_last_5": round(ours["reward_last_5"], 3),
         "trl_reward_last_5": round(trl["reward_last_5"], 3),
-        "ok": ratio >= 1.2 and ours["accuracy"] >= trl["accuracy"],
-        "steps": args.steps,
-        "trl_dtype": trl_dtype,
-        "settings": [*SETTINGS, *args.overrides],
+        "ok": ratio >= wanted and ours["accuracy"] >= trl["accuracy"],
+        "steps": ours["steps"],
+        "cpu": cpu,
+        "bf16": "native" if bf16_native else "emulated",
+        "precision": ours["precision"],
+        "trl_precision": trl["precision"],
+        "warm_start": ours["warm_start"],
+        "trl_warm_start": trl["warm_start"],
+        "length_mean": round(ours["length_mean"], 1),
+        "length_max": round(ours["length_max"], 1),
+        "staleness_mean": round(ours["staleness_mean"], 2),
+        "idle_trainer": round(ours["idle_trainer"], 3),
+        "settings": ours["settings"],
     }
-    print(json.dumps(line))
+
+
+def one_row(text: str) -> Row:
+    """`fp32,0.6M,light`."""
+    parts = tuple(text.split(","))
+    if len(parts) != 3 or any(part not in known for part, known in zip(parts, (DTYPES, SIZES, TAILS), strict=True)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not DTYPE,SIZE,TAIL: one of {', '.join(DTYPES)}, one of {', '.join(SIZES)}, one of "
+            f"{', '.join(TAILS)}, such as fp32,0.6M,light"
+        )
+    return parts
+
+
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    """Small models first, so that an unfinished table has whole rows early."""
+    if args.only is not None:
+        return [args.only]
+    return [(dtype, size, tail) for size, tail, dtype in itertools.product(args.sizes, args.tails, args.dtypes)]
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--skipped", type=int, default=5, help="first steps that are not counted")
+    parser.add_argument("--draws", type=int, default=5, help="samples per held-out problem")
+    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--only", type=one_row, metavar="DTYPE,SIZE,TAIL", help="this row alone")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--tails", nargs="+", choices=TAILS, default=list(TAILS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--output", default="output/bench_trl", help="runs.jsonl and assets")
+    parser.add_argument("--venv", default="output/bench_trl/venv")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="more settings of ours, for side best")
+    args = parser.parse_args(argv)
+    if args.steps < args.skipped + 2:
+        parser.error(
+            f"--steps {args.steps} leaves no step to count after --skipped {args.skipped}: two more are needed"
+        )
+    args.assets = str(Path(args.output) / "assets")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    from roll_async.config.processor import cpuinfo, multiplies_bf16, properties
+    from tools.machine import machine_line
+
+    print(machine_line(args), flush=True)
+    cpu, native = properties(cpuinfo()).get("model name", "unknown"), multiplies_bf16()
+    runs = Path(args.output) / "runs.jsonl"
+    runs.parent.mkdir(parents=True, exist_ok=True)
+    for row in rows_of(args):
+        for side in args.sides:
+            if (row, side, args.steps) not in read(runs):
+                found = measured(row, side, args)
+                with runs.open("a") as out:
+                    out.write(json.dumps(found) + "\n")
+        done = read(runs)
+        trl = done.get((row, "trl", args.steps))
+        for side in SIDES[1:]:
+            ours = done.get((row, side, args.steps))
+            if trl is not None and ours is not None:
+                print(json.dumps(line_of(row, ours, trl, cpu=cpu, bf16_native=native)), flush=True)
 
 
 if __name__ == "__main__":
