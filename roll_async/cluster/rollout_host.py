@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Protocol
 
 import ray
 
 from roll_async.cluster.garbage import start_without_collections
+from roll_async.observe.memory import peak_bytes_of_self
 from roll_async.observe.run_folder import log_to
 from roll_async.rollout.remote_side import Counters, HostedSide, Side
 
@@ -65,12 +67,19 @@ class RolloutHost:
         """Build queue, rollouter and synchronizer. Returns also whether there are validation prompts."""
         side = await self._roles.couple(spec)
         self._hosted = HostedSide(side)
-        return side.validate is not None, self._hosted.counters(self._warnings.take())
+        return side.validate is not None, self._counters()
 
     async def answer(self, what: str, *args: object) -> tuple[object, Counters]:
         """The result of a call of `rollout/remote_side.py`."""
         result = await self._hosted.answer(what, *args)
-        return result, self._hosted.counters(self._warnings.take())
+        return result, self._counters()
+
+    def _counters(self) -> Counters:
+        """Of the roles, with the memory of this process."""
+        counters = self._hosted.counters(self._warnings.take())
+        memory = {"memory/rollout_peak_bytes": float(peak_bytes_of_self())}
+        rollouter = replace(counters.rollouter, source={**counters.rollouter.source, **memory})
+        return replace(counters, rollouter=rollouter)
 
     async def close_queue(self) -> None:
         self._hosted.close_queue()

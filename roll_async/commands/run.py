@@ -189,6 +189,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     from roll_async.cluster.role_log import FOLDER_VARIABLE
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.roles import place_roles
+    from roll_async.observe.gpus import gpus_of_machine
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.prometheus import PrometheusTracker
     from roll_async.observe.recorder import Recorder
@@ -204,7 +205,8 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         # On one machine everything binds to loopback; in a cluster the scraper runs on another host.
         host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         trackers.append(PrometheusTracker(config.exp_name, config.tracking.prometheus_port, host))
-    recorder = Recorder(folder, trackers, progress, logging_steps=config.logging_steps, trace=trace)
+    gpus = gpus_of_machine()
+    recorder = Recorder(folder, trackers, progress, logging_steps=config.logging_steps, trace=trace, gpus=gpus)
     where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
     print(
         f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x "

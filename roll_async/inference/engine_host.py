@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from roll_async.inference.protocol import Engine, EngineLoad, EngineReport, PauseMode, Progress
 from roll_async.inference.stop_strings import safe_end
+from roll_async.observe.memory import peak_bytes
 from roll_async.schema import Completion, ExpertRecord, FinishReason, GenerateRequest, cut_runs
 
 _COALESCE_S = 0.02
@@ -44,6 +45,7 @@ class EngineHost:
         """Number of reported tokens of each running request."""
         self._timer: asyncio.TimerHandle | None = None
         self._progress_due = False
+        self._peak_bytes, self._peak_due_s = 0, 0.0
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Start requests; an id that already runs is reported as a failure, the running one goes on."""
@@ -179,7 +181,9 @@ class EngineHost:
     def _load(self) -> EngineLoad:
         """The engine's load, and the number of requests on this host."""
         ended = (*(c.request_id for c in self._completions), *(i for i, _ in self._failures))
-        return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)))
+        if (now := asyncio.get_running_loop().time()) >= self._peak_due_s:
+            self._peak_bytes, self._peak_due_s = peak_bytes(), now + PROGRESS_INTERVAL_S
+        return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)), peak_bytes=self._peak_bytes)
 
 
 def _without_last(record: ExpertRecord | None, positions: int) -> ExpertRecord | None:

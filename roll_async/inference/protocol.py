@@ -84,6 +84,8 @@ class EngineLoad:
     """
     kv: KVCache | None = None
     """None where the engine does not tell."""
+    peak_bytes: int = 0
+    """Largest resident sets that the processes of the replica have had; 0 when nobody looked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

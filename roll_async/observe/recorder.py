@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Mapping
 
+from roll_async.observe.gpus import Gpus
+from roll_async.observe.memory import peak_bytes_of_self
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.trace import Trace
@@ -34,9 +36,11 @@ class Recorder:
         *,
         logging_steps: int,
         trace: Trace | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
+        """`gpus`: of the machine of the driver."""
         self._folder, self._trackers, self._progress = folder, trackers, progress
-        self._trace = trace
+        self._trace, self._gpus = trace, gpus
         self._logging_steps = logging_steps
         self._started = time.monotonic()
         self._begun = False
@@ -53,6 +57,9 @@ class Recorder:
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
         full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
+        full["memory/driver_peak_bytes"] = float(peak_bytes_of_self())
+        if self._gpus is not None:
+            full |= self._gpus.metrics()
         self._folder.append_metrics(full)
         if step % self._logging_steps == 0:
             for tracker in self._trackers:
@@ -71,6 +78,8 @@ class Recorder:
     def close(self) -> None:
         """Flush all sinks."""
         self._progress.end()
+        if self._gpus is not None:
+            self._gpus.close()
         if self._trace is not None:
             self._trace.write()
         for tracker in self._trackers:

@@ -131,6 +131,7 @@ class RunPlan:
     """N."""
     groups_per_part: int
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
+    devices_per_engine: int = 1
     lag_zero: LagZeroOptions | None = None
     """When log-probs of tokens of the present weights are a mismatch; None = nobody looks."""
     validation_mode: str = "pause"
@@ -151,6 +152,7 @@ class RunPlan:
             groups_per_batch=config.groups_per_batch,
             samples_per_group=config.samples_per_group,
             groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
+            devices_per_engine=config.actor_infer.model_parallel_size,
             lag_zero=LagZeroOptions.of(config),
             validation_mode=config.validation_mode,
             rescue_timeout_s=config.fault.stall_timeout,

@@ -173,6 +173,7 @@ class TrainLoop:
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
         self._busy_s: Mapping[str, float] = {}
+        self._generated_tokens = 0
         self._validated_until = 0
         """Last step of which a validation has begun."""
         self._validation: _Validation | None = None
@@ -408,6 +409,9 @@ class TrainLoop:
         before, self._busy_s = self._busy_s, rollout.busy_s_by_server
         busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
         metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
+        generated, self._generated_tokens = rollout.generated_tokens - self._generated_tokens, rollout.generated_tokens
+        devices = max(1, rollout.num_servers) * self._plan.devices_per_engine
+        metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]
         if self._validates_apart and self._plan.eval_every:
             metrics["validation/skipped"] = float(self._num_skipped)
         custom = self._compute_custom_metrics(groups) or {}

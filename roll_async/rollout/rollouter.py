@@ -68,6 +68,8 @@ class RollouterStats:
     """Requests sent again because an engine died, failed or did not end them."""
     resumed: int
     """Requests sent to an engine with the tokens generated so far."""
+    generated_tokens: int
+    """Tokens of requests that have ended, and of those that were told before."""
     late_results: int
     """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class RollouterStats:
     judged: Mapping[str, int] = field(default_factory=dict)
     """Groups by the filter's verdict; keys of JUDGED."""
     source: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the group source and of the engines' KV caches, by key."""
+    """Metrics of the group source, and of the engines' KV caches and memory, by key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,6 +307,7 @@ class Rollouter:
             returned_servers=servers.returned_servers,
             retried=servers.retried,
             resumed=servers.resumed,
+            generated_tokens=servers.generated_tokens,
             late_results=servers.late_results,
             busy_s_by_server=dict(servers.busy_s_by_server),
             duplicate_share=self._duplicates.share,

@@ -33,7 +33,7 @@ class ServerStats:
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
     engines: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the KV caches of replicas that tell of them, by key; empty where none does."""
+    """Metrics of KV caches and memory of replicas that tell of them, by key; empty where none does."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +55,8 @@ class ServerCounts:
     """Busy seconds of replicas that were lost or have left."""
     kv_before: list[KVCache] = field(default_factory=list)
     """What these told last of their KV caches."""
+    peak_bytes: int = 0
+    """Of the replica with the most memory, as of any report that was looked at."""
 
     def dropped(self, link: ReplicaLink, now_s: float) -> None:
         """A replica was lost or has left; its busy time is kept."""
@@ -87,8 +89,16 @@ class ServerCounts:
             returned_servers=self.returned_servers,
             late_results=self.late_results,
             busy_s_by_server=busy,
-            engines=self._kv_metrics([k.load.kv for k in links if k.load is not None and k.load.kv is not None]),
+            engines={
+                **self._kv_metrics([k.load.kv for k in links if k.load is not None and k.load.kv is not None]),
+                **self._memory_metrics(k.load.peak_bytes for k in links if k.load is not None),
+            },
         )
+
+    def _memory_metrics(self, now: Iterable[int]) -> dict[str, float]:
+        """Of the largest replica so far; nothing where none tells."""
+        self.peak_bytes = max(self.peak_bytes, *now, 0)
+        return {"memory/engine_peak_bytes": float(self.peak_bytes)} if self.peak_bytes else {}
 
     def _kv_metrics(self, now: Sequence[KVCache]) -> dict[str, float]:
         """`now`: of the live replicas that tell, as of their last reports."""

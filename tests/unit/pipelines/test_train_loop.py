@@ -109,6 +109,17 @@ def test_scores_that_arrive_while_the_trainer_works_are_no_wait(run, scorer_clas
     assert all(m["idle/trainer_rewards"] == m["idle/trainer_rollouts"] == 0.0 for m in ahead.published[1:])
 
 
+def test_tokens_of_engines_are_counted_per_device_and_step(run, a_run):
+    """Groups of 2 samples of 10 tokens on 2 engines of 4 devices each; 10 s of generation, 0.5 of scoring, 8 of
+    training.
+    """
+    done = a_run(ratio=0.0, speeds=(1.0, 1.0), devices_per_engine=4)
+    assert run(done.go()) is RunEnd.FINISHED
+    for metrics in done.published:
+        assert metrics["engine/tokens_per_device_s"] == pytest.approx(4 * 2 * 10 / 8 / metrics["time/step_s"])
+        assert "`engine/tokens_per_device_s`" in (ROOT / "docs_roll" / "metrics.md").read_text()
+
+
 def test_an_engine_that_is_gone_is_not_idle_and_counts_again_when_it_is_back(run, a_run):
     hit = a_run(steps=6, ratio=0.0, speeds=(1.0, 1.0))
     hit.restart_s = 50.0

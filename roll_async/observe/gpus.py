@@ -1,0 +1,111 @@
+"""How busy the GPUs of this machine are and how much of their memory is used, from NVIDIA's management library.
+
+The library (`pip install nvidia-ml-py`) is optional: without it, or without a GPU, nothing is published.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 0.5
+
+
+class Nvml(Protocol):
+    """The calls of `pynvml` that are used."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
+
+
+class Gpus:
+    """Asks for the utilisation of some GPUs every half second, in a thread of its own; means since the last question.
+    NVML's figure is the share of time in which any kernel ran, not how much of the GPU it used.
+    """
+
+    def __init__(self, nvml: Nvml, indexes: Sequence[int] | None = None) -> None:
+        """`indexes`: as NVML counts them; None = all of the machine. Raises the library's error where there is none."""
+        nvml.nvmlInit()
+        self._nvml = nvml
+        chosen = range(nvml.nvmlDeviceGetCount()) if indexes is None else indexes
+        self._handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in chosen}
+        self._lock = threading.Lock()
+        self._sums: dict[int, float] = dict.fromkeys(self._handles, 0.0)
+        self._peaks: dict[int, int] = dict.fromkeys(self._handles, 0)
+        self._count = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread = threading.Thread(target=self._run, name="gpu utilisation", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self.sample()
+
+    def sample(self) -> None:
+        """Ask once."""
+        try:
+            busy = {
+                i: self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for i, handle in self._handles.items()
+            }
+            used = {i: self._nvml.nvmlDeviceGetMemoryInfo(handle).used for i, handle in self._handles.items()}
+        except self._nvml.NVMLError as error:
+            logger.warning("the GPUs do not tell how busy they are: %s", error)
+            self._ended.set()
+            return
+        with self._lock:
+            self._count += 1
+            for index, share in busy.items():
+                self._sums[index] += share
+                self._peaks[index] = max(self._peaks[index], used[index])
+
+    def metrics(self) -> dict[str, float]:
+        """Since the call before; nothing without a sample."""
+        with self._lock:
+            count, sums = self._count, dict(self._sums)
+            self._count, self._sums = 0, dict.fromkeys(self._handles, 0.0)
+            peaks = dict(self._peaks)
+        if not count or not sums:
+            return {}
+        means = {index: total / count for index, total in sums.items()}
+        return {
+            "gpu/utilisation": sum(means.values()) / len(means),
+            **{f"gpu/{index}/utilisation": mean for index, mean in means.items()},
+            **{f"gpu/{index}/peak_memory_bytes": float(peak) for index, peak in peaks.items()},
+        }
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def gpus_of_machine() -> Gpus | None:
+    """Those of this machine, asked from now on; None without GPUs or without the library."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    try:
+        gpus = Gpus(pynvml)
+    except pynvml.NVMLError:
+        return None
+    gpus.start()
+    return gpus
