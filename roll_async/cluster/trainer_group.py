@@ -323,7 +323,7 @@ class RayTrainerGroup:
         answers = await self._all(what, remote_call, refs)
         for started, answer in zip(self._started, answers, strict=True):
             if answer is not None:
-                result[shares[started.data_parallel_rank].numbers] = answer
+                result[shares[started.data_parallel_rank].numbers, : answer.shape[1]] = answer
         return result
 
     @property

@@ -139,7 +139,7 @@ class WholeBatchWorker(MegatronWorker):
             torch.distributed.all_gather_object(gathered, gathered[0])
         whole = torch.full(rows.tokens.shape, torch.nan)  # a row that nobody answers for shows
         for numbers, found in filter(None, gathered):
-            whole[numbers] = found
+            whole[numbers] = torch.nn.functional.pad(found, (0, whole.shape[1] - found.shape[1]))
         return whole if torch.distributed.get_rank() == 0 else None
 
 

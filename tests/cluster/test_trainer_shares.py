@@ -12,6 +12,7 @@ import torch
 
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.cluster.trainer_group import RayTrainerGroup, Started
+from roll_async.trainer.megatron.model_flops import ModelFlops
 from roll_async.trainer.megatron.shares import BatchSplitter, ModelTraits
 from roll_async.trainer.protocol import ValueRows
 
@@ -30,7 +31,8 @@ class CountingRank:
 
     def restart(self, settings, world_size, master_addr, master_port):
         self._tensor = settings.parallel.tensor
-        model = ModelTraits(hidden_size=64, has_experts=False, common_shape=False)
+        flops = ModelFlops(per_token=24 * 64 * 64, per_pair=4 * 64, backward=2)
+        model = ModelTraits(flops=flops, has_experts=False, common_shape=False)
         splitter = BatchSplitter(settings, model, world_size // self._tensor)
         return Started(data_parallel_rank=self._index // self._tensor, splitter=splitter, log=())
 

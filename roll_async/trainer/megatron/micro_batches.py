@@ -30,12 +30,18 @@ class StepRows:
     """Choice of experts to replay."""
 
     def taken(self, index: Tensor) -> StepRows:
-        """A copy of the rows `index` [b], in that order, with all that belongs to them."""
+        """A copy of the rows `index` [b], in that order, with all that belongs to them, as wide as the longest."""
+        lengths = self.lengths[index]
+        width = int(lengths.max()) if len(lengths) else 0
+
+        def of(values: Tensor) -> Tensor:
+            return values[index] if values.dim() == 1 else values[index, :width]
+
         return StepRows(
-            tokens=self.tokens[index],
-            lengths=self.lengths[index],
-            mask=self.mask[index],
-            fields={name: x[index] for name, x in self.fields.items()},
+            tokens=of(self.tokens),
+            lengths=lengths,
+            mask=of(self.mask),
+            fields={name: of(x) for name, x in self.fields.items()},
             experts=None if self.experts is None else _records_of(self.experts, index),
         )
 

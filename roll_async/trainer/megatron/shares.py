@@ -17,6 +17,7 @@ from roll_async.algorithms.aggregation import Denominators
 from roll_async.algorithms.objective import LossSettings, count_parts
 from roll_async.algorithms.policy_losses import ZERO_GRADIENT_WITHOUT_ADVANTAGE
 from roll_async.trainer.megatron.micro_batches import StepRows
+from roll_async.trainer.megatron.model_flops import ModelFlops
 from roll_async.trainer.megatron.partition import Parts, RowPlan, plan_rows
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shapes import padded_length
@@ -42,7 +43,8 @@ _POLICY_FIELDS = (
 class ModelTraits:
     """What a plan must know of the model, besides the settings of its role."""
 
-    hidden_size: int
+    flops: ModelFlops
+    """What a row costs."""
     has_experts: bool
     common_shape: bool
     """All micro-batches of all ranks are fed in one shape: the exchange of tokens or stages asks for it."""
@@ -165,7 +167,8 @@ class BatchSplitter:
             self._settings,
             rows_per_batch=rows_per_batch,
             num_ranks=self._num_ranks,
-            hidden_size=self._model.hidden_size,
+            flops=self._model.flops,
+            common_shape=self._model.common_shape,
         )
         of_all = MiniBatch(
             micro_batches=[],

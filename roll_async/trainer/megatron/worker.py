@@ -86,7 +86,7 @@ class MegatronWorker:
         exchanged = config.num_moe_experts is not None and self._settings.moe_dispatcher != "alltoall"
         staged = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
         traits = ModelTraits(
-            hidden_size=config.hidden_size,
+            flops=self._model.flops,
             has_experts=config.num_moe_experts is not None,
             common_shape=exchanged or staged,
         )

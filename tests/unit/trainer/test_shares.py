@@ -8,11 +8,13 @@ import torch
 from roll_async.algorithms.objective import LossSettings
 from roll_async.config.policy_loss_options import PpoOptions
 from roll_async.schema import ExpertRows
+from roll_async.trainer.megatron.model_flops import ModelFlops
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, ModelTraits
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 
 NUM_ROWS, WIDTH = 64, 200
+FLOPS = ModelFlops(per_token=24 * 64 * 64, per_pair=4 * 64, backward=2)
 MODES = {
     "fixed": {},
     "dynamic": {"micro_batching": "dynamic", "max_tokens_per_microbatch": 500},
@@ -54,7 +56,7 @@ def splitter(num_ranks, mode="fixed", *, common_shape=False, **fields):
         mini_batch_rows=NUM_ROWS // 2,
         **{"router_replay": True, **MODES[mode], **fields},
     )
-    model = ModelTraits(hidden_size=64, has_experts=False, common_shape=common_shape)
+    model = ModelTraits(flops=FLOPS, has_experts=False, common_shape=common_shape)
     return BatchSplitter(settings, model, num_ranks)
 
 
@@ -96,13 +98,15 @@ def test_a_row_brings_along_all_that_belongs_to_it():
     scored, policy = rows()
     first = (scored.experts.num_positions.cumsum(0) - scored.experts.num_positions).tolist()
     for share in splitter(8).policy(policy):
-        begin = 0
+        begin, width = 0, int(share.rows.lengths.max())
         for i, row in enumerate(share.numbers.tolist()):
-            for name in ("tokens", "lengths", "mask"):
-                assert torch.equal(getattr(share.rows, name)[i], getattr(policy, name)[row])
+            assert share.rows.lengths[i] == policy.lengths[row]
+            for name in ("tokens", "mask"):
+                assert torch.equal(getattr(share.rows, name)[i], getattr(policy, name)[row, :width])
             assert share.rows.fields.keys() == {"advantages", "behaviour_logprobs", "scores", "version_lag"}
             for name, values in share.rows.fields.items():
-                assert torch.equal(values[i], getattr(policy, name)[row])
+                own = getattr(policy, name)[row]
+                assert torch.equal(values[i], own[:width] if own.dim() else own)
             count = int(share.rows.experts.num_positions[i])
             assert count == (0 if row == 1 else policy.lengths[row] - 1)
             own = policy.experts.ids[first[row] : first[row] + count]
@@ -117,7 +121,9 @@ def test_the_bytes_a_rank_is_sent_fall_with_the_number_of_ranks(call):
     sizes = {n: [len(pickle.dumps(share)) for share in of_each_call(n)[call]] for n in (1, 2, 8)}
     (whole,) = sizes[1]
     for num_ranks in (2, 8):
-        assert max(sizes[num_ranks]) < 1.15 * whole / num_ranks + 3000, (sizes, "counts and plan are below 3 kB")
+        # Counts and plan are below 3 kB. A rank of long rows has more of the experts' records than one of short ones.
+        assert max(sizes[num_ranks]) < 1.25 * whole / num_ranks + 3000, sizes
+        assert sum(sizes[num_ranks]) < whole + 3000 * num_ranks, sizes
 
 
 def test_a_loss_is_divided_by_the_counts_of_all_ranks_and_of_rows_that_none_computes():
@@ -149,4 +155,4 @@ def test_more_ranks_than_rows_leave_some_without_any():
     few = TokenRows(tokens=scored.tokens[:2], lengths=scored.lengths[:2], mask=scored.mask[:2])
     shares = splitter(4).scoring(few)
     assert [len(share.numbers) for share in shares] == [1, 1, 0, 0]
-    assert shares[3].rows.tokens.shape == (0, WIDTH) and shares[3].mini_batches[0].micro_batches == [[]]
+    assert shares[3].rows.tokens.shape == (0, 0) and shares[3].mini_batches[0].micro_batches == [[]]
