@@ -86,4 +86,6 @@ def test_a_rank_receives_fewer_bytes_the_more_data_parallel_ranks_there_are():
     for call, whole in found[4].items():
         assert len(set(whole)) == 1, "all tensor-parallel ranks need the same rows"
         for tensor in (1, 2):
-            assert found[tensor][call] == [x * tensor // 4 for x in whole], call
+            each = found[tensor][call]
+            assert sum(each[::tensor]) <= whole[0], "no row is sent to two data-parallel ranks"
+            assert all(size <= 1.1 * whole[0] * tensor / 4 for size in each), (call, each, whole)
