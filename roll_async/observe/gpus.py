@@ -104,7 +104,7 @@ def gpus_of_machine() -> Gpus | None:
     except ImportError:
         return None
     try:
-        gpus = Gpus(pynvml)
+        gpus = Gpus(pynvml)  # pyright: ignore[reportArgumentType]  # a module, whose names it does not see
     except pynvml.NVMLError:
         return None
     gpus.start()
