@@ -1,8 +1,6 @@
 """One suite for every engine: what `inference/protocol.py` promises, checked against plain Transformers in float32."""
 
 import asyncio
-import os
-import sys
 import time
 from array import array
 from pathlib import Path
@@ -171,25 +169,6 @@ class Replica:
         await self.engine.commit(version)
         await self.engine.resume()
         self.version = version
-
-
-@pytest.fixture(scope="module")
-def sglang_stubs():
-    """SGLang, which lies beside the other packages because nothing else should find Triton, and stand-ins for modules
-    that it imports and a CPU does not have: for this process and its children, until the module ends.
-    """
-    folders = [str(Path(__file__).resolve().parent / "sglang_stubs"), str(Path(sys.prefix) / "sglang")]
-    before, path = os.environ.get("PYTHONPATH"), list(sys.path)
-    sys.path[:0] = folders
-    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
-    yield
-    sys.path[:] = path
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "sgl_kernel", "IPython")]:
-        del sys.modules[name]
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 import megatron_cases as cases
 import torch
 
-from roll_async.inference.hf_engine import HfEngine
+from roll_async.inference.backends import create_engine
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import ExpertRows, GenerateRequest, SamplingParams, join_records
 from roll_async.trainer.protocol import TokenRows
@@ -168,14 +168,15 @@ def test_records_of_another_model_and_a_model_without_experts_are_refused(rank_p
         rank_pool.run(cases.replay, 1, settings=dense, experts=random)
 
 
-def generate(folder, dtype, drive):
-    """What `drive(engine)` returns on a started Hugging Face engine that records."""
+def generate(folder, dtype, drive, strategy="hf_infer"):
+    """What `drive(engine)` returns on a started engine that records."""
 
     async def run():
-        engine = HfEngine(
+        engine = create_engine(
+            strategy,
             EngineSettings(
                 model_folder=folder, dtype=dtype, device="cpu", max_model_len=64, max_running=8, record_experts=True
-            )
+            ),
         )
         await engine.start()
         try:
@@ -186,7 +187,7 @@ def generate(folder, dtype, drive):
     return asyncio.run(run())
 
 
-def request(name, prompt, tokens, recorded_positions=0):
+def ask(name, prompt, tokens, recorded_positions=0):
     return GenerateRequest(
         request_id=name,
         prompt_token_ids=array("i", prompt),
@@ -199,21 +200,27 @@ def as_tensor(record):
     return torch.frombuffer(record.ids, dtype=torch.uint8).view(-1, record.num_layers, record.top_k).long()
 
 
-def test_the_engine_records_what_its_routers_chose_also_over_an_interruption(folder, model):
+@pytest.mark.parametrize("strategy", ["hf_infer", "sglang"])
+def test_the_engine_records_what_its_routers_chose_also_over_an_interruption(folder, model, strategy, request):
+    """vLLM's CPU build records nothing."""
+    if strategy == "sglang":
+        request.getfixturevalue("sglang_stubs")
+        pytest.importorskip("sglang")
+
     async def drive(engine):
-        whole = asyncio.gather(*(engine.generate(request(f"r{i}", range(1 + i, 9), 20)) for i in range(6)))
-        first = asyncio.ensure_future(engine.generate(request("a", [5, 6, 7], 60)))
-        while len(getattr(engine._running.get("a"), "tokens", ())) < 4:
+        whole = asyncio.gather(*(engine.generate(ask(f"r{i}", range(1 + i, 9), 20)) for i in range(6)))
+        first = asyncio.ensure_future(engine.generate(ask("a", [5, 6, 7], 60)))
+        while engine.progress("a", 0) is None:
             await asyncio.sleep(0.001)
         await engine.abort(["a"])
         piece = await first
         prompt = [5, 6, 7, *piece.token_ids]
         known = piece.experts.num_positions
         assert known == len(prompt) - 1
-        rest = await engine.generate(request("b", prompt, 5, known))
+        rest = await engine.generate(ask("b", prompt, 5, known))
         return await whole, (prompt, piece, rest)
 
-    completions, (prompt, piece, rest) = generate(folder, "fp32", drive)
+    completions, (prompt, piece, rest) = generate(folder, "fp32", drive, strategy)
     rows = [([*range(1 + i, 9), *x.token_ids], x.experts) for i, x in enumerate(completions)]
     rows.append(([*prompt, *rest.token_ids], join_records([piece.experts, rest.experts])))
     for tokens, record in rows:
@@ -227,7 +234,7 @@ def test_with_replay_the_trainer_is_nearer_to_an_engine_of_lower_precision(rank_
     """bfloat16 flips a part of the choices; a token whose experts are other ones has another distribution."""
 
     async def drive(engine):
-        return await asyncio.gather(*(engine.generate(request(f"r{i}", [3 + i, 9, 20], 40)) for i in range(16)))
+        return await asyncio.gather(*(engine.generate(ask(f"r{i}", [3 + i, 9, 20], 40)) for i in range(16)))
 
     completions = generate(folder, "bf16", drive)
     width = max(3 + len(x.token_ids) for x in completions)

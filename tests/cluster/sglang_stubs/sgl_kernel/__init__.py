@@ -1,4 +1,18 @@
-"""SGLang's kernels are compiled for CUDA only. On CPU it imports their names and takes its paths in plain torch."""
+"""SGLang's kernels are compiled for CUDA only. On CPU it imports their names and takes its paths in plain torch.
+
+Its record of experts asks CUDA to page-lock a buffer in host memory, without a look at the device: here nothing copies
+from a device, so the answer is yes.
+"""
+
+import torch
+
+
+class _NothingToLock:
+    def cudaHostRegister(self, pointer, num_bytes, flags):
+        return 0
+
+
+torch.cuda.cudart = _NothingToLock
 
 
 def __getattr__(name):
