@@ -1,33 +1,52 @@
 """Weights from trainer ranks to engine ranks, each a process of its own, against a plain copy of the same bytes.
 
-    python tools/bench/weight_sync.py [--mib 256] [--bucket-mib 64] [--transport shm gloo] [--layouts 1:1x1 2:1x2 2:2x1]
-        [--verify sample] [--rounds 4] [--link-mib-s 0] [--changed 0]
+    python tools/bench/weight_sync.py [--gb 0.1 0.5 1] [--transport shm gloo] [--layouts 1:1x1 4:2x2 8:4x1]
+        [--bucket-mib 64] [--verify sample] [--rounds 3] [--changed 0] [--link-mib-s 50] [--parts speed growth pause]
 
-A layout is `trainer ranks : replicas x tensor-parallel ranks`. Senders cut, pack and digest; receivers take in what
-they keep, digest it and put it into their model: one push without the engines. Medians over the rounds; the first
+One line of JSON for each measurement, and a table of all ratios at the end.
+
+speed: a layout is `trainer ranks : replicas x tensor-parallel ranks`. Senders cut, pack and digest; receivers take in
+what they keep, digest it and put it into their model: one push without the engines. Medians over the rounds; the first
 one, which allocates, is dropped. All processes share the cores of this machine: `ratio` is the bandwidth of all bytes
-brought up to date together over that of a plain copy by one process. `--changed`: between two pushes that share of
-the values changes, at random places, and only these are sent (`weight_sync.sparse`). `--link-mib-s` makes every link as
-slow as that (16 MiB at a time, senders sleep): then bandwidth is not shared, and the time with 8 replicas over that
-with 1 shows the chain.
+brought up to date together over that of a plain copy of as many by one process. `*_extra_mib`: the highest memory of
+a sender and of a receiver beyond what it held before the first push, its mappings of shared memory included;
+`*_buckets`: in buckets, without the one copy of the new weights that a transport over host memory keeps by design
+(senders: shm, so that receivers map it; receivers: until the swap). `--changed`: between two pushes that share of the
+values changes, at random places, and only these are sent (`weight_sync.sparse`).
+
+growth: the time of a push to 8 replicas over that to 1, over gloo. Bandwidth is not shared: every link is slowed down
+to --link-mib-s by sleeping senders, so that the cores have time to spare. All in one bucket (the default of
+`weight_sync.bucket_size_mb` is 1024): of n chunks of 16 MiB, the chain takes (n + 7) / n of the time of one replica.
+
+pause: vLLM with its core in this process serves 8 requests while another process pushes to it over shm in mode `keep`.
+`value` is the longest gap between two reports of tokens, across all requests, from the interruption on; `swap_s` is the
+commit, `step_s` the usual gap.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import multiprocessing
-import resource
+import os
 import statistics
 import sys
+import tempfile
+import threading
 import time
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each process, the engine's threads included
 import torch  # noqa: E402
 
 from roll_async.weight_sync import links  # noqa: E402
@@ -38,6 +57,13 @@ from roll_async.weight_sync.layout import Cut, EngineLayout  # noqa: E402
 from roll_async.weight_sync.packing import TensorPart  # noqa: E402
 from roll_async.weight_sync.transports import STAGED, open_receiver, open_sender  # noqa: E402
 
+BUDGET, BUCKETS, GROWTH, PAUSE_S = 0.5, 2.0, 1.5, 0.05
+"""Least share of the bandwidth of a copy; most extra memory; most time of 8 replicas over 1; pause beside the swap."""
+GROWTH_GB = 0.5
+PAUSED_LAYERS, PAUSED_WIDTH = 8, 512
+"""Of the model of `pause`: 0.12 GB in float32."""
+PARTS = ("speed", "growth", "pause")
+_LOOK_S = 0.005
 LAYER = {"up_proj": (4096, 1024), "down_proj": (1024, 4096), "o_proj": (1024, 1024), "norm": (1024,)}
 """Tensors of one layer: about 9 Mi elements, as in a model of 0.6 B parameters."""
 
@@ -74,7 +100,9 @@ def trainer(pipe, args, rank: int, size: int, layout: EngineLayout) -> None:
     """One sending process: answers `next` with a block."""
     torch.set_num_threads(1)
     _slow_links(args.link_mib_s)
-    parts, sender, version = parts_of(args.mib << 20, rank, size), None, 0
+    parts, sender, version = args.parts_of(args.num_bytes, rank, size), None, 0
+    memory = Memory()
+    pipe.send(sum(part.tensor.nbytes for part in parts))
     while (word := pipe.recv()) is not None:
         if word == "train":
             _change(parts, args.changed, seed=version)
@@ -89,7 +117,7 @@ def trainer(pipe, args, rank: int, size: int, layout: EngineLayout) -> None:
         else:
             pipe.send(sender.next_block() if word == "next" else sender.sent)
     sender.close()
-    pipe.send(_peak())
+    pipe.send(memory.most_extra())
 
 
 def _change(parts: list[TensorPart], share: float, *, seed: int) -> None:
@@ -104,14 +132,17 @@ def engine(pipe, args, rank: int, layout: EngineLayout) -> None:
     """One receiving process: answers every bucket, then the digest, then the swap."""
     torch.set_num_threads(1)
     _slow_links(args.link_mib_s)
-    model = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes(args.mib << 20)}
-    pipe.send(_peak())
-    kept = LastExport()
+    model = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes(args.num_bytes)}
+    memory = Memory()
+    pipe.send("up")
+    kept, staged = LastExport(), 0
     while (plan := pipe.recv()) is not None:
         receiver = open_receiver(plan, kept, rank=rank)
         pipe.send("ready")
+        staged = 0
         while (bucket := pipe.recv()) is not None:
             receiver.take(bucket)
+            staged += sum(slot.num_bytes for slot in bucket.slots if rank in slot.ranks)
             if plan.transport not in STAGED:
                 _swap(model, receiver, layout, rank)
             pipe.send("taken")
@@ -121,7 +152,7 @@ def engine(pipe, args, rank: int, layout: EngineLayout) -> None:
         receiver.committed()
         receiver.close()
         pipe.send("swapped")
-    pipe.send(_peak())
+    pipe.send((memory.most_extra(), staged if args.transport in STAGED else 0))
 
 
 def _swap(model, receiver, layout: EngineLayout, rank: int) -> None:
@@ -134,9 +165,25 @@ def _swap(model, receiver, layout: EngineLayout, rank: int) -> None:
         target.copy_(tensor)
 
 
-def _peak() -> int:
-    """Highest resident bytes of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+class Memory:
+    """The resident memory of this process, looked at many times a second by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._before = self._most = self._now()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def most_extra(self) -> int:
+        """Bytes of the highest value beyond the first."""
+        return self._most - self._before
+
+    def _look(self) -> None:
+        while True:
+            self._most = max(self._most, self._now())
+            time.sleep(_LOOK_S)
+
+    def _now(self) -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _slow_links(mib_per_s: float) -> None:
@@ -196,32 +243,42 @@ def _next(trainers) -> tuple:
     return tuple(block for pipe in trainers if (block := pipe.recv()) is not None)
 
 
+def start(target: Callable, *arguments: object) -> Connection:
+    """The pipe to a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=target, args=(there, *arguments), daemon=True).start()
+    return here
+
+
 def measure(args, layout_name: str) -> dict:
     """One layout over one transport."""
     ranks, engines = layout_name.split(":")
     num_replicas, tensor = (int(n) for n in engines.split("x"))
-    layout, context = EngineLayout(tensor=tensor), multiprocessing.get_context("spawn")
-    processes = []
-
-    def start(target, *arguments):
-        here, there = context.Pipe()
-        processes.append(context.Process(target=target, args=(there, args, *arguments), daemon=True))
-        processes[-1].start()
-        return here
-
-    trainers = [start(trainer, rank, int(ranks), layout) for rank in range(int(ranks))]
-    replicas = [[start(engine, rank, layout) for rank in range(tensor)] for _ in range(num_replicas)]
-    before = [pipe.recv() for pipes in replicas for pipe in pipes]
+    layout = EngineLayout(tensor=tensor)
+    trainers = [start(trainer, args, rank, int(ranks), layout) for rank in range(int(ranks))]
+    replicas = [[start(engine, args, rank, layout) for rank in range(tensor)] for _ in range(num_replicas)]
+    receivers = [pipe for pipes in replicas for pipe in pipes]
+    held = max(pipe.recv() for pipe in trainers)
+    assert all(pipe.recv() == "up" for pipe in receivers)
     rounds = [push(trainers, replicas) for _ in range(args.rounds + 1)][1:]
-    for pipe in [*trainers, *(p for pipes in replicas for p in pipes)]:
+    for pipe in [*trainers, *receivers]:
         pipe.send(None)
-    extra = [pipe.recv() - b for pipe, b in zip((p for pipes in replicas for p in pipes), before, strict=True)]
-    for process in processes:
+    sent_from = max(pipe.recv() for pipe in trainers)
+    taken_into = [pipe.recv() for pipe in receivers]
+    for process in multiprocessing.active_children():
         process.join(timeout=30)
     seconds, swap, num_bytes = (statistics.median(column) for column in zip(*rounds, strict=True))
-    updated = num_replicas * sum(2 * math.prod(shape) for _, shape in shapes(args.mib << 20))
-    return {"seconds": seconds, "swap_s": swap, "bytes_sent": num_bytes, "bytes_updated": updated,
-            "engine_extra_bytes": max(extra)}  # fmt: skip
+    updated = num_replicas * sum(2 * math.prod(shape) for _, shape in shapes(args.num_bytes))
+    bucket = args.bucket_mib << 20
+    return {
+        "seconds": seconds, "swap_s": round(swap, 3), "updated": updated,
+        "sent_mib": round(num_bytes / 2**20, 1),
+        "trainer_extra_mib": sent_from >> 20,
+        "trainer_buckets": round((sent_from - (held if args.transport == "shm" else 0)) / bucket, 2),
+        "engine_extra_mib": max(extra for extra, _ in taken_into) >> 20,
+        "engine_buckets": round(max(extra - staged for extra, staged in taken_into) / bucket, 2),
+    }  # fmt: skip
 
 
 def copy_bandwidth(num_bytes: int) -> float:
@@ -235,39 +292,197 @@ def copy_bandwidth(num_bytes: int) -> float:
     return num_bytes / statistics.median(times[1:])
 
 
+def speed(args, copy: float) -> Iterator[dict]:
+    """Every transport, layout and size."""
+    for transport in args.transport:
+        for layout in args.layouts:
+            for gb in args.gb:
+                found = measure(_case(args, transport=transport, num_bytes=round(gb * 1e9), link_mib_s=0), layout)
+                rate = found.pop("updated") / found["seconds"]
+                seconds = found.pop("seconds")
+                yield {
+                    "name": f"weight_sync {transport} {layout} {gb:g} GB", "value": round(seconds, 3), "unit": "s",
+                    "ratio": round(rate / copy, 3), "budget": BUDGET, "ok": rate / copy >= BUDGET,
+                    "gb_s": round(rate / 1e9, 2), "copy_gb_s": round(copy / 1e9, 2), **found,
+                }  # fmt: skip
+                most = max(found["trainer_buckets"], found["engine_buckets"])
+                yield {
+                    "name": f"extra memory {transport} {layout} {gb:g} GB", "value": most, "unit": "buckets",
+                    "ratio": most, "budget": BUCKETS, "upper": True, "ok": most <= BUCKETS,
+                }  # fmt: skip
+
+
+def growth(args) -> Iterator[dict]:
+    """Eight replicas over one, where every link is as slow as --link-mib-s."""
+    case = _case(args, transport="gloo", num_bytes=round(GROWTH_GB * 1e9), rounds=1, bucket_mib=1024)
+    one, eight = (measure(case, f"1:{replicas}x1")["seconds"] for replicas in (1, 8))
+    yield {
+        "name": f"8 replicas over 1, gloo {GROWTH_GB:g} GB", "value": round(eight, 3), "unit": "s",
+        "ratio": round(eight / one, 3), "budget": GROWTH, "upper": True, "ok": eight / one <= GROWTH,
+        "one_s": round(one, 3), "link_mib_s": args.link_mib_s,
+    }  # fmt: skip
+
+
+def pause(args) -> Iterator[dict]:
+    """A push in mode `keep` as eight requests see it."""
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(folder)
+        case = _case(args, transport="shm", parts_of=WholeParts(folder), num_bytes=0, link_mib_s=0)
+        sender = start(trainer, case, 0, 1, EngineLayout())
+        num_bytes = sender.recv()
+        gaps, swaps, steps = zip(*asyncio.run(_served(folder, sender, args.rounds)), strict=True)
+    gap, swap = statistics.median(gaps), statistics.median(swaps)
+    yield {
+        "name": f"pause seen by requests, keep, {num_bytes / 1e9:.2f} GB", "value": round(gap, 4), "unit": "s",
+        "ratio": round(gap / (swap + PAUSE_S), 3), "budget": 1.0, "upper": True, "ok": gap <= swap + PAUSE_S,
+        "swap_s": round(swap, 4), "step_s": round(statistics.median(steps), 4),
+    }  # fmt: skip
+
+
+def _save_model(folder: str) -> None:
+    import transformers
+
+    width = PAUSED_WIDTH
+    config = transformers.Qwen2Config(
+        vocab_size=4096, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=PAUSED_LAYERS,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=4096, dtype="float32",
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+class WholeParts:
+    """`parts_of` of one rank that holds the model in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, num_bytes: int, rank: int, size: int) -> list[TensorPart]:
+        from safetensors.torch import load_file
+
+        return [TensorPart.whole(*item) for item in load_file(f"{self.folder}/model.safetensors").items()]
+
+
+async def _served(folder: str, sender: Connection, rounds: int) -> list[tuple[float, float, float]]:
+    """(longest gap from the interruption on, swap, usual gap) of each push but the first."""
+    from roll_async.inference.backends import create_engine
+    from roll_async.inference.protocol import PauseMode
+    from roll_async.inference.settings import EngineSettings
+    from roll_async.schema import GenerateRequest, SamplingParams
+
+    tokens = 4000
+    engine = create_engine("vllm", EngineSettings(
+        model_folder=folder, dtype="fp32", device="cpu", max_model_len=tokens + 8, max_running=8,
+        cpu_kv_cache_bytes=2 << 30, enable_prefix_caching=False,
+    ))  # fmt: skip
+    await engine.start()
+    sampling = SamplingParams(max_new_tokens=tokens, temperature=1.0)
+    names = [f"r{i}" for i in range(8)]
+    asked = [GenerateRequest(request_id=n, prompt_token_ids=array("i", [5, 6, 7]), sampling=sampling) for n in names]
+    running = [asyncio.ensure_future(engine.generate(request)) for request in asked]
+    arrivals: list[float] = []
+
+    async def look() -> None:
+        """Note when the first request has a further token: all of them advance together."""
+        known = 0
+        while True:
+            piece = engine.progress(names[0], known)
+            if piece is not None:
+                known += len(piece.token_ids)
+                arrivals.append(time.perf_counter())
+            await asyncio.sleep(0.0005)
+
+    looking, found = asyncio.ensure_future(look()), []
+    loop = asyncio.get_running_loop()
+
+    async def told(word: object) -> object:
+        sender.send(word)
+        return await loop.run_in_executor(None, sender.recv)
+
+    for version in range(1, rounds + 2):
+        while len(arrivals) < 20 * version:
+            await asyncio.sleep(0.01)
+        await told("train")
+        await engine.begin_update(await told("begin"))  # type: ignore[arg-type]
+        index = 0
+        while (block := await told("next")) is not None:
+            await engine.load_bucket(Bucket(index=index, blocks=(block,)))  # type: ignore[arg-type]
+            index += 1
+        digest = of_trainer([await told("digest")])  # type: ignore[list-item]
+        assert await engine.finish_update() == digest
+        usual, before = _gaps(arrivals[-15:]), len(arrivals)
+        await engine.pause(PauseMode.KEEP)
+        swapping = time.perf_counter()
+        await engine.commit(version)
+        swap = time.perf_counter() - swapping
+        await engine.resume()
+        while len(arrivals) < before + 5:
+            await asyncio.sleep(0.001)
+        found.append((max(_gaps(arrivals[before - 1 :])), swap, statistics.median(usual)))
+    looking.cancel()
+    await engine.abort(names)
+    await asyncio.gather(*running)
+    await engine.close()
+    sender.send(None)
+    sender.recv()
+    return found[1:]
+
+
+def _gaps(times: list[float]) -> list[float]:
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def _case(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), "parts_of": parts_of, **changes})
+
+
+def table(lines: list[dict]) -> str:
+    """Markdown: what, measured, ratio, budget."""
+    rows = ["| what | measured | GB/s | ratio | budget | holds |", "|---|---|---|---|---|---|"]
+    for line in lines:
+        bound = f"{'<=' if line.get('upper') else '>='} {line['budget']:g}"
+        value, rate = f"{line['value']:g} {line['unit']}", line.get("gb_s", "")
+        rows.append(
+            f"| {line['name']} | {value} | {rate} | {line['ratio']} | {bound} | {'yes' if line['ok'] else 'no'} |"
+        )
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 0.5, 1.0])
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--transport", nargs="+", default=["shm", "gloo"])
-    parser.add_argument("--layouts", nargs="+", default=["1:1x1", "2:1x2", "1:2x1"])
+    parser.add_argument("--layouts", nargs="+", default=["1:1x1", "4:2x2", "8:4x1"])
     parser.add_argument("--verify", default="sample")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--link-mib-s", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--link-mib-s", type=float, default=50.0)
     parser.add_argument("--changed", type=float, default=0.0)
+    parser.add_argument(
+        "--parts", nargs="+", choices=["speed", "growth", "pause"], default=["speed", "growth", "pause"]
+    )
     args = parser.parse_args()
     from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     torch.set_num_threads(1)
-    import os
-
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    copy = copy_bandwidth(args.mib << 20)
-    for transport in args.transport:
-        for layout in args.layouts:
-            case = argparse.Namespace(**{**vars(args), "transport": transport})
-            found = measure(case, layout)
-            ratio = found["bytes_updated"] / found["seconds"] / copy
-            line = {
-                "name": f"weight_sync {transport} {layout}", "value": round(found["seconds"], 3), "unit": "s",
-                "ratio": round(ratio, 3), "budget": 0.5, "ok": ratio >= 0.5, "swap_s": round(found["swap_s"], 3),
-                "sent_mib": round(found["bytes_sent"] / 2**20, 1), "mib": args.mib,
-                "engine_extra_mib": found["engine_extra_bytes"] >> 20,
-                "bucket_mib": args.bucket_mib, "copy_gb_s": round(copy / 1e9, 2),
-                "link_mib_s": args.link_mib_s, "changed": args.changed,
-            }  # fmt: skip
-            print(json.dumps(line), flush=True)
+    found = []
+    if "speed" in args.parts:
+        found.append(speed(args, copy_bandwidth(round(max(args.gb) * 1e9))))
+    if "growth" in args.parts:
+        found.append(growth(args))
+    if "pause" in args.parts:
+        found.append(pause(args))
+    lines = []
+    for line in chain(*found):
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+    print("\n" + table(lines))
 
 
 if __name__ == "__main__":
