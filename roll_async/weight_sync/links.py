@@ -43,6 +43,8 @@ _GROUP_TIMEOUT = timedelta(minutes=10)
 """For one chunk; the deadline of a push is the synchronizer's."""
 _UPSTREAM_WITHIN_S = 10.0
 """How long a replica waits for its upstream replica before it pulls from the trainer."""
+_SILENT_S = 30.0
+"""How long an upstream replica may take for one chunk. A node that lost its power closes no connection."""
 _SEND, _RECEIVE = 0, 1
 _READY, _FAILED = b"+", b"-"
 
@@ -277,7 +279,7 @@ class LinkReader:
         source.channel.write({"address_of": self._name_of(self._plan.upstream)})
         address = (source.channel.read() or {}).get("address")
         if address is not None:
-            self._upstream = _Link(self._medium, address)
+            self._upstream = _Link(self._medium, address, timedelta(seconds=_SILENT_S))
 
     @property
     def _own_name(self) -> str:
@@ -303,10 +305,11 @@ class LinkReader:
 class _Link:
     """The receiving side of one link."""
 
-    def __init__(self, medium: Medium, address: str) -> None:
-        self._medium, self._address = medium, address
+    def __init__(self, medium: Medium, address: str, timeout: timedelta = _GROUP_TIMEOUT) -> None:
+        """`timeout`: of one chunk, and of the connection."""
+        self._medium, self._address, self._timeout = medium, address, timeout
         host, port = address.rsplit(":", 1)
-        self._socket = socket.create_connection((host, int(port)), timeout=_GROUP_TIMEOUT.total_seconds())
+        self._socket = socket.create_connection((host, int(port)), timeout=timeout.total_seconds())
         self.channel = _ControlChannel(self._socket)
         self._group: dist.ProcessGroup | None = None
 
@@ -330,8 +333,8 @@ class _Link:
         if answer is None:
             raise ConnectionError(f"{self._address} closed the connection")
         host, port = answer["store"].rsplit(":", 1)
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=_GROUP_TIMEOUT)
-        return self._medium.group(dist.PrefixStore(answer["name"], store), _RECEIVE, _GROUP_TIMEOUT)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)
+        return self._medium.group(dist.PrefixStore(answer["name"], store), _RECEIVE, self._timeout)
 
     def close(self) -> None:
         _close_socket(self._socket)

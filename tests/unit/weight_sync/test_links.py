@@ -88,6 +88,27 @@ def test_a_replica_whose_predecessor_dies_in_the_middle_goes_on_with_the_trainer
     assert_equal(dict(second.tensors()), transfers.tensors())
 
 
+def test_a_replica_whose_predecessor_falls_silent_goes_on_with_the_trainer(transfers, small_chunks, monkeypatch):
+    """Its node lost its power: the connection stays open, and nothing comes."""
+    monkeypatch.setattr(links, "_SILENT_S", 0.3)
+    sent = transfers.tensors()
+    sender = transfers.sender(sent, "gloo", block_bytes=600)
+    replicas = chain(transfers, sender, ["silent", "lives"])
+    before, awake = links.LinkServer._send, threading.Event()
+
+    def silent(server, words, group, request):
+        if server is not sender.writer._server:
+            awake.wait(20)
+        before(server, words, group, request)
+
+    monkeypatch.setattr(links.LinkServer, "_send", silent)
+    began = time.monotonic()
+    asyncio.run(transfers.send_to_replicas([sender], replicas))
+    awake.set()
+    assert_equal(dict(replicas[1][0].tensors()), sent)
+    assert time.monotonic() - began < 10
+
+
 def test_a_receiver_that_hangs_up_does_not_disturb_another(transfers):
     sender = transfers.sender(transfers.tensors(), "gloo")
     gone, stays = (transfers.receiver(sender.plan) for _ in range(2))
