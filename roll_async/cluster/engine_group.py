@@ -2,6 +2,9 @@
 
 AsyncLLMServerManager -- RayEngineClient.submit / collect --> EngineReplica (EngineHost over one Engine)
 ParameterSynchronizer -- RayEngineClient.begin_update ... commit -->      "
+
+A replica that spans nodes has an EngineReplica on each of them: on the first one it runs the engine, on the others the
+ranks that follow it.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import call, wait_ended
 from roll_async.cluster.folders import require_model
 from roll_async.cluster.garbage import start_without_collections
-from roll_async.cluster.network import use_node_address
+from roll_async.cluster.network import free_port, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import open_role_log
 from roll_async.inference.processes import ProcessId, process_ids, until_gone
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
-from roll_async.inference.settings import EngineSettings
+from roll_async.inference.settings import EngineSettings, NodeSpan
 from roll_async.schema import GenerateRequest, WeightVersion
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
@@ -53,13 +56,13 @@ class EngineSpec:
     env: Mapping[str, str]
     rpc_timeout_s: float
     """Seconds of one call, the start included."""
-    after: tuple[ProcessId, ...] = ()
-    """Processes of the lost replica that it replaces: it starts when they have ended."""
+    after: tuple[tuple[ProcessId, ...], ...] = ()
+    """By node, processes of the lost replica that it replaces: it starts when they have ended."""
 
 
 @ray.remote(max_restarts=0)
 class EngineReplica:
-    """One replica in its own process, plain asyncio inside."""
+    """One replica, or what a node holds of it, in its own process, plain asyncio inside."""
 
     def __init__(self, strategy: str, settings: EngineSettings) -> None:
         open_role_log()
@@ -68,14 +71,16 @@ class EngineReplica:
     async def node_address(self) -> str:
         return use_node_address()
 
-    async def start(self, after: Sequence[ProcessId]) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
+    async def free_port(self, host: str) -> int:
+        return free_port(host)
+
+    async def start(
+        self, after: Sequence[ProcessId], span: NodeSpan | None
+    ) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
         """Load the model once the processes of `after` have ended and freed their memory. Returns also the processes
-        of this replica.
+        of this replica on this node.
         """
-        await until_gone(after, _GONE_WITHIN_S)
-        require_model(self._settings.model_folder)
-        if self._settings.device == "cpu":
-            os.nice(_CPU_NICENESS)
+        await self._prepare(after, span)
         with start_without_collections():
             from roll_async.inference.backends import create_engine
             from roll_async.inference.engine_host import EngineHost
@@ -84,6 +89,26 @@ class EngineReplica:
             await engine.start()
         self._engine, self._host = engine, EngineHost(engine)
         return engine.capabilities, process_ids()
+
+    async def follow(self, after: Sequence[ProcessId], span: NodeSpan) -> tuple[ProcessId, ...]:
+        """`start` on a node after the first: the ranks here join those of the engine, which starts meanwhile."""
+        await self._prepare(after, span)
+        from roll_async.inference.backends import create_follower
+
+        self._follower = create_follower(self._strategy, self._settings)
+        await asyncio.to_thread(self._follower.start)
+        return process_ids()
+
+    async def _prepare(self, after: Sequence[ProcessId], span: NodeSpan | None) -> None:
+        await until_gone(after, _GONE_WITHIN_S)
+        require_model(self._settings.model_folder)
+        self._settings = replace(self._settings, span=span)
+        if self._settings.device == "cpu":
+            os.nice(_CPU_NICENESS)
+
+    async def wait_ended(self) -> None:
+        """Return when a rank that follows on this node has ended."""
+        await asyncio.to_thread(self._follower.wait)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._host.submit(requests)
@@ -146,14 +171,16 @@ def replica_name(index: int) -> str:
 class RayEngineClient:
     """A replica seen from the driver. Implements `rollout/protocol.py: Replica`."""
 
-    def __init__(
-        self, name: str, actor: ActorHandle, capabilities: EngineCapabilities, host: str, *, rpc_timeout_s: float
-    ) -> None:
-        self.name, self.host = name, host
-        self.capabilities = capabilities
-        self.processes: tuple[ProcessId, ...] = ()
-        """The actor's process and those of its engine, on the replica's node."""
-        self._actor, self._rpc_timeout_s = actor, rpc_timeout_s
+    capabilities: EngineCapabilities
+
+    def __init__(self, name: str, actors: Sequence[ActorHandle], hosts: Sequence[str], *, rpc_timeout_s: float) -> None:
+        self.name, self.hosts = name, tuple(hosts)
+        self.processes: tuple[tuple[ProcessId, ...], ...] = ()
+        """By node, the actor's process and those of its engine."""
+        self._actor, *self._followers = actors
+        self._rpc_timeout_s = rpc_timeout_s
+        self._broken: asyncio.Future[None] | None = None
+        """Ends when a node after the first has lost a rank."""
 
     @classmethod
     async def start(
@@ -163,29 +190,80 @@ class RayEngineClient:
         the user can fix, StallError when it is not up in time.
         """
         name = replica_name(placement.index)
-        options = pool.options(placement, dict(spec.env))
         unique = f"{name}.{number}" if number else name  # Ray may still have the dead actor under its name
         settings = replace(spec.settings, device=placement.device)
-        replicas = EngineReplica.options(**options, name=unique, max_concurrency=_CONCURRENT_CALLS)
-        actor = replicas.remote(spec.strategy, settings)
-        assert isinstance(actor, ActorHandle)  # Ray says "or the class itself", for the sake of editors
+        if number:
+            await pool.settle(placement)
+        actors = []
         try:
-            host = await call(name, "node_address", actor.node_address.remote(), timeout_s=spec.rpc_timeout_s)
-            started = actor.start.remote(spec.after)
-            capabilities, processes = await call(name, "start", started, timeout_s=spec.rpc_timeout_s)
-        except BaseException:  # also when cancelled: the process must not be left
-            ray.kill(actor)
+            for node, part in enumerate(placement.parts):
+                options = pool.options(part, dict(spec.env))
+                named = EngineReplica.options(
+                    **options, name=f"{unique}-node{node}" if node else unique, max_concurrency=_CONCURRENT_CALLS
+                )
+                actors.append(named.remote(spec.strategy, settings))
+                assert isinstance(actors[-1], ActorHandle)  # Ray says "or the class itself", for the sake of editors
+            limit_s = spec.rpc_timeout_s
+            asked = (call(name, "node_address", actor.node_address.remote(), timeout_s=limit_s) for actor in actors)
+            client = cls(name, actors, await asyncio.gather(*asked), rpc_timeout_s=limit_s)
+            await client._load(spec.after)
+        except BaseException:  # also when cancelled: the processes must not be left
+            for actor in actors:
+                ray.kill(actor)
             raise
-        client = cls(name, actor, capabilities, host, rpc_timeout_s=spec.rpc_timeout_s)
-        client.processes = processes
         return client
+
+    async def _load(self, after: Sequence[Sequence[ProcessId]]) -> None:
+        """Load the model, on all nodes at the same time."""
+        gone = after or [()] * len(self.hosts)
+        if not self._followers:
+            self.capabilities, processes = await self._ask_start(self._actor.start.remote(gone[0], None))
+            self.processes = (processes,)
+            return
+        host = self.hosts[0]
+        port = await self._ask_start(self._actor.free_port.remote(host))
+        spans = [
+            NodeSpan(num_nodes=len(self.hosts), node_rank=rank, master_addr=host, master_port=port)
+            for rank in range(len(self.hosts))
+        ]
+        (self.capabilities, own), *theirs = await asyncio.gather(
+            self._ask_start(self._actor.start.remote(gone[0], spans[0])),
+            *(
+                self._ask_start(actor.follow.remote(gone[rank], spans[rank]), rank)
+                for rank, actor in enumerate(self._followers, 1)
+            ),
+        )
+        self.processes = (own, *theirs)
+        self._broken = asyncio.ensure_future(self._watch_followers())
+
+    async def _ask_start(self, ref: Awaitable[T], node: int = 0) -> T:
+        name = f"{self.name} on {self.hosts[node]}" if node else self.name
+        return await call(name, "start", ref, timeout_s=self._rpc_timeout_s)
+
+    async def _watch_followers(self) -> None:
+        """Raises ConnectionError when a node after the first has lost a rank, by which the others would wait for it."""
+
+        async def watch(actor: ActorHandle, host: str) -> None:
+            await call(f"{self.name} on {host}", "wait_ended", actor.wait_ended.remote(), timeout_s=None)
+            raise ConnectionError(f"{self.name}: a rank on {host} has ended")
+
+        watches = (watch(*part) for part in zip(self._followers, self.hosts[1:], strict=True))
+        await asyncio.gather(*watches)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._ask("submit", self._actor.submit.remote(list(requests)))
 
     async def collect(self) -> EngineReport:
         """Waits for a report, without a deadline of its own: that is the manager's (generation_timeout)."""
-        return await call(self.name, "collect", self._actor.collect.remote(), timeout_s=None)
+        collecting = asyncio.ensure_future(call(self.name, "collect", self._actor.collect.remote(), timeout_s=None))
+        try:
+            if self._broken is not None:
+                await asyncio.wait((collecting, self._broken), return_when=asyncio.FIRST_COMPLETED)
+                if not (collecting.done() or self._broken.cancelled()):
+                    await self._broken
+            return await collecting
+        finally:
+            collecting.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._ask("abort", self._actor.abort.remote(list(request_ids)))
@@ -233,10 +311,18 @@ class RayEngineClient:
             raise ConnectionError(str(error)) from error
 
     async def close(self) -> None:
-        """End the engine's own child processes, then the actor."""
-        await wait_ended([self._actor.close.remote()], timeout_s=10)
+        """End the engine's own child processes, then the actor, with which they end in any case."""
+        self._stop_watching()
+        if not self._followers:  # vLLM's core would wait for its ranks, and they for those of other nodes
+            await wait_ended([self._actor.close.remote()], timeout_s=10)
         self.kill()
 
     def kill(self) -> None:
-        """End the actor, dead or alive."""
-        ray.kill(self._actor)
+        """End the actors, dead or alive."""
+        self._stop_watching()
+        for actor in (self._actor, *self._followers):
+            ray.kill(actor)
+
+    def _stop_watching(self) -> None:
+        if self._broken is not None:
+            self._broken.cancel()

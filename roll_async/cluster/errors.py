@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
 
 from roll_async.buffer.deadline import within
 
@@ -40,7 +40,8 @@ async def call(
         if timeout_s is None:
             return await awaitable
         return await within(timeout_s, awaitable, f"{role}: {what} did not return (fault.rpc_timeout)")
-    except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
+    except (ActorDiedError, ActorUnavailableError, RayActorError, ObjectLostError) as error:
+        # A large answer stays on the node of the process until it is fetched, and is lost with that node.
         raise RoleGone(f"{role}: process is gone ({_last_line(error)})") from error
     except RayTaskError as error:
         cause = error.cause

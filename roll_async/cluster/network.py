@@ -25,6 +25,13 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def free_port(address: str) -> int:
+    """A port of this host that was free a moment ago, for a rendezvous."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
 def use_node_address() -> str:
     """Make this process and its children use the address that Ray has for its node. Returns it. Variables that the user
     set (`system_envs`) are not changed; a run on one machine is confined to loopback already.

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.placement import GrantedNode, ProcessPlacement, gpu_nodes, process_env, shortage
+from roll_async.cluster.placement import GrantedNode, NodeNeed, ProcessPlacement, gpu_nodes, process_env, shortage
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ class NodePool:
         self._num_cpu_processes = sum(1 for p in placements if not p.gpu_ids)
         self._bundle_of = {need.node: i for i, need in enumerate(self._needs)}
         self._granted: dict[int, GrantedNode] = {}
+        self._machines: dict[int, str] = {}
+        """Ray's id of the machine of each node."""
+        self._settling = asyncio.Lock()
         self._group: PlacementGroup | None = None
 
     async def reserve(self, timeout_s: float | None) -> None:
@@ -66,9 +69,30 @@ class NodePool:
         except BaseException:  # also when cancelled: the nodes must not stay reserved
             self.release()
             raise
-        for need, (address, visible, num_cores) in zip(self._needs, granted, strict=True):
-            node = self._granted[need.node] = need.granted(address, visible, num_cores)
-            logger.info("node %d is %s: GPUs %s", need.node, address, dict(node.devices))
+        machines = _machines(self._group)
+        for need, view in zip(self._needs, granted, strict=True):
+            self._grant(need, view, machines[self._bundle_of[need.node]])
+
+    async def settle(self, placement: ProcessPlacement) -> None:
+        """Before a process is started again: Ray puts the node of one that died with its machine on another machine, as
+        soon as there is one. Waits for it without a limit, with log lines.
+        """
+        if self._group is None or not placement.gpu_ids:
+            return
+        async with self._settling:
+            await self._wait_created(self._group, None)
+            machines, nodes = _machines(self._group), {part.node for part in placement.parts}
+            for need in self._needs:
+                bundle = self._bundle_of[need.node]
+                if need.node in nodes and self._machines[need.node] != machines[bundle]:
+                    # Whatever ran on the machine before is gone, so all GPUs of the bundle are free for a look.
+                    view = await self._view(self._group, bundle, float(len(need.gpu_ids)))
+                    self._grant(need, view, machines[bundle])
+
+    def _grant(self, need: NodeNeed, view: tuple[str, list[str], int], machine: str) -> None:
+        node = self._granted[need.node] = need.granted(*view)
+        self._machines[need.node] = machine
+        logger.info("node %d is %s: GPUs %s", need.node, node.address, dict(node.devices))
 
     def release(self) -> None:
         """Release the nodes."""
@@ -79,7 +103,7 @@ class NodePool:
     def refuse_more(self, num_processes: int, like: ProcessPlacement) -> None:
         """Raises ValueError when so many processes beyond those of the run will never find a place."""
         most, there = _resources()
-        kind, each = ("GPU", len(like.gpu_ids)) if like.gpu_ids else ("CPU", 1)
+        kind, each = ("GPU", sum(len(part.gpu_ids) for part in like.parts)) if like.gpu_ids else ("CPU", 1)
         used = sum(len(need.gpu_ids) for need in self._needs) if like.gpu_ids else self._num_cpu_processes
         have = max(sum(resources.get(kind, 0) for resources in there), most.get(kind, 0))
         if used + num_processes * each > have:
@@ -149,6 +173,11 @@ class NodePool:
                 placement_group_bundle_index=0 if granted is None else self._bundle_of[placement.node],
             )
         return options
+
+
+def _machines(group: PlacementGroup) -> Mapping[int, str]:
+    """Ray's id of the machine of every bundle."""
+    return placement_group_table(group)["bundles_to_node_id"]
 
 
 def _resources() -> tuple[Mapping[str, float], list[dict[str, float]]]:

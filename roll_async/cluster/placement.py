@@ -3,14 +3,16 @@
 `device_mapping` null: `world_size` CPU processes. Otherwise device id d is GPU d % num_gpus_per_node of node d //
 num_gpus_per_node. These are logical ids: the cluster decides which machine is node 0, and which of its GPUs are used
 (`node_pool.py`).
-A process of a training role owns one device; a replica of an engine owns tensor * pipeline devices.
+A process of a training role owns one device; a replica of an engine owns tensor * pipeline devices, on one node or as
+many on each of several.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _MOST_THREADS = 8
 """Threads of a process with a GPU: its computations on the host do not gain from more."""
@@ -28,6 +30,13 @@ class ProcessPlacement:
     num_threads: int
     pretended: bool = False
     """The GPUs exist in Ray's accounting only, and the process computes on the CPU. For tests of layouts."""
+    further: tuple[ProcessPlacement, ...] = ()
+    """Of an engine replica that spans nodes: a process on every node after the first, with as many GPUs."""
+
+    @property
+    def parts(self) -> tuple[ProcessPlacement, ...]:
+        """One process for each node."""
+        return (self, *self.further)
 
     @property
     def device(self) -> str:
@@ -68,7 +77,7 @@ def place(
     """Split the devices of a role evenly over its processes, in order.
 
     Example: devices 8..11, 2 processes, 8 per node -> process 0 on node 1 GPUs (0, 1), process 1 on node 1 GPUs (2, 3).
-    Raises ValueError when a process would span two nodes: its devices share no NVLink and one process can not see both.
+    Raises ValueError when a process would not have as many devices on each of its nodes.
     """
     if device_mapping is None:
         return tuple(
@@ -78,23 +87,35 @@ def place(
     placements = []
     for index in range(num_processes):
         devices = device_mapping[index * per_process : (index + 1) * per_process]
-        nodes = {d // num_gpus_per_node for d in devices}
-        if len(nodes) != 1:
-            raise ValueError(
-                f"devices {list(devices)} of process {index} lie on nodes {sorted(nodes)} "
-                f"(num_gpus_per_node={num_gpus_per_node}); "
-                "order device_mapping so that the devices of one process share a node"
-            )
-        local = tuple(d % num_gpus_per_node for d in devices)
-        placements.append(
-            ProcessPlacement(index=index, node=nodes.pop(), gpu_ids=local, num_threads=num_threads, pretended=pretended)
-        )
+        by_node = of_nodes(devices, num_gpus_per_node)
+        if problem := uneven(by_node):
+            raise ValueError(f"devices {list(devices)} of process {index} {problem}; order device_mapping by nodes")
+        first, *further = [
+            ProcessPlacement(index=index, node=node, gpu_ids=gpus, num_threads=num_threads, pretended=pretended)
+            for node, gpus in by_node
+        ]
+        placements.append(replace(first, further=tuple(further)))
     return tuple(placements)
+
+
+def of_nodes(devices: Sequence[int], num_gpus_per_node: int) -> list[tuple[int, tuple[int, ...]]]:
+    """[(node, GPU ids on it)] of devices in their order."""
+    runs = itertools.groupby(devices, key=lambda d: d // num_gpus_per_node)
+    return [(node, tuple(d % num_gpus_per_node for d in run)) for node, run in runs]
+
+
+def uneven(by_node: Sequence[tuple[int, tuple[int, ...]]]) -> str | None:
+    """Why one replica cannot lie on these devices; None when it can."""
+    nodes = [node for node, _ in by_node]
+    if len(set(nodes)) == len(nodes) and len({len(gpus) for _, gpus in by_node}) == 1:
+        return None
+    places = ", ".join(f"{len(gpus)} on node {node}" for node, gpus in by_node)
+    return f"lie {places}, and a replica that spans nodes needs as many on each, node by node"
 
 
 def devices_of(placements: Sequence[ProcessPlacement], num_gpus_per_node: int) -> tuple[int, ...]:
     """Inverse of `place`: device ids of the mappings, process by process."""
-    return tuple(p.node * num_gpus_per_node + gpu for p in placements for gpu in p.gpu_ids)
+    return tuple(part.node * num_gpus_per_node + gpu for p in placements for part in p.parts for gpu in part.gpu_ids)
 
 
 def threads_per_process(num_cpu_processes: int) -> int:
@@ -126,9 +147,9 @@ class NodeNeed:
 
 def gpu_nodes(placements: Sequence[ProcessPlacement]) -> tuple[NodeNeed, ...]:
     """The GPUs that the processes need, by node. Processes of several roles may share a GPU."""
-    needs = []
-    for node in sorted({p.node for p in placements if p.gpu_ids}):
-        there = [p for p in placements if p.node == node and p.gpu_ids]
+    needs, parts = [], [part for p in placements for part in p.parts if part.gpu_ids]
+    for node in sorted({part.node for part in parts}):
+        there = [part for part in parts if part.node == node]
         gpus = tuple(sorted({gpu for p in there for gpu in p.gpu_ids}))
         needs.append(NodeNeed(node=node, gpu_ids=gpus, num_processes=len(there)))
     return tuple(needs)

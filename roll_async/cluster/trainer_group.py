@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleGone, call, wait_ended
 from roll_async.cluster.folders import SharedFolders, require_model
 from roll_async.cluster.garbage import start_without_collections
-from roll_async.cluster.network import use_node_address
+from roll_async.cluster.network import free_port, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import log_lines, open_role_log
@@ -111,9 +110,7 @@ class MegatronRank:
 
     def free_port(self, host: str) -> int:
         """A port that was free a moment ago, for the rendezvous of the group."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return probe.getsockname()[1]
+        return free_port(host)
 
     def node_address(self) -> str:
         return use_node_address()

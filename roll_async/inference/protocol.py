@@ -220,3 +220,13 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release devices and child processes; running requests end with ABORT."""
+
+
+class Follower(Protocol):
+    """The ranks of a replica that spans nodes, on a node after its first. The engine on the first one commands them."""
+
+    def start(self) -> None:
+        """Load their part of the model; blocks until the ranks of all nodes are there. Raises as `Engine.start`."""
+
+    def wait(self) -> None:
+        """Return when one of them has ended, and with it the replica."""

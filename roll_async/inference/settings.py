@@ -16,6 +16,18 @@ from roll_async.inference.seeds import replica_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSpan:
+    """Which part of a replica whose ranks lie on several nodes, as many on each."""
+
+    num_nodes: int
+    node_rank: int
+    """0: the node whose process is the engine; the others follow it."""
+    master_addr: str
+    """Address of that node."""
+    master_port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
     """One replica. Keys a backend does not have are refused when the config is loaded, not here."""
 
@@ -38,6 +50,8 @@ class EngineSettings:
     max_num_batched_tokens: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    span: NodeSpan | None = None
+    """None: all ranks lie on one node."""
     memory_fraction: float = 0.9
     """Share of a GPU for weights and KV cache."""
     core_in_process: bool = True

@@ -49,6 +49,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
 
     if settings.device == "cpu":
         _check_head_size(settings.model_folder)
+        _check_span(settings)
     arguments = _arguments(settings)
     twice = sorted(arguments.keys() & settings.extra.keys())
     if twice:
@@ -75,6 +76,18 @@ def _check_head_size(model_folder: str) -> None:
         )
 
 
+def _check_span(settings: EngineSettings) -> None:
+    """Raises ValueError for more than one rank on each of several nodes: vLLM's CPU build counts one device on a node,
+    and so looks for the second rank on another one.
+    """
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if settings.span is not None and ranks != settings.span.num_nodes:
+        raise ValueError(
+            f"{ranks} ranks of one replica on {settings.span.num_nodes} nodes: on CPU vLLM spans nodes with one rank "
+            "on each"
+        )
+
+
 def _arguments(settings: EngineSettings) -> dict[str, object]:
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     arguments: dict[str, object] = {
@@ -97,6 +110,10 @@ def _arguments(settings: EngineSettings) -> dict[str, object]:
         "disable_log_stats": True,
         "worker_extension_cls": "roll_async.inference.vllm_worker_extension.WeightUpdateExtension",
     }
+    if settings.span is not None:
+        span = settings.span
+        arguments |= {"nnodes": span.num_nodes, "node_rank": span.node_rank}
+        arguments |= {"master_addr": span.master_addr, "master_port": span.master_port}
     if settings.record_experts:
         arguments["enable_return_routed_experts"] = True
     if settings.block_size is not None:

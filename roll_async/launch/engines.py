@@ -51,13 +51,17 @@ class ReplicaStarter:
         return replica_name(index if index < self._num_training else index + own)
 
     async def reserve(self, name: str) -> None:
-        """Devices like those of a replica of the config, on one node, wherever Ray has them or its autoscaler starts
-        them.
+        """Devices like those of a replica of the config, on as many nodes, wherever Ray has them or its autoscaler
+        starts them.
         """
         if name in self._places:
             return
         first, index = self._of_config[0], int(name.rpartition("-")[2])
-        place = replace(first, index=index, node=0, gpu_ids=tuple(range(len(first.gpu_ids))))
+        own, *further = [
+            replace(part, index=index, node=node, gpu_ids=tuple(range(len(part.gpu_ids))), further=())
+            for node, part in enumerate(first.parts)
+        ]
+        place = replace(own, further=tuple(further))
         pool = NodePool([place], joins=True)
         await pool.reserve(None)
         self._places[name] = place, pool
@@ -77,11 +81,11 @@ class ReplicaStarter:
             after=after,
         )
         client = await RayEngineClient.start(spec, place, pool, number)
-        if self.one_host not in (None, client.host):
+        if self.one_host is not None and client.hosts != (self.one_host,):
             client.kill()
             raise ValueError(
-                f"{name} is on host {client.host}, and the weights travel in the memory of {self.one_host}; start the "
-                "run with weight_sync.transport: gloo"
+                f"{name} is on host {', '.join(client.hosts)}, and the weights travel in memory of {self.one_host}; "
+                "start the run with weight_sync.transport: gloo"
             )
         self._clients[name] = client
         self._stack.push_async_callback(client.close)

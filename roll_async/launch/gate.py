@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from roll_async.cluster.placement import of_nodes, uneven
 from roll_async.config.api import ConfigError, Diagnostic, Loaded, load_with_warnings
 from roll_async.config.loading.node import nearest
 from roll_async.config.schema import (
@@ -23,7 +24,9 @@ from roll_async.config.schema import (
     SglangConfig,
     VllmConfig,
     WorkerConfig,
+    roles_on_engine_devices,
 )
+from roll_async.inference.backends import FOLLOWERS
 from roll_async.launch.inputs import missing_inputs
 from roll_async.launch.model_fit import mismatches
 from roll_async.weight_sync.transports import SENDERS, transport_of
@@ -97,15 +100,29 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
     if engines.device_mapping is None:
         return
     size, per_node = len(engines.device_mapping) // config.num_servers, config.num_gpus_per_node
+    name = engines.strategy_args.strategy_name
     for first in range(0, len(engines.device_mapping), size):
         devices = engines.device_mapping[first : first + size]
-        nodes = sorted({d // per_node for d in devices})
-        if len(nodes) > 1:
+        by_node = of_nodes(devices, per_node)
+        if len(by_node) == 1:
+            continue
+        what = f"actor_infer.device_mapping: devices {list(devices)} of one replica"
+        if problem := uneven(by_node):
+            yield f"{what} {problem}; order them by nodes (num_gpus_per_node={per_node})"
+        elif name not in FOLLOWERS:
             yield (
-                f"actor_infer.device_mapping: devices {list(devices)} of one replica lie on nodes {nodes} of {per_node}"
-                " devices; order them so that the devices of a replica share a node"
+                f"{what} lie on nodes {[node for node, _ in by_node]} of {per_node} devices, and {name} takes its "
+                f"weights through the memory of one node; use {' or '.join(FOLLOWERS)}, or order them so that the "
+                "devices of a replica share a node"
             )
-            return
+        elif roles := roles_on_engine_devices(config):
+            yield (
+                f"{what} lie on nodes {[node for node, _ in by_node]}, and {', '.join(roles)} takes turns on them; "
+                "give engines that span nodes devices of their own"
+            )
+        else:
+            continue
+        return
 
 
 def _roles(config: PipelineConfig) -> list[str]:

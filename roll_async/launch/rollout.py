@@ -101,7 +101,7 @@ class StartedRollout:
         config = spec.config
         all_engines = [self.engines, *([] if self.validators is None else [self.validators])]
         clients = [client for engines in all_engines for client in engines.manager.clients]
-        hosts = spec.trainer_hosts | {client.host for client in clients}  # type: ignore[attr-defined]
+        hosts = spec.trainer_hosts | {host for client in clients for host in client.hosts}  # type: ignore[attr-defined]
         roles = RolloutRoles(
             engines=self.engines,
             groups=self.tasks.source(spec),

@@ -61,7 +61,7 @@ async def main():
     again = await raised(group.save("folder", 1, b""))
     assert type(again) is StallError and str(again) == expected, repr(again)
 
-    engine = RayEngineClient("actor_infer-0", Engine.remote(), None, "127.0.0.1", rpc_timeout_s=1.5)
+    engine = RayEngineClient("actor_infer-0", [Engine.remote()], ["127.0.0.1"], rpc_timeout_s=1.5)
     silent = await raised(engine.load())
     assert type(silent) is ConnectionError and "actor_infer-0: load did not return" in str(silent), repr(silent)
     engine.kill()

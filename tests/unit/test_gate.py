@@ -124,3 +124,23 @@ def test_a_missing_folder_is_an_error_where_a_run_starts_and_not_where_a_config_
         launcher(CPU, override)
     code, lines = printed(run_validate, [CPU, override])
     assert code == 0 and lines[-1].startswith("ok: ")
+
+
+def test_engines_may_span_nodes_with_as_many_ranks_on_each_where_their_library_can():
+    def refusal(train, engines, per_node, *more):
+        mappings = (f"actor_train.device_mapping={train}", f"actor_infer.device_mapping={engines}")
+        parallel = f"actor_infer.strategy_args.strategy_config={{tensor_parallel_size: {len(engines)}}}"
+        sizes = (f"num_gpus_per_node={per_node}", f"actor_infer.world_size={len(engines)}")
+        try:
+            admit(CPU, (*more, *mappings, *sizes, parallel))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    assert refusal([0], [1, 2], 2) is None
+    assert "takes its weights through the memory of one node; use vllm" in refusal(
+        [0], [1, 2], 2, "actor_infer.strategy_args.strategy_name=sglang"
+    )
+    assert "lie 3 on node 0, 1 on node 1, and a replica that spans nodes needs as many" in refusal([0], [1, 2, 3, 4], 4)
+    shared = ("async_generation_ratio=0", "actor_train.world_size=2", "rollout_batch_size=64")
+    assert "actor_train takes turns on them; give engines" in refusal([1, 2], [1, 2], 2, *shared)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_async.cluster.placement import ProcessPlacement, gpu_nodes, place, process_env, shortage
+from roll_async.cluster.placement import ProcessPlacement, devices_of, gpu_nodes, place, process_env, shortage
 
 
 def placed(devices, processes, per_node=8):
@@ -13,8 +13,16 @@ def test_a_replica_of_four_devices_takes_them_from_one_node_in_the_order_written
     first, second = placed((11, 10, 9, 8, 4, 5, 6, 7), 2)
     assert (first.node, first.gpu_ids, first.device) == (1, (3, 2, 1, 0), "cuda")
     assert (second.node, second.gpu_ids) == (0, (4, 5, 6, 7))
-    with pytest.raises(ValueError, match=r"devices \[6, 7, 8, 9\] of process 0 lie on nodes \[0, 1\]"):
-        placed((6, 7, 8, 9), 1)
+
+
+def test_a_replica_that_spans_nodes_has_a_process_on_each_with_as_many_devices():
+    (only,) = placed((6, 7, 8, 9), 1)
+    assert [(p.index, p.node, p.gpu_ids, p.further) for p in only.parts[1:]] == [(0, 1, (0, 1), ())]
+    assert (only.node, only.gpu_ids) == (0, (6, 7)) and devices_of([only], 8) == (6, 7, 8, 9)
+    assert [(n.node, n.gpu_ids, n.num_processes) for n in gpu_nodes([only])] == [(0, (6, 7), 1), (1, (0, 1), 1)]
+    for uneven, places in (((5, 6, 7, 8), "3 on node 0, 1 on node 1"), ((7, 8, 6, 9), "1 on node 0, 1 on node 1, 1")):
+        with pytest.raises(ValueError, match=f"lie {places}.* order device_mapping by nodes"):
+            placed(uneven, 1)
 
 
 def test_the_seeds_layout_trainer_two_by_four_and_rollout_one_by_two_is_three_nodes():
