@@ -47,6 +47,20 @@ class Role:
     def seen(self):
         return os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_node_id()
 
+    def pid(self):
+        return os.getpid()
+
+
+async def until_dead(role):
+    """Until Ray knows."""
+    while True:
+        try:
+            await role.seen.remote()
+        except ray.exceptions.ActorUnavailableError:
+            await asyncio.sleep(0.2)
+        except ray.exceptions.ActorDiedError:
+            return
+
 
 async def seen_by(pool, placements):
     """What each process sees, as (visible devices, node)."""
@@ -209,3 +223,21 @@ def test_a_cluster_that_can_grow_is_waited_for(joined, caplog):
             ray._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(),
         )
     assert "waiting for the autoscaler (at most 8 GPUs)" in caplog.text
+
+
+def test_the_node_of_a_machine_that_dies_is_given_another_machine_and_the_devices_of_its_allocation(joined):
+    placements = placed((0, 1, 2, 3), 2)
+
+    async def scenario():
+        async with reserved(placements) as pool:
+            role = Role.options(**pool.options(placements[0], {})).remote()
+            _, machine = await role.seen.remote()
+            joined.end(joined.of(await role.pid.remote()))
+            await until_dead(role)
+            again = asyncio.gather(*(pool.settle(placement) for placement in placements))
+            await asyncio.wait_for(again, 60)
+            return machine, visible(pool, placements), await seen_by(pool, placements)
+
+    machine, given, seen = asyncio.run(scenario())
+    assert [devices for devices, _ in seen] == given
+    assert len({node for _, node in seen}) == 1 and machine not in {node for _, node in seen}
