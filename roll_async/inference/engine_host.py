@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from roll_async.inference.protocol import Engine, EngineLoad, EngineReport, PauseMode, Progress
@@ -30,8 +30,9 @@ _REMEMBERED = 4096
 class EngineHost:
     """Runs submitted requests as tasks and returns finished ones in batches."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, measure_memory: Callable[[], int] = peak_bytes) -> None:
+        """`measure_memory`: of the engine and its processes; a simulated one has none of its own."""
+        self._engine, self._measure_memory = engine, measure_memory
         self._tasks: dict[str, asyncio.Task[Completion]] = {}
         self._stops: dict[str, tuple[str, ...]] = {}
         """Stop strings of the running requests that use them."""
@@ -182,7 +183,7 @@ class EngineHost:
         """The engine's load, and the number of requests on this host."""
         ended = (*(c.request_id for c in self._completions), *(i for i, _ in self._failures))
         if (now := asyncio.get_running_loop().time()) >= self._peak_due_s:
-            self._peak_bytes, self._peak_due_s = peak_bytes(), now + PROGRESS_INTERVAL_S
+            self._peak_bytes, self._peak_due_s = self._measure_memory(), now + PROGRESS_INTERVAL_S
         return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)), peak_bytes=self._peak_bytes)
 
 

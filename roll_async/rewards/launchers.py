@@ -44,20 +44,36 @@ class Spawner:
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._spare: asyncio.Task[Worker] | None = None
+        self._kept: set[asyncio.Task[Worker]] = set()
+        """Workers that nobody has yet. One that is ready in the moment in which its caller is cancelled stays here."""
 
     async def start_worker(self) -> Worker:
-        spare, self._spare = self._spare, None
-        worker = await (self._start() if spare is None else spare)
+        task, self._spare = self._spare or self._start_soon(), None
+        try:
+            worker = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._kept.discard(task)
+            raise
+        self._kept.discard(task)
         if self._spare is None:
-            self._spare = asyncio.create_task(self._start(), name=f"spare worker of {self._options.reward}")
+            self._spare = self._start_soon()
         return worker
 
     async def close(self) -> None:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.cancel()
+        self._spare = None
+        for task in self._kept:
+            task.cancel()
+        for task in self._kept:
             with suppress(asyncio.CancelledError, RuntimeError, OSError):
-                await (await spare).stop()
+                await (await task).stop()
+        self._kept.clear()
+
+    def _start_soon(self) -> asyncio.Task[Worker]:
+        task = asyncio.create_task(self._start(), name=f"worker of {self._options.reward}")
+        self._kept.add(task)
+        return task
 
     async def _start(self) -> Worker:
         return await worker_behind(self._launch)

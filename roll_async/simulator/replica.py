@@ -30,14 +30,14 @@ class SimReplica:
         *,
         swap_s: float = 0.0,
         submitted: Callable[[Sequence[GenerateRequest]], None] = lambda requests: None,
-        host: EngineHost | None = None,
+        host: type[EngineHost] = EngineHost,
     ) -> None:
-        """`submitted` is called with the requests that arrive. `host`: of the engine; None = a new one."""
+        """`submitted` is called with the requests that arrive."""
         self.name, self.engine = engine.name, engine
         self.capabilities: EngineCapabilities = engine.capabilities
         self._seed, self._faults, self._swap_s = seed, faults, swap_s
         self._submitted = submitted
-        self._host = EngineHost(engine) if host is None else host  # pyright: ignore[reportArgumentType]  # never sleeps
+        self._host = host(engine, measure_memory=int)  # pyright: ignore[reportArgumentType]  # never sleeps
         self._reader: asyncio.Task[None] | None = None
         self._completions: list[Completion] = []
         self._failures: list[tuple[str, str]] = []

@@ -278,7 +278,7 @@ class World:
             faults,
             swap_s=scenario.train.swap_s,
             submitted=self.watch.submitted,
-            host=self._others.host(engine),  # pyright: ignore[reportArgumentType]  # never sleeps
+            host=self._others.host,
         )
 
     def _scale(self, num_replicas: int) -> None:

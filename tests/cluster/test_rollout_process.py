@@ -14,7 +14,7 @@ pytest.importorskip("psutil")
 ROOT = Path(__file__).resolve().parents[2]
 
 DRIVER = """
-import asyncio, logging, signal
+import asyncio, dataclasses, logging, signal
 from array import array
 from types import SimpleNamespace
 import psutil
@@ -24,6 +24,7 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import ray_runtime
+from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import FinishReason, Group, Prompt, Reward, Sample
 
 PROMPTS = 5
@@ -63,7 +64,8 @@ class Rollouter:
     async def stop(self):
         pass
     def stats(self):
-        return SimpleNamespace(busy_s=1.0)
+        zeros = {f.name: 0 for f in dataclasses.fields(RollouterStats) if f.type == "int"}
+        return RollouterStats(**zeros, source={"engine/preemptions": 2.0})
 
 class Synchronizer:
     def __init__(self, queue):
@@ -111,6 +113,8 @@ async def main():
     assert (await queue.freshness(1)).mean_age_s >= 0
     await queue.step_trained(1)
     assert queue.stats().trained == 2, "counters come with the answer"
+    source = rollouter.stats().source
+    assert source["engine/preemptions"] == 2.0 and source["memory/rollout_peak_bytes"] > 2e7, source
     assert (await queue.checkpoint_state(1))["step"] == 1
     await synchronizer.push(1)
     async with asyncio.timeout(3):

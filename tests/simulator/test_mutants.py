@@ -380,8 +380,8 @@ class Rests(TrainLoop):
 class BaselineOfASample(ChatCompletionScheduler):
     """The greedy answer is a sample like the others."""
 
-    async def _baseline(self, prompt, name, affinity):
-        return await super()._baseline(prompt, f"{name.removesuffix('greedy')}7", affinity)
+    async def _baseline(self, prompt, name, affinity, on_generated):
+        return await super()._baseline(prompt, f"{name.removesuffix('greedy')}7", affinity, on_generated)
 
 
 class TrainsToolTokens(ChatCompletionScheduler):

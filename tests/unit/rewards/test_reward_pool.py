@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from roll_async.rewards.launchers import Spawner
 from roll_async.rewards.pool import PoolOptions, RewardPool
 from roll_async.rewards.sandbox.confine import missing
+from roll_async.rewards.worker_process import WorkerOptions
 from roll_async.schema import RewardStatus
 
 HERE = str(Path(__file__).parent)
@@ -103,6 +105,31 @@ def test_workers_that_hang_at_the_same_moment_are_each_replaced_by_one_of_their_
     rewards, timeouts = scoring(work, num_workers=3, timeout_s=0.4)
     assert timeouts == 6 and [r.score for r in rewards[6:]] == list(range(12))
     assert all(r.status is RewardStatus.OK for r in rewards[6:]) and not _workers()
+
+
+def test_a_worker_that_is_ready_when_its_caller_is_cancelled_is_ended_with_the_others():
+    """Both may happen in one turn of a busy machine's loop."""
+
+    class Ready(Spawner):
+        async def _start(self):
+            worker = await super()._start()
+            for caller in callers:
+                caller.cancel()  # it learns of its worker and of its end at the same time
+            return worker
+
+    async def work():
+        launcher = Ready(WorkerOptions(reward="exact_match", memory_mb=512))
+        first = await launcher.start_worker()  # and from now on there is a spare
+        await first.stop()
+        callers.append(asyncio.ensure_future(launcher.start_worker()))
+        with pytest.raises(asyncio.CancelledError):
+            await callers[0]
+        running = _workers()
+        await launcher.close()
+        return running
+
+    callers = []
+    assert asyncio.run(work()) and not _workers()
 
 
 def test_a_reward_that_kills_its_worker_twice_gets_no_score_and_the_next_one_does(scoring):
