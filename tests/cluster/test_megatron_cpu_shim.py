@@ -111,6 +111,13 @@ def test_the_generator_of_cuda_is_that_of_the_cpu():
     assert torch.get_rng_state().equal(before) and not state.equal(before)
 
 
+def test_a_rank_on_the_cpu_does_not_import_the_compiler():
+    program = "import sys, roll_async.trainer.megatron.worker; assert 'torch._inductor.compile_fx' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 WITH_CUDA = """
 import torch
 from roll_async.trainer.megatron import cpu_shim
@@ -126,6 +133,7 @@ from megatron.core.transformer.moe import token_dispatcher
 core = {name: vars(m) for name, m in sys.modules.items() if name.startswith("megatron.core")}
 named = {name: names["torch"] for name, names in core.items() if "torch" in names}
 named.pop("megatron.core.dist_checkpointing.strategies")  # has a module of its own by that name
+assert "torch._inductor.compile_fx" in sys.modules  # fused operations are compiled
 assert len(named) > 40 and all(value is torch for value in named.values()), named
 assert torch.Tensor.cuda is own
 assert random._get_cuda_rng_state.__module__ == random.__name__

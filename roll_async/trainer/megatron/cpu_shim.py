@@ -173,17 +173,31 @@ def install(*, cuda: bool | None = None) -> None:
     engine_import.problem()  # hides half an install from the imports below
     if torch.cuda.is_available() if cuda is None else cuda:
         return
-    for name in _MODULES:
-        importlib.import_module(f"megatron.core.{name}")
+    with _nothing_compiled():
+        for name in _MODULES:
+            importlib.import_module(f"megatron.core.{name}")
     proxy = _proxy_of_torch()
     for name, module in list(sys.modules.items()):
-        # Bodies in fusions/ are compiled: they must see the real torch.
+        # Bodies in fusions/ may be compiled already: they must see the real torch.
         if name.startswith("megatron.core") and not name.startswith("megatron.core.fusions"):
             if getattr(module, "torch", None) is torch:
                 module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
     _patch_moe()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Inside, `torch.compile` gives back what it is given. Megatron compiles some fused operations when it is imported,
+    which is for CUDA; on a CPU it would only import the compiler, for two seconds of each rank's start.
+    """
+    original = torch.compile
+    torch.compile = lambda model=None, **options: (lambda function: function) if model is None else model
+    try:
+        yield
+    finally:
+        torch.compile = original
 
 
 def _patch_random() -> None:
