@@ -51,9 +51,7 @@ class Spawner:
         task, self._spare = self._spare or self._start_soon(), None
         try:
             worker = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
+        except (RuntimeError, OSError):
             self._kept.discard(task)
             raise
         self._kept.discard(task)
