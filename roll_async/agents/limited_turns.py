@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 from roll_async.agents.messages import TurnReply, TurnRequest
 from roll_async.schema import Outcome
@@ -37,8 +38,10 @@ class LimitedTurns(ABC):
         self.ended: TrajectoryEnded | None = None
         self.on_activity: Callable[[bool], None] | None = None
         """Called when a turn begins or ends, with whether one is running."""
-        self._replies: dict[str, asyncio.Future[TurnReply]] = {}
+        self._replies: dict[str, TurnReply] = {}
         self._running: set[asyncio.Future[TurnReply]] = set()
+        self._awaited: dict[str, asyncio.Future[TurnReply]] = {}
+        """Those of them whose request has a key."""
         self._num_turns = 0
         self._started_s: float | None = None
 
@@ -58,27 +61,34 @@ class LimitedTurns(ABC):
         Raises TrajectoryEnded when a limit is reached, BadRequest for a request that cannot be served, and what the
         policy raises.
         """
-        known = self._replies.get(key) if key is not None and replay else None
-        if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
-            known = asyncio.ensure_future(self._limited(request))
-            self._running.add(known)
-            known.add_done_callback(self._ended)
-            self._active()
-            known.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        running = None
+        if key is not None and replay:
+            if key in self._replies:
+                return self._replies[key]
+            running = self._awaited.get(key)
+        if running is None or running.done():
+            running = asyncio.ensure_future(self._limited(request))
+            self._running.add(running)
             if key is not None:
-                self._replies[key] = known
-                while len(self._replies) > _REMEMBERED_REPLIES:
-                    del self._replies[next(iter(self._replies))]
+                self._awaited[key] = running
+            running.add_done_callback(partial(self._ended, key))
+            self._active()
         try:
             # A client that disconnects may repeat the request, and then gets this reply.
-            return await asyncio.shield(known)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
-            if known.cancelled() and self.ended is not None:
+            if running.cancelled() and self.ended is not None:
                 raise self._over() from None
             raise
 
-    def _ended(self, turn: asyncio.Future[TurnReply]) -> None:
+    def _ended(self, key: str | None, turn: asyncio.Future[TurnReply]) -> None:
         self._running.discard(turn)
+        if key is not None and self._awaited.get(key) is turn:
+            del self._awaited[key]
+        if not turn.cancelled() and turn.exception() is None and key is not None:
+            self._replies[key] = turn.result()
+            while len(self._replies) > _REMEMBERED_REPLIES:
+                del self._replies[next(iter(self._replies))]
         self._active()
 
     def _active(self) -> None:

@@ -1,9 +1,12 @@
-"""Garbage collections while a process starts."""
+"""Garbage collections while a process starts, and in its loop."""
 
+import asyncio
 import gc
+import weakref
 
 import pytest
 
+from roll_async.cluster import garbage
 from roll_async.cluster.garbage import start_without_collections
 
 
@@ -11,6 +14,18 @@ from roll_async.cluster.garbage import start_without_collections
 def nothing_stays_frozen():
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(garbage, "_PASS_EVERY_S", 0.01)
+
+
+class Pair:
+    """Refers to itself: only a collection finds it."""
+
+    def __init__(self):
+        self.other = self
 
 
 def test_collections_rest_during_a_start_and_go_on_after_it_even_if_it_fails():
@@ -27,6 +42,52 @@ def test_only_a_process_that_says_so_keeps_what_is_there_out_of_later_collection
     with start_without_collections():
         pass
     assert gc.get_freeze_count() == frozen
-    with start_without_collections(settled=True):
-        kept = [[] for _ in range(100)]
+
+    async def settle():
+        with start_without_collections(settled=True):
+            return [[] for _ in range(100)]
+
+    kept = asyncio.run(settle())
     assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+def test_a_loop_looks_only_at_what_is_new_and_leaves_it_out_from_then_on():
+    async def run():
+        with start_without_collections(settled=True):
+            frozen = gc.get_freeze_count()
+        kept, unused = [Pair() for _ in range(100)], weakref.ref(Pair())
+        await asyncio.sleep(0.1)
+        return gc.get_freeze_count() - frozen, kept, unused() is None
+
+    more, kept, collected = asyncio.run(run())
+    assert more >= len(kept) and collected
+
+
+@pytest.mark.parametrize(("every_s", "found"), [(1800.0, False), (0.0, True)])
+def test_what_became_garbage_after_it_was_left_out_is_found_when_everything_is_looked_at(monkeypatch, every_s, found):
+    monkeypatch.setattr(garbage, "_EVERYTHING_EVERY_S", every_s)
+
+    async def run():
+        with start_without_collections(settled=True):
+            kept = Pair()
+        there = weakref.ref(kept)
+        await asyncio.sleep(0.05)
+        del kept
+        await asyncio.sleep(0.05)
+        return there() is None
+
+    assert asyncio.run(run()) is found
+
+
+def test_roles_that_start_again_do_not_collect_twice_as_often(monkeypatch):
+    passes = []
+
+    async def run():
+        for _ in range(3):
+            with start_without_collections(settled=True):
+                pass
+        monkeypatch.setattr(gc, "collect", lambda *generation: passes.append(generation))
+        await asyncio.sleep(0.105)
+
+    asyncio.run(run())
+    assert 0 < len(passes) <= 11
