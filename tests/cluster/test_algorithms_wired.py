@@ -40,6 +40,7 @@ ROLES = (
 )
 SMALL = (
     "rollout_batch_size=8",
+    "response_length=40",
     "num_return_sequences_in_group=4",
     "actor_train.training_args.per_device_train_batch_size=32",
     "actor_train.training_args.gradient_accumulation_steps=1",
@@ -177,7 +178,7 @@ def test_the_shipped_dapo_config_uses_every_part_of_dapo(run):
         "num_return_sequences_in_group=2",  # of two verdicts half the pairs are equal
         "actor_train.training_args.per_device_train_batch_size=4",
         "actor_train.training_args.learning_rate=0.003",
-        "overlong_buffer.len=92",  # from the fourth token on: no run is without an answer of that length
+        "overlong_buffer.len=36",  # from the fourth token on: no run is without an answer of that length
         file="dapo_cpu",
     )
     assert all(m["trainer/optimizer_steps"] == 4 for m in metrics), "with one step the ratio is 1"
@@ -222,7 +223,7 @@ def test_rows_of_programs_are_judged_in_a_run_and_malformed_ones_are_refused_by_
 def test_overlong_shaping_and_the_group_filter_publish_what_they_did(run):
     metrics = run(
         "overlong",
-        "algorithm.overlong_buffer={enable: true, len: 90, penalty_factor: 0.5}",  # from the seventh token on
+        "algorithm.overlong_buffer={enable: true, len: 34, penalty_factor: 0.5}",  # from the seventh token on
         "algorithm.filter_groups={enable: true, metric: acc, max_num_gen_batches: 0}",
     )
     for m in metrics:
