@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RLVR = "start_rlvr_pipeline.py"
 SMALL = (
     "rollout_batch_size=8",
+    "response_length=40",
     "num_return_sequences_in_group=4",
     "actor_train.training_args.per_device_train_batch_size=32",
     "actor_train.training_args.gradient_accumulation_steps=1",
