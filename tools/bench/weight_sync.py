@@ -1,7 +1,9 @@
 """Weights from trainer ranks to engine ranks, each a process of its own, against a plain copy of the same bytes.
 
     python tools/bench/weight_sync.py [--gb 0.1 0.5 1] [--transport shm gloo] [--layouts 1:1x1 4:2x2 8:4x1]
-        [--bucket-mib 64] [--verify sample] [--rounds 3] [--changed 0] [--link-mib-s 50] [--parts speed growth pause]
+        [--bucket-mib 64] [--verify sample] [--rounds 3] [--changed 0] [--adapter-rank 0] [--link-mib-s 50]
+        [--parts speed growth pause]
+    python tools/bench/weight_sync.py --bytes-of Qwen2.5-7B --adapter-rank 32
 
 One line of JSON for each measurement, and a table of all ratios at the end.
 
@@ -12,7 +14,9 @@ brought up to date together over that of a plain copy of as many by one process.
 a sender and of a receiver beyond what it held before the first push, its mappings of shared memory included;
 `*_buckets`: in buckets, without the one copy of the new weights that a transport over host memory keeps by design
 (senders: shm, so that receivers map it; receivers: until the swap). `--changed`: between two pushes that share of the
-values changes, at random places, and only these are sent (`weight_sync.sparse`).
+values changes, at random places, and only these are sent (`weight_sync.sparse`). `--adapter-rank`: the weights travel
+in the first round and low-rank adapters of every matrix alone in the others (`weight_sync.adapters`); `--bytes-of`
+counts them for a known model or a folder.
 
 growth: the time of a push to 8 replicas over that to 1, over gloo. Bandwidth is not shared: every link is slowed down
 to --link-mib-s by sleeping senders, so that the cores have time to spare. All in one bucket (the default of
@@ -49,11 +53,21 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each process, the engine's threads included
 import torch  # noqa: E402
 
+from roll_async.checkpoint.known_models import known_config  # noqa: E402
+from roll_async.checkpoint.lora_targets import ALL_LINEAR, target_projections  # noqa: E402
 from roll_async.weight_sync import links  # noqa: E402
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan  # noqa: E402
+from roll_async.weight_sync.bucket import (  # noqa: E402
+    ADAPTER_HALVES,
+    Bucket,
+    Content,
+    UpdatePlan,
+    adapter_half,
+    is_adapter,
+)
 from roll_async.weight_sync.changes import LastExport  # noqa: E402
 from roll_async.weight_sync.digest import of_replica, of_trainer  # noqa: E402
 from roll_async.weight_sync.layout import Cut, EngineLayout  # noqa: E402
+from roll_async.weight_sync.model_tensors import model_tensors  # noqa: E402
 from roll_async.weight_sync.packing import TensorPart  # noqa: E402
 from roll_async.weight_sync.transports import STAGED, open_receiver, open_sender  # noqa: E402
 
@@ -79,6 +93,25 @@ def shapes(num_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
+def halves(name: str, shape: tuple[int, ...], rank: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the adapter of a matrix."""
+    a, b = (adapter_half(name, half) for half in ADAPTER_HALVES)
+    return [(a, (rank, shape[1])), (b, (shape[0], rank))] if rank and len(shape) == 2 else []
+
+
+def count_bytes(model: str, rank: int) -> dict:
+    """Bytes of one push of a model in bfloat16, all of it and adapters alone."""
+    config = known_config(model)
+    if config is None:
+        raise SystemExit(f"--bytes-of {model}: neither a folder with config.json nor a known model")
+    tensors, linear = model_tensors(config), target_projections([ALL_LINEAR])
+    adapted = [t for t in tensors if t.name.endswith(".weight") and t.name.split(".")[-2] in linear]
+    alone = sum(2 * math.prod(shape) for t in adapted for _, shape in halves(t.name, t.shape, rank))
+    full = sum(t.num_bytes for t in tensors)
+    return {"name": f"weight_sync bytes {model}", "adapter_rank": rank, "full": full, "adapters": alone,
+            "share": round(alone / full, 5)}  # fmt: skip
+
+
 def parts_of(num_bytes: int, rank: int, size: int) -> list[TensorPart]:
     """What trainer rank `rank` holds: its rows or columns; norms are sent by one rank each."""
     generator = torch.Generator().manual_seed(rank)
@@ -101,6 +134,9 @@ def trainer(pipe, args, rank: int, size: int, layout: EngineLayout) -> None:
     torch.set_num_threads(1)
     _slow_links(args.link_mib_s)
     parts, sender, version = args.parts_of(args.num_bytes, rank, size), None, 0
+    if rank == 0:
+        own = [half for name, shape in shapes(args.num_bytes) for half in halves(name, shape, args.adapter_rank)]
+        parts += [TensorPart.whole(name, torch.rand(shape).bfloat16()) for name, shape in own]
     memory = Memory()
     pipe.send(sum(part.tensor.nbytes for part in parts))
     while (word := pipe.recv()) is not None:
@@ -110,9 +146,12 @@ def trainer(pipe, args, rank: int, size: int, layout: EngineLayout) -> None:
         elif word == "begin":
             version += 1
             numbers = {"export": version, "base": version - 1 or None} if args.changed else {}
+            if args.adapter_rank:
+                numbers = {"content": Content.ADAPTERS if sender else Content.WHOLE}
             plan = UpdatePlan(version=version, transport=args.transport, verify=args.verify, layout=layout, **numbers)
             block_bytes = (args.bucket_mib << 20) // size
-            sender = open_sender(plan, parts, source=rank, block_bytes=block_bytes, previous=sender)
+            sent = parts if plan.content is not Content.ADAPTERS else [part for part in parts if is_adapter(part.name)]
+            sender = open_sender(plan, sent, source=rank, block_bytes=block_bytes, previous=sender)
             pipe.send(plan)
         else:
             pipe.send(sender.next_block() if word == "next" else sender.sent)
@@ -132,7 +171,9 @@ def engine(pipe, args, rank: int, layout: EngineLayout) -> None:
     """One receiving process: answers every bucket, then the digest, then the swap."""
     torch.set_num_threads(1)
     _slow_links(args.link_mib_s)
-    model = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes(args.num_bytes)}
+    whole = shapes(args.num_bytes)
+    whole += [half for name, shape in whole for half in halves(name, shape, args.adapter_rank)]
+    model = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in whole}
     memory = Memory()
     pipe.send("up")
     kept, staged = LastExport(), 0
@@ -273,7 +314,7 @@ def measure(args, layout_name: str) -> dict:
     bucket = args.bucket_mib << 20
     return {
         "seconds": seconds, "swap_s": round(swap, 3), "updated": updated,
-        "sent_mib": round(num_bytes / 2**20, 1),
+        "sent_mib": round(num_bytes / 2**20, 1), "adapter_rank": args.adapter_rank,
         "trainer_extra_mib": sent_from >> 20,
         "trainer_buckets": round((sent_from - (held if args.transport == "shm" else 0)) / bucket, 2),
         "engine_extra_mib": max(extra for extra, _ in taken_into) >> 20,
@@ -465,7 +506,13 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=["speed", "growth", "pause"], default=["speed", "growth", "pause"]
     )
+    parser.add_argument("--adapter-rank", type=int, default=0)
+    parser.add_argument("--bytes-of", nargs="*", default=[])
     args = parser.parse_args()
+    if args.bytes_of:
+        for model in args.bytes_of:
+            print(json.dumps(count_bytes(model, args.adapter_rank or 32)), flush=True)
+        return
     from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
