@@ -170,7 +170,7 @@ class MegatronRank:
         )
         self._export = open_sender(
             replace(plan, layout=layout),
-            self._worker.weight_parts(),
+            self._worker.weight_parts(plan.content),
             source=self._placement.index,
             block_bytes=block_bytes,
             previous=self._export,  # its memory, its connections and its copy of what was sent are used again

@@ -9,6 +9,7 @@ from roll_async.commands.command_line import AS_TYPED, print_pairs
 from roll_async.commands.validate import one_config
 from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
+from roll_async.weight_sync.adapters import choose_adapters
 from roll_async.weight_sync.transports import STAGED, transport_of
 
 _VERSIONS_SHOWN = 3
@@ -58,7 +59,10 @@ def weight_push(config: PipelineConfig) -> list[tuple[str, str]]:
     a = config.async_training
     name, reason = transport_of(config)
     generating = "generate during the transfer" if name in STAGED else "are paused during the transfer"
+    alone, why = choose_adapters(config)
+    adapters = [("adapters", f"{'alone' if alone else 'merged'}: {why}")]
     return [
+        *(adapters if config.actor_train.model_args.lora_rank else []),
         ("weight transport", f"{name}: {reason}; engines {generating}"),
         (
             "weight push",

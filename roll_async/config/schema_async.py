@@ -81,6 +81,10 @@ class WeightSyncConfig:
     """Send only the values that changed, to engines that hold the version before: auto = over a network (gloo,
     filesystem). Each trainer rank and engine rank keeps a copy of what it sent or received in host memory.
     """
+    adapters: Literal["auto", "alone", "merged"] = "auto"
+    """LoRA: alone = engines hold adapters beside frozen weights, which travel once, then a push is the adapters.
+    merged = the trainer adds them, and all weights travel each time. auto = alone on CPU, where engine and model allow.
+    """
     canary_prompts: int = bounded(16, ">= 0")
     """Prompts that engines and trainer score after each push, to see that they compute the same; 0 = none."""
     canary_band: float | None = bounded(None, "> 0")

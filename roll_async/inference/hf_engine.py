@@ -110,8 +110,14 @@ class HfEngine:
         if settings.sleep_level:  # memory of a memory-mapped checkpoint cannot be released
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
-        self._weights = Storages(self._model.parameters())
         self._targets = WeightTargets(self._model, self._model.config.model_type)
+        beside: dict[str, Tensor] = {}
+        if settings.adapter is not None:
+            from roll_async.inference.hf_adapters import add_adapters
+
+            beside = add_adapters(self._model, settings.adapter)
+            self._targets.add(beside)
+        self._weights = Storages([*self._model.parameters(), *beside.values()])
         self._eos_ids = _stop_ids(self._model)
         if settings.record_experts:
             from roll_async.inference.hf_experts import ExpertRecorder
@@ -418,6 +424,7 @@ class HfEngine:
         self._give_up()  # an update in progress would write into released memory
         if level == 2:
             self._mixed = True
+            self._kept.frozen.forget()
         await asyncio.to_thread(self._manager.stop, True)
         self._manager = None  # and the KV cache with it
         await asyncio.to_thread(self._weights.release, keep_content=level == 1)

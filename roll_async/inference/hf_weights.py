@@ -4,6 +4,8 @@ of one parameter that holds all of a layer. Shape letters: E experts, I inner si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -25,6 +27,11 @@ class WeightTargets:
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
         self.names = frozenset(self._targets) - tied
         """Names that an update must contain: a tied output layer is updated with the embedding."""
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tensors beside the model's own, which an update must contain, too."""
+        self._targets |= tensors
+        self.names |= tensors.keys()
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises RuntimeError for a name the model does not have."""

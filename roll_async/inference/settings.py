@@ -13,6 +13,7 @@ from roll_async.config.schema import (
     roles_on_engine_devices,
 )
 from roll_async.inference.seeds import replica_seed
+from roll_async.weight_sync.adapters import AdapterShape, adapters_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,8 @@ class EngineSettings:
     """Completions carry the experts their tokens went to (mixture-of-experts models only)."""
     sleep_level: int = 0
     """Deepest `Engine.sleep` the replica is prepared for; 0 = it keeps its memory, without the overhead of sleeping."""
+    adapter: AdapterShape | None = None
+    """Low-rank adapters that the replica holds beside its weights; None = weights come with adapters merged."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Passed to the library unchanged."""
 
@@ -91,6 +94,7 @@ class EngineSettings:
             "truncated_sampling": any(a.top_k > 0 or a.top_p < 1 for a in _all_generating_args(config)),
             "record_experts": config.actor_train.router_replay,
             "sleep_level": 2 if roles_on_engine_devices(config) else 0,
+            "adapter": adapters_of(config),
             "extra": strategy.extra,
         }
         match strategy:

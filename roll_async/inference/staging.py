@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Bucket, Content, UpdatePlan, is_adapter
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica
 from roll_async.weight_sync.transports import STAGED, open_receiver
@@ -16,12 +16,12 @@ class Incoming:
     """One update, from its first bucket to its commit."""
 
     def __init__(self, plan: UpdatePlan, names: Iterable[str], kept: LastExport) -> None:
-        """`names`: of all tensors that have to come. `kept`: what the engine holds of the last update."""
+        """`names`: of all tensors that the engine holds. `kept`: what it holds of the last update."""
         self.in_place = plan.transport not in STAGED
         """The transport leaves no room for a second model: tensors go into the served one as they come."""
         self.staged: list[tuple[str, Tensor]] = []
         self._receiver = open_receiver(plan, kept)
-        self._missing = set(names)
+        self._missing = {name for name in names if is_adapter(name) or plan.content is not Content.ADAPTERS}
 
     def take_in(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         """The tensors that a bucket completes; with a staged transport they are remembered until the commit. Blocks."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 _EXPANDABLE = "expandable_segments:True"
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -114,6 +115,13 @@ def _arguments(settings: EngineSettings) -> dict[str, object]:
         span = settings.span
         arguments |= {"nnodes": span.num_nodes, "node_rank": span.node_rank}
         arguments |= {"master_addr": span.master_addr, "master_port": span.master_port}
+    if settings.adapter is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(rank for rank in _ADAPTER_RANKS if rank >= settings.adapter.rank),
+            "lora_target_modules": list(settings.adapter.layers),
+        }
     if settings.record_experts:
         arguments["enable_return_routed_experts"] = True
     if settings.block_size is not None:

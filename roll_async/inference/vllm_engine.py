@@ -20,6 +20,7 @@ from roll_async.inference.protocol import EngineCapabilities, EngineLoad, Engine
 from roll_async.inference.scoring import check_scored
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
+from roll_async.inference.vllm_adapters import adapter_request
 from roll_async.inference.vllm_arguments import engine_arguments, in_this_process, prepare_environment
 from roll_async.inference.vllm_failure import StartErrors
 from roll_async.inference.vllm_load import LoadReader, SchedulerReader, StatisticsReader
@@ -116,6 +117,8 @@ class VllmEngine:
         self._labels_tokens = "weight_versions" in {f.name for f in fields(CompletionOutput)}
         self._progress = ProgressReader(self._llm, labelled=self._labels_tokens)
         await self._label(self._version)
+        if settings.adapter is not None:
+            await self._workers("roll_start_adapter")
         await self._measure_memory()
 
     def _new_llm(self) -> tuple[AsyncLLM, LoadReader]:
@@ -178,7 +181,8 @@ class VllmEngine:
         try:
             # With its type it is taken as it is; without, a thread looks first whether it must be tokenized.
             rendered = {"type": "token", "prompt_token_ids": prompt}
-            queue = await self._llm.add_request(request_id, rendered, sampling)  # pyright: ignore[reportArgumentType]
+            adapter = None if self._settings.adapter is None else adapter_request()
+            queue = await self._llm.add_request(request_id, rendered, sampling, lora_request=adapter)  # pyright: ignore[reportArgumentType]
             ticket.internal_id = queue.request_id
             ticket.handed_over.set()
             try:
@@ -344,6 +348,8 @@ class VllmEngine:
             await self._llm.reset_prefix_cache()
             await self._workers("roll_sleep", level)
         else:
+            if level == 2:
+                await self._workers("roll_forget_frozen")
             await self._llm.sleep(level)
         self._sleep.fell_asleep(level)
         await self._measure_memory()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -95,14 +96,24 @@ class InProcessLLM:
 
     # Requests
 
-    async def add_request(self, request_id: str, prompt: object, sampling: SamplingParams) -> RequestOutputCollector:
+    async def add_request(
+        self, request_id: str, prompt: object, sampling: SamplingParams, lora_request: LoRARequest | None = None
+    ) -> RequestOutputCollector:
         """Start a request; the answer comes out of the collector."""
-        return await self._call(lambda: self._add(request_id, prompt, sampling))
+        return await self._call(lambda: self._add(request_id, prompt, sampling, lora_request))
 
-    def _add(self, request_id: str, prompt, sampling: SamplingParams) -> RequestOutputCollector:  # noqa: ANN001 (vLLM's)
+    def _add(
+        self,
+        request_id: str,
+        prompt,  # noqa: ANN001 (vLLM's)
+        sampling: SamplingParams,
+        lora_request: LoRARequest | None,
+    ) -> RequestOutputCollector:
         engine = self._engine
         tasks = engine.get_supported_tasks()
-        request = engine.input_processor.process_inputs(request_id, prompt, sampling, supported_tasks=tasks)
+        request = engine.input_processor.process_inputs(
+            request_id, prompt, sampling, supported_tasks=tasks, lora_request=lora_request
+        )
         engine.input_processor.assign_request_id(request)
         answer = _Answer(sampling, request.request_id, self._loop)
         engine.output_processor.add_request(request, None, None, 0, answer)

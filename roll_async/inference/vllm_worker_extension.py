@@ -8,6 +8,7 @@ the engine is paused.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,7 +21,8 @@ if not torch.cuda.is_available():
 from roll_async.inference.processes import end_with_owner
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.storages import Storages
-from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.inference.vllm_adapters import set_adapter
+from roll_async.weight_sync.bucket import Content, UpdatePlan, is_adapter
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.receiving import Receiver
 from roll_async.weight_sync.transports import STAGED, open_receiver
@@ -36,6 +38,9 @@ class WeightUpdateExtension:
     _roll_open = False
     _roll_kv_storages: Storages | None = None
     _roll_weights: Storages | None = None
+    _roll_content = Content.MERGED
+    _roll_halves: dict[str, Tensor]
+    """Halves of adapters that were taken in, of the update under way."""
 
     def roll_call(self, method: str, *args: object) -> tuple[object, str]:
         """(result, error) of a method below: vLLM would turn its exception into one without a type."""
@@ -50,10 +55,11 @@ class WeightUpdateExtension:
         """
         self._roll_give_up()
         plan: UpdatePlan = pickle.loads(pickled)
+        self._roll_content, self._roll_halves = plan.content, {}
         size = self.model_runner.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
         self._roll_kept = self._roll_kept or LastExport()
         self._roll_receiver = open_receiver(plan, self._roll_kept, rank=self.rank % size)  # type: ignore[attr-defined]
-        if plan.transport not in STAGED:
+        if plan.transport not in STAGED and plan.content is not Content.ADAPTERS:
             self._roll_open_model()
 
     def roll_load_bucket(self, pickled: bytes) -> None:
@@ -73,16 +79,32 @@ class WeightUpdateExtension:
     def roll_commit(self) -> None:
         """Make the new weights the served ones. Raises RuntimeError when tensors are missing."""
         assert self._roll_receiver is not None, "roll_commit without roll_begin_update"
-        if not self._roll_open:
-            self._roll_open_model()
-            self._roll_load()
-        missing = self._roll_incomplete_layers()
-        self._roll_close_model()
+        missing: list[str] = []
+        if self._roll_content is Content.ADAPTERS:
+            for _ in self._roll_weights_taken():
+                raise RuntimeError("weights came with an update of adapters alone")
+        else:
+            if not self._roll_open:
+                self._roll_open_model()
+                self._roll_load()
+            missing = self._roll_incomplete_layers()
+            self._roll_close_model()
         if not missing:
+            if self.model_runner.lora_config is not None:  # type: ignore[attr-defined]
+                self._roll_set_adapter()
             self._roll_receiver.committed()
         self._roll_give_up()
         if missing:
             raise RuntimeError(f"weight update is incomplete: {len(missing)} layers lack tensors, first {missing[0]}")
+
+    def roll_start_adapter(self) -> None:
+        """Serve an adapter of zeros, until one is pushed."""
+        self._roll_set_adapter()
+
+    def _roll_set_adapter(self) -> None:
+        """The halves that were taken in; zeros under weights with adapters merged."""
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        set_adapter(manager, None if self._roll_content is Content.MERGED else self._roll_halves)
 
     def _roll_give_up(self) -> None:
         """Back to rest. A model left open is closed, mixed weights and all: the next update overwrites every tensor."""
@@ -97,7 +119,16 @@ class WeightUpdateExtension:
     def _roll_load(self) -> None:
         assert self._roll_receiver is not None
         with _current(self):
-            self._roll_model.load_weights(self._roll_receiver.tensors())  # type: ignore[operator]
+            self._roll_model.load_weights(self._roll_weights_taken())  # type: ignore[operator]
+
+    def _roll_weights_taken(self) -> Iterator[tuple[str, Tensor]]:
+        """What was taken in since the last call, without halves of adapters, which wait for the commit."""
+        assert self._roll_receiver is not None
+        for name, tensor in self._roll_receiver.tensors():
+            if is_adapter(name):
+                self._roll_halves[name] = tensor.clone()  # vLLM keeps them; the sender's memory is used again
+            else:
+                yield name, tensor
 
     def _roll_open_model(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
@@ -145,10 +176,16 @@ class WeightUpdateExtension:
         parameters = Storages(self._roll_model.parameters()).num_bytes
         return parameters + sum(map(_packed_bytes, self._roll_model.modules())), self._roll_kv.num_bytes
 
+    def roll_forget_frozen(self) -> None:
+        """The weights below adapters are dropped."""
+        if self._roll_kept is not None:
+            self._roll_kept.frozen.forget()
+
     def roll_sleep(self, level: int) -> None:
         """Give memory back: the KV cache, and at level 2 the weights, packed ones too."""
         self._roll_kv.release(keep_content=False)
         if level == 2:
+            self.roll_forget_frozen()
             self._roll_weights = Storages(self._roll_model.parameters())
             self._roll_weights.release(keep_content=False)
             for module in self._roll_model.modules():

@@ -29,6 +29,7 @@ from roll_async.config.schema import (
 from roll_async.inference.backends import FOLLOWERS
 from roll_async.launch.inputs import missing_inputs
 from roll_async.launch.model_fit import mismatches
+from roll_async.weight_sync.adapters import choose_adapters
 from roll_async.weight_sync.transports import SENDERS, transport_of
 
 
@@ -193,6 +194,7 @@ def _engine(config: PipelineConfig) -> list[str]:
         problems += _cannot_record(config)
     problems += _quantized_on_cpu(config)
     problems += _stages_on_cpu(config)
+    problems += _adapters(config)
     transport = config.weight_sync.transport
     if transport not in ("auto", *SENDERS):
         problems.append(f"weight_sync.transport={transport} is not there yet; use auto")
@@ -215,6 +217,15 @@ def _engine(config: PipelineConfig) -> list[str]:
                 f"actor_infer.generating_args.repetition_penalty={value}: hf_infer samples without it; {vllm}"
             )
     return problems
+
+
+def _adapters(config: PipelineConfig) -> list[str]:
+    """Adapters that cannot be pushed alone, or are on unknown layers."""
+    try:
+        choose_adapters(config)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _quantized_on_cpu(config: PipelineConfig) -> list[str]:

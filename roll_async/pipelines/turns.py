@@ -206,9 +206,12 @@ class DeviceTurns:
 class TurnRollout:
     """`weight_sync/protocol.py: Rollout`: engines are resumed only in their own turn."""
 
-    def __init__(self, rollout: Rollout, turns: DeviceTurns, *, timeout_s: float) -> None:
-        """`timeout_s`: how long the engines may take to pause."""
+    def __init__(self, rollout: Rollout, turns: DeviceTurns, *, timeout_s: float, keeps_frozen: bool = False) -> None:
+        """`timeout_s`: how long the engines may take to pause. `keeps_frozen`: a push sends adapters alone, so engines
+        need the weights below them afterwards.
+        """
         self._rollout, self._turns, self._timeout_s = rollout, turns, timeout_s
+        self.level_before_push = KEEP_WEIGHTS if keeps_frozen else DROP_WEIGHTS
         self._stopped = turns.turn is not Turn.ENGINES
 
     async def interrupt(self, mode: str, timeout_s: float) -> None:
@@ -254,15 +257,15 @@ class TurnSource:
 
 
 class TurnLearner:
-    """`Learns` in the trainer's turn. If a push follows the step, engines drop their weights instead of keeping a copy
-    in host memory.
+    """`Learns` in the trainer's turn. If a push of all weights follows the step, engines drop theirs instead of keeping
+    a copy in host memory.
     """
 
     def __init__(self, learner: Learns, rollout: TurnRollout, pushes_after: Callable[[int], bool]) -> None:
         self._learner, self._rollout, self._pushes_after = learner, rollout, pushes_after
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
-        await self._rollout.to_trainer(DROP_WEIGHTS if self._pushes_after(step) else KEEP_WEIGHTS)
+        await self._rollout.to_trainer(self._rollout.level_before_push if self._pushes_after(step) else KEEP_WEIGHTS)
         return await self._learner.learn(groups, step)
 
 

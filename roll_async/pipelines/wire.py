@@ -188,7 +188,12 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     )
     turns, source_of_weights = None, roles.weights
     if roles.turns is not None:
-        turns = TurnRollout(rollouter, roles.turns, timeout_s=options.sync.interrupt_timeout_s)
+        turns = TurnRollout(
+            rollouter,
+            roles.turns,
+            timeout_s=options.sync.interrupt_timeout_s,
+            keeps_frozen=options.sync.adapters,
+        )
         source_of_weights = TurnSource(roles.weights, roles.turns)
     queue.trouble = rollouter.trouble
     validators = None

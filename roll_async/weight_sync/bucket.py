@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import chain
 
 from roll_async.schema import WeightVersion
@@ -83,6 +84,28 @@ class Bucket:
         return chain.from_iterable(block.slots for block in self.blocks)
 
 
+class Content(str, Enum):
+    """Which tensors of a model with low-rank adapters travel."""
+
+    MERGED = "merged"  # the weights, adapters merged into them; of a model without adapters everything
+    WHOLE = "whole"  # the frozen weights, and the adapters beside them
+    ADAPTERS = "adapters"  # the adapters, to receivers that hold the frozen weights
+
+
+ADAPTER_HALVES = ("lora_A", "lora_B")
+"""A [rank, in] and B [out, rank] of a layer, with the adapter's scale in B; named as PEFT does."""
+
+
+def adapter_half(weight: str, half: str) -> str:
+    """Name of half of the adapter of a weight: `LAYER.weight` to `LAYER.lora_A.weight`."""
+    return f"{weight.removesuffix('.weight')}.{half}.weight"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is half of an adapter."""
+    return name.endswith(tuple(adapter_half("", half) for half in ADAPTER_HALVES))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePlan:
     """Describes one weight version; it is sent before the buckets."""
@@ -97,6 +120,8 @@ class UpdatePlan:
     """Number of this export; 0 = no later export builds on it, so nobody keeps a copy."""
     base: int | None = None
     """Number of the export that every receiver holds: only what changed since need be sent; None = send everything."""
+    content: Content = Content.MERGED
+    """Which tensors are sent."""
     attempt: int = 1
     """Number of the attempt of the push, from 1."""
     replica: str = ""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import TensorSlot, UpdatePlan
-from roll_async.weight_sync.digest import flat_bytes
+from roll_async.weight_sync.digest import FrozenDigest, flat_bytes
 from roll_async.weight_sync.layout import Cut
 
 _PAYS = 0.5
@@ -36,6 +36,8 @@ class LastExport:
         self._export = 0
         self._keeps = False
         self._pieces: dict[tuple[str, Cut | None], Tensor] = {}
+        self.frozen = FrozenDigest()
+        """Of the weights below adapters, which later exports do not send."""
 
     def begin(self, plan: UpdatePlan) -> bool:
         """Whether this is the export that the plan builds on; if not, it is forgotten. Until `complete` it is neither
@@ -50,6 +52,7 @@ class LastExport:
     def complete(self, plan: UpdatePlan) -> None:
         """All pieces of the plan are here."""
         self._export = plan.export
+        self.frozen.complete(plan)
 
     def __getitem__(self, slot: TensorSlot) -> Tensor:
         """All bytes of a piece, uint8."""

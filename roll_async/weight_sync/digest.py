@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roll_async.checkpoint.tensor_bytes import bytes_of
-from roll_async.weight_sync.bucket import TensorSlot
+from roll_async.weight_sync.bucket import Content, TensorSlot, UpdatePlan, is_adapter
 
 VERIFY_LEVELS = ("full", "sample", "none")
 _WINDOW_BYTES = 1024
@@ -40,11 +40,13 @@ class Digest:
         self.total = 0
         """Sum of everything added so far, below 2**128."""
 
-    def update(self, slot: TensorSlot, data: Tensor) -> None:
-        """Add one piece. `data`: all of its bytes, also if few of them were sent, uint8, on any device; only bytes that
-        are read are copied.
+    def update(self, slot: TensorSlot, data: Tensor) -> int:
+        """Add one piece; its digest. `data`: all of its bytes, also if few of them were sent, uint8, on any device;
+        only bytes that are read are copied.
         """
-        self.add(self.of(slot, data))
+        piece = self.of(slot, data)
+        self.add(piece)
+        return piece
 
     def add(self, value: int) -> None:
         """Add the digest of one piece, or of several."""
@@ -67,6 +69,41 @@ class Digest:
     def hexdigest(self) -> str:
         """Digest of everything added so far."""
         return f"{self.total:032x}"
+
+
+class FrozenDigest:
+    """Digest of the frozen weights below adapters, by engine rank: they are sent once, and a push of adapters alone is
+    proved together with them. A trainer rank keeps that of what it sent, an engine rank that of what it holds.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[int] | None = None
+        self._coming: list[int] = []
+
+    def begin(self, plan: UpdatePlan, num_ranks: int) -> list[int]:
+        """What the digest of an export begins with, by engine rank. Raises RuntimeError when only adapters come and no
+        frozen weights are held.
+        """
+        self._coming = [0] * num_ranks
+        if plan.content is not Content.ADAPTERS:
+            return [0] * num_ranks
+        if self._held is None:
+            raise RuntimeError("only adapters are sent, and the weights that they add to are not held")
+        return list(self._held)
+
+    def add(self, slot: TensorSlot, piece: int, rank: int = 0) -> None:
+        """A piece of the export that an engine rank keeps."""
+        if not is_adapter(slot.name):
+            self._coming[rank] = (self._coming[rank] + piece) % _MODULUS
+
+    def complete(self, plan: UpdatePlan) -> None:
+        """All of the export is there: sent by a trainer, served by an engine."""
+        if plan.content is Content.WHOLE:
+            self._held = self._coming
+
+    def forget(self) -> None:
+        """The weights are held no more, or are about to be overwritten."""
+        self._held = None
 
 
 def of_replica(ranks: Iterable[str]) -> str:

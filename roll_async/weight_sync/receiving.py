@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from roll_async.weight_sync.bucket import Block, Bucket, TensorSlot, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket, Content, TensorSlot, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import Digest
 from roll_async.weight_sync.layout import needed_elements
@@ -47,13 +47,18 @@ class Receiver:
     ) -> None:
         """`kept`: this rank's copy of the last export. `rank`: tensor-parallel rank of the engine. `keeps_memory`: the
         reader's views stay valid until the update is closed; otherwise pieces are copied. `owns_memory`: they stay
-        valid as long as they are referenced. Raises RuntimeError when the plan builds on an export that is not held.
+        valid as long as they are referenced. Raises RuntimeError when the plan builds on an export, or on frozen
+        weights, that are not held.
         """
         self._plan, self._reader, self._rank, self._keeps_memory = plan, reader, rank, keeps_memory
         self._kept, self._owns_memory = kept, owns_memory
         if not kept.begin(plan) and plan.base is not None:
             raise RuntimeError(f"export {plan.export} holds what changed since export {plan.base}, which is not held")
+        if plan.content is not Content.ADAPTERS:
+            kept.frozen.forget()
+        (frozen,) = kept.frozen.begin(plan, 1)
         self._digest = Digest(plan.verify)
+        self._digest.add(frozen)
         self._incomplete: dict[str, _Pieces] = {}
         self._missing: dict[str, int] = {}
         self._complete: list[_Pieces] = []
@@ -63,7 +68,7 @@ class Receiver:
         for block in bucket.blocks:
             for slot, raw in self._reader.read(block, self._rank):
                 whole = self._kept.whole(slot, raw, owned=self._owns_memory)
-                self._digest.update(slot, whole)
+                self._kept.frozen.add(slot, self._digest.update(slot, whole))
                 if whole is raw and not self._keeps_memory:
                     whole = raw.clone()
                 self._add(slot, whole.view(getattr(torch, slot.dtype)).view(slot.part_shape))
@@ -93,7 +98,7 @@ class Receiver:
 
     @property
     def digest(self) -> str:
-        """Digest of everything received."""
+        """Digest of everything received, and of the frozen weights below adapters that came alone."""
         return self._digest.hexdigest()
 
     def committed(self) -> None:

@@ -50,8 +50,10 @@ class BlockSender:
         self._planned = plan_blocks(parts, plan.layout, block_bytes, kept)
         self._digest = Digest(plan.verify)
         self._index = 0
-        self.sent = [0] * plan.layout.tensor
-        """Digest of the pieces sent to each engine rank so far, see `digest.py: of_trainer`."""
+        self.sent = kept.frozen.begin(plan, plan.layout.tensor)
+        """Digest of the pieces sent to each engine rank so far, with that of the frozen weights below adapters that are
+        sent alone, see `digest.py: of_trainer`.
+        """
 
     def next_block(self) -> Block | None:
         """Publish the next block; None when this rank has sent all of its own."""
@@ -67,6 +69,7 @@ class BlockSender:
             piece = self._digest.of(slot, whole)
             for rank in slot.ranks:
                 self.sent[rank] += piece
+                self.kept.frozen.add(slot, piece, rank)
         return Block(
             source=self._source, slots=tuple(slot for slot, _ in planned), num_bytes=num_bytes, location=location
         )

@@ -19,8 +19,10 @@ from typing import Generic, TypeVar
 
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
+from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.canary import Canary, CanaryReport
+from roll_async.weight_sync.export_plans import ExportPlanner
 from roll_async.weight_sync.protocol import Rollout, UpdatedReplica, WeightSource
 from roll_async.weight_sync.transports import STAGED, sends_changes
 
@@ -61,6 +63,8 @@ class SyncOptions:
     retry_delay_s: float = 1.0
     sparse: bool = False
     """Send only what changed to replicas that hold what the last export sent."""
+    adapters: bool = False
+    """Send only the adapters to replicas that hold the weights below them."""
 
     @classmethod
     def of(cls, config: PipelineConfig, transport: str) -> SyncOptions:
@@ -75,6 +79,7 @@ class SyncOptions:
             timeout_s=a.sync_timeout,
             retry_delay_s=a.sync_retry_delay,
             sparse=sends_changes(config.weight_sync.sparse, transport),
+            adapters=adapters_of(config) is not None,
         )
 
 
@@ -174,8 +179,8 @@ class ParameterSynchronizer(Generic[Replica]):
         self._deadline = 0.0
         self._timed_out: set[int] = set()
         """Identities of replicas that missed the deadline in this attempt."""
-        self._export, self._holders = 0, list[Replica]()
-        """Number of the last export, and the replicas that hold what it sent."""
+        common = UpdatePlan(version=0, transport=options.transport, verify=options.verify)
+        self._plans = ExportPlanner[Replica](common, sparse=options.sparse, adapters=options.adapters)
         self.param_sync_count = 0
         self.sync_failures = 0
         self.version: WeightVersion | None = None
@@ -319,8 +324,9 @@ class ParameterSynchronizer(Generic[Replica]):
             failures = {r.name: f"the trainer sent nothing within {self._limit}" for r in push.waiting}
         push.transfer_s += loop.time() - started
         tried, push.waiting = push.waiting, []
-        self._holders = self._sort(push, tried, failures, relayed=True)
-        push.proved += self._holders
+        proved = self._sort(push, tried, failures, relayed=True)
+        self._plans.transferred(tried, proved)
+        push.proved += proved
 
     def _still_alive(self, replicas: Sequence[Replica], push: _Push[Replica]) -> list[Replica]:
         """These replicas without those lost since the push began: dead, or removed because they did not pause. Compares
@@ -361,7 +367,7 @@ class ParameterSynchronizer(Generic[Replica]):
         failures: dict[str, str] = {}
         self._timed_out.clear()
         digest = ""
-        export = self._source.export_weights(self._next_export(push))
+        export = self._source.export_weights(self._plans.next(push.version, push.waiting))
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         try:
             while True:
@@ -384,15 +390,6 @@ class ParameterSynchronizer(Generic[Replica]):
         await self._each([r for r in push.waiting if r.name not in failures], failures, lambda r: _prove(r, digest))
         return failures
 
-    def _next_export(self, push: _Push[Replica]) -> UpdatePlan:
-        """The plan of the next export: full unless every replica that gets it holds what the last one sent."""
-        plan = UpdatePlan(version=push.version, transport=self._options.transport, verify=self._options.verify)
-        if not self._options.sparse:
-            return plan
-        base = self._export if all(replica in self._holders for replica in push.waiting) else None
-        self._holders, self._export = [], self._export + 1
-        return replace(plan, export=self._export, base=base)
-
     async def _interrupt(self, push: _Push[Replica]) -> None:
         """Stop the engines, once per push."""
         if push.interrupted_s is not None:
@@ -411,8 +408,9 @@ class ParameterSynchronizer(Generic[Replica]):
         self._timed_out.clear()
         self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         await self._each(proved, failures, lambda r: r.commit(push.version))
-        push.serving += self._sort(push, proved, failures, relayed=False)
-        self._holders = [replica for replica in self._holders if replica in push.serving]
+        serving = self._sort(push, proved, failures, relayed=False)
+        self._plans.committed(proved, serving)
+        push.serving += serving
 
     async def _readmit_serving(self, push: _Push[Replica]) -> None:
         """Call `readmit` for restarted replicas that now serve the version."""

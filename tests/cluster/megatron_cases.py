@@ -21,6 +21,7 @@ from roll_async.trainer.megatron.optimizer_state import parameter_states, parts_
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
+from roll_async.weight_sync.bucket import Content
 
 NUM_ROWS, WIDTH, VOCABULARY = 16, 30, 64
 
@@ -463,6 +464,21 @@ def learned_by_adapters(rank, world_size, port, settings, steps, export=None, *,
         worker.export_hf(export)
     worker.stop()
     return sum(sizes) / len(sizes), rise[rows.mask]
+
+
+def adapter_versions(rank, world_size, port, settings, versions):
+    """Of each version what this rank sends, first everything and then adapters alone, and the log-probs of the rows."""
+    worker = start_worker(rank, world_size, port, settings)
+    rows, _ = batch()
+    found = []
+    for version in range(versions):
+        for _ in range(3):
+            worker.supervised_update(rows.tokens, rows.lengths, rows.mask)
+        parts = worker.weight_parts(Content.ADAPTERS if version else Content.WHOLE)
+        sent = [(part.name, part.shape, part.cut, part.tensor.clone()) for part in parts]
+        found.append((sent, worker.compute_logprobs(rows)))
+    worker.stop()
+    return found
 
 
 def _product_with_sum(adapter, x, weight, low):

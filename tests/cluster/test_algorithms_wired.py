@@ -161,6 +161,7 @@ def test_a_reference_anchors_lora_adapters_and_the_engine_gets_them_merged(run):
         "lora",
         REFERENCE,
         "actor_train.model_args.lora_rank=4",
+        "weight_sync.adapters=merged",  # the engines of all these runs are started without adapters
         "algorithm.kl_loss_coef=0.01",
         "async_generation_ratio=0",
         "actor_train.training_args.learning_rate=0.003",

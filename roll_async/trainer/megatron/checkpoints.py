@@ -29,6 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from roll_async.checkpoint.hf_folder import copy_side_files
+from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.manifest import (
     LORA,
     check_files,
@@ -39,7 +40,6 @@ from roll_async.checkpoint.manifest import (
     write_manifest,
 )
 from roll_async.trainer.megatron import ranks
-from roll_async.trainer.megatron.lora_targets import target_layers
 from roll_async.trainer.megatron.model import HfBackedModel
 from roll_async.trainer.megatron.optimizer_state import ParameterState, parameter_states, parts_of, restore_steps
 from roll_async.trainer.megatron.settings import MegatronSettings

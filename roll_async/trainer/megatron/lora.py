@@ -27,7 +27,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from roll_async.trainer.megatron.lora_targets import ALL_LINEAR, target_layers
+from roll_async.checkpoint.lora_targets import ALL_LINEAR, target_layers
 from roll_async.trainer.megatron.ranks import rng_tracker
 
 ADAPTER = ".adapter."
@@ -57,34 +57,40 @@ class Adapter(torch.nn.Module):
         assert weight is not None and isinstance(group, dist.ProcessGroup)
         out_size, in_size = weight.shape
         self.group = group
-        self._columns = isinstance(layer, ColumnParallelLinear)
+        self.columns = isinstance(layer, ColumnParallelLinear)
+        """Whether tensor ranks split the layer's outputs, and `up` with them; otherwise its inputs, and `down`."""
         self._scale = settings.alpha / settings.rank
         self._dropout = settings.dropout
-        self._shares_input = self._columns and (layer.is_expert or not layer.config.sequence_parallel)
+        self._shares_input = self.columns and (layer.is_expert or not layer.config.sequence_parallel)
         self.on = True
-        whole = in_size if self._columns else in_size * group.size()
+        whole = in_size if self.columns else in_size * group.size()
         # The same numbers in every layout, from the layer's name in the whole model.
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         down = (torch.rand(settings.rank, whole, generator=generator) * 2 - 1) / math.sqrt(whole)
-        if not self._columns:
+        if not self.columns:
             down = down.chunk(group.size(), 1)[group.rank()]
         self.down = torch.nn.Parameter(down.contiguous())
         self.up = torch.nn.Parameter(torch.zeros(out_size, settings.rank))
         for parameter in (self.down, self.up):
             parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
-        cut, cut_dim = (self.up, 0) if self._columns else (self.down, 1)
+        cut, cut_dim = (self.up, 0) if self.columns else (self.down, 1)
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         cut.partition_dim, cut.partition_stride = cut_dim, 1  # type: ignore[attr-defined]
 
     @property
     def shared(self) -> torch.nn.Parameter:
         """The half that every rank of the group holds whole. Each computes its share of the gradient."""
-        return self.down if self._columns else self.up
+        return self.down if self.columns else self.up
 
     @torch.no_grad()
     def delta(self) -> Tensor:
         """float32, what is added to this rank's weight on export."""
         return self._scale * (self.up @ self.down)
+
+    @torch.no_grad()
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """float32, this rank's `down` and scale * `up`: the product of the latter and the former is `delta`."""
+        return self.down.detach(), self._scale * self.up
 
     def lowered(self, x: Tensor) -> Tensor:
         """[..., rank] of the layer's input [..., in]; in a training step without what dropout leaves out."""

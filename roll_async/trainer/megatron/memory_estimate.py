@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.value_head import language_model
+from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.transforms import HeadLayout
-from roll_async.trainer.megatron.lora_targets import target_layers
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -21,6 +21,7 @@ from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Match
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, language_model
 from roll_async.checkpoint.lora import merged
+from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.trainer.megatron import ranks
@@ -32,13 +33,13 @@ from roll_async.trainer.megatron.lora import (
     adapter_of,
     add_adapters,
 )
-from roll_async.trainer.megatron.lora_targets import target_layers
 from roll_async.trainer.megatron.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.model_flops import model_flops
 from roll_async.trainer.megatron.output_head import OutputHead
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.value_head import ValueHead
-from roll_async.trainer.megatron.weight_parts import hf_parts, owners
+from roll_async.trainer.megatron.weight_parts import adapter_parts, hf_parts, owners
+from roll_async.weight_sync.bucket import Content
 from roll_async.weight_sync.packing import TensorPart
 
 __all__ = ["TORCH_DTYPES", "HfBackedModel"]
@@ -260,9 +261,9 @@ class HfBackedModel:
                     match = self._match(name)
                     yield from zip(match.hf_names, to_hf(match.row, full, self.heads), strict=True)
 
-    def parts(self) -> Iterator[TensorPart]:
+    def parts(self, content: Content = Content.MERGED) -> Iterator[TensorPart]:
         """What this rank sends of the model in a weight push: its own parts of the HF tensors. Ranks that hold the same
-        share the sending; together they send every tensor once.
+        share the sending; together they send every tensor of the content once.
         """
         held = list(self._held())
         kinds = [ranks.HolderKind(expert=self._match(h.name).row.is_expert, sharded=h.sharded) for h in held]
@@ -276,7 +277,11 @@ class HfBackedModel:
             match = self._match(one.name)
             group = self._tensor_group(match)
             place = {"rank": group.rank(), "size": group.size()} if one.sharded else {"rank": 0, "size": 1}
-            yield from hf_parts(match, self._merged(one), self.heads, **place)
+            if content is not Content.ADAPTERS:
+                weight = self._merged(one) if content is Content.MERGED else one.tensor
+                yield from hf_parts(match, weight, self.heads, **place)
+            if content is not Content.MERGED and one.adapter is not None:
+                yield from adapter_parts(match, one.adapter, one.tensor.dtype, self.heads, **place)
 
     def _merged(self, held: _Held) -> Tensor:
         """This rank's part of the tensor with its adapter."""

@@ -39,6 +39,7 @@ from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 from roll_async.trainer.megatron.shares import BatchSplitter, MiniBatch, ModelTraits, Share  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
+from roll_async.weight_sync.bucket import Content  # noqa: E402
 from roll_async.weight_sync.packing import TensorPart  # noqa: E402
 
 
@@ -302,10 +303,10 @@ class MegatronWorker:
         self._gather_parameters()
         return self._model.export() if ranks.exports(self._settings.parallel) else iter(())
 
-    def weight_parts(self) -> Iterator[TensorPart]:
+    def weight_parts(self, content: Content = Content.MERGED) -> Iterator[TensorPart]:
         """What this rank sends of the present weights in a push; no other rank takes part."""
         self._gather_parameters()
-        return self._model.parts()
+        return self._model.parts(content)
 
     @property
     def num_kv_heads(self) -> int:

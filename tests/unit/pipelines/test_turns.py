@@ -9,10 +9,13 @@ from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.turns import (
     DROP_WEIGHTS,
+    KEEP_WEIGHTS,
     DeviceMemory,
     DeviceTurns,
     MemoryNotGivenBack,
     Turn,
+    TurnLearner,
+    TurnRollout,
 )
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory
 
@@ -152,6 +155,36 @@ def test_a_reference_on_the_same_devices_goes_with_the_trainer_and_gives_its_wei
     run(scenario())
     assert "reference offloads weights+optimizer+gradients" in log
     assert "actor_train offloads optimizer+gradients" in log
+
+
+@pytest.mark.parametrize(("keeps_frozen", "level"), [(False, DROP_WEIGHTS), (True, KEEP_WEIGHTS)])
+def test_engines_keep_the_weights_below_adapters_that_are_pushed_alone(run, keeps_frozen, level):
+    turns, ranks, log = shared()
+
+    class Learner:
+        async def learn(self, groups, step):
+            log.append(f"step {step}")
+
+    class Running:
+        async def interrupt(self, mode, timeout_s):
+            pass
+
+        async def release(self):
+            pass
+
+    async def scenario():
+        await started(turns, ranks)
+        rollout = TurnRollout(Running(), turns, timeout_s=1.0, keeps_frozen=keeps_frozen)
+        await rollout.to_engines()
+        del log[:]
+        learner = TurnLearner(Learner(), rollout, lambda step: step == 2)
+        for step in (1, 2):
+            await learner.learn([], step)
+            await rollout.to_engines()
+
+    run(scenario())
+    sleeps = [line for line in log if "sleeps" in line]
+    assert sleeps == [f"actor_infer-0 sleeps {KEEP_WEIGHTS}", f"actor_infer-0 sleeps {level}"]
 
 
 @pytest.mark.parametrize(

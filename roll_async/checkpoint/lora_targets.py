@@ -33,3 +33,11 @@ def target_layers(targets: Sequence[str]) -> set[str] | None:
         known = ", ".join([ALL_LINEAR, *(part for parts in _FUSED.values() for part in parts)])
         raise ValueError(f"model_args.lora_target {sorted(unknown)[0]!r} is not one of {known}")
     return layers
+
+
+def target_projections(targets: Sequence[str]) -> tuple[str, ...]:
+    """Hugging Face names of the projections that get adapters, of a model whose linear layers are those above. Raises
+    ValueError as `target_layers`.
+    """
+    layers = target_layers(targets)
+    return tuple(part for layer, parts in _FUSED.items() if layers is None or layer in layers for part in parts)

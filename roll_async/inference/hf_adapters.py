@@ -1,0 +1,38 @@
+"""Low-rank adapters beside the weights of a Transformers model: a layer answers W x + B (A x)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from roll_async.weight_sync.adapters import AdapterShape
+from roll_async.weight_sync.bucket import ADAPTER_HALVES, adapter_half
+
+
+def add_adapters(model: nn.Module, shape: AdapterShape) -> dict[str, Tensor]:
+    """Put an adapter of zeros on every layer that has one; its halves by their names in a push. Copying into one
+    changes the model. Raises ValueError when a layer that should have one is no plain linear layer, or not there.
+    """
+    halves: dict[str, Tensor] = {}
+    found: set[str] = set()
+    for path, layer in model.named_modules():
+        kind = path.rpartition(".")[2]
+        if kind not in shape.layers:
+            continue
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"weight_sync.adapters: {path} is a {type(layer).__name__}; use merged")
+        a = layer.weight.new_zeros(shape.rank, layer.in_features)
+        b = layer.weight.new_zeros(layer.out_features, shape.rank)
+        layer.register_forward_hook(_adding(a, b))
+        halves |= {adapter_half(f"{path}.weight", half): x for half, x in zip(ADAPTER_HALVES, (a, b), strict=True)}
+        found.add(kind)
+    if missing := set(shape.layers) - found:
+        raise ValueError(f"weight_sync.adapters: the model has no layer {sorted(missing)[0]}; use merged")
+    return halves
+
+
+def _adding(a: Tensor, b: Tensor):  # noqa: ANN202 (a forward hook)
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + linear(linear(inputs[0], a), b)
+
+    return add
