@@ -68,7 +68,9 @@ def for_evaluation(config: PipelineConfig, model: str | None) -> RLVRConfig:
         data = None if role.data_args is None else config.validation.data_args
         changes[name] = replace(role, model_args=arguments, strategy_args=strategy, data_args=data)
     validation = replace(config.validation, mode="pause")
-    return replace(config, pretrain=model, reward_pretrain=model, eval_steps=1, validation=validation, **changes)
+    push = replace(config.weight_sync, adapters="merged")  # nobody pushes adapters to these engines
+    config = replace(config, validation=validation, weight_sync=push)
+    return replace(config, pretrain=model, reward_pretrain=model, eval_steps=1, **changes)
 
 
 async def evaluate_folder(config: RLVRConfig, stack: AsyncExitStack) -> Evaluation:

@@ -290,3 +290,28 @@ def test_the_canary_names_an_adapter_that_was_proved_and_never_delivered(replica
         assert await check(3, Content.ADAPTERS) == ()
 
     replica.runner.run(go())
+
+
+@pytest.mark.parametrize("places", ["apart", "shared"])
+def test_a_run_pushes_adapters_alone_and_stays_on_policy(launcher, monkeypatch, places):
+    """Apart on CPU, where `auto` chooses it; and in turns on a pretended GPU, where engines keep the frozen weights."""
+    pytest.importorskip("vllm")
+    where = ()
+    if places == "shared":
+        monkeypatch.setenv("ROLL_ASYNC_PRETENDED_GPUS", "1")
+        where = ("actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "weight_sync.adapters=alone")
+    code, output = launcher.run(
+        "async_generation_ratio=0",
+        "max_steps=3",
+        "actor_train.model_args.lora_rank=4",
+        "actor_train.training_args.learning_rate=0.003",
+        *where,
+    )
+    assert code == 0, output
+    metrics = launcher.metrics()
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    for m in metrics:
+        assert abs(m["correction/rho_max"] - 1) < 1e-3 and m.get("weights/canary_alarms", 0) == 0
+    sent = [m["weights/sent_bytes"] for m in metrics if "weights/sent_bytes" in m]
+    whole = (launcher.assets / "model" / "model.safetensors").stat().st_size
+    assert sent and max(sent) < whole / 2, "after the first push, before step 1, adapters travel alone"

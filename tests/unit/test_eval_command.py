@@ -12,6 +12,7 @@ from roll_async.cli import main
 from roll_async.config.api import load
 from roll_async.inference.endpoint import EndpointOptions
 from roll_async.launch.evaluation import for_evaluation
+from roll_async.weight_sync.adapters import adapters_of
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("transformers")
@@ -214,12 +215,15 @@ def test_only_the_measured_model_and_its_prompts_are_left_of_the_config():
         "validation.mode=replicas",
         "actor_infer.world_size=2",
         "actor_infer.strategy_args.strategy_config.load_format=dummy",
+        "actor_train.model_args.lora_rank=4",
     ]
+    assert adapters_of(load(CONFIG, apart)) is not None
     config = for_evaluation(load(CONFIG, apart), "some/model")
     assert config.num_validation_replicas == 0 and config.num_servers == 2 and config.eval_steps == 1
     assert {role.model_args.model_name_or_path for _, role in config.roles()} == {"some/model"} == {config.pretrain}
     assert config.actor_infer.strategy_args.strategy_config.load_format == "auto"
     assert config.actor_train.data_args == config.validation.data_args
+    assert adapters_of(config) is None, "nobody pushes adapters to these engines"
 
 
 @pytest.mark.parametrize(
