@@ -23,7 +23,7 @@ from roll_async.weight_sync.transports import open_sender
 
 RANK, VERSIONS, TOLERANCE = 4, 4, 1e-4
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LORA = {"lora_rank": RANK, "lora_alpha": 12.0, "optimizer": {"learning_rate": 0.02}}
+LORA = {"lora_rank": RANK, "lora_alpha": 12.0, "optimizer": {"learning_rate": 0.01}}
 LAYOUTS = {
     "T2 S": (2, {"tensor": 2, "sequence_parallel": True}),
     "P2": (2, {"pipeline": 2}),
@@ -102,7 +102,7 @@ def test_every_layout_sends_the_same_halves_each_once(trained, layout):
         assert expected.keys() == found.keys()
         assert all(is_adapter(name) for name in found) == (version > 0)
         for name, tensor in expected.items():
-            assert torch.allclose(found[name], tensor, atol=2e-4), f"{name} of version {version}"
+            assert torch.allclose(found[name], tensor, atol=2e-3), f"{name} of version {version}"
     first, last = one.whole(1), one.whole(VERSIONS - 1)
     assert all(not torch.equal(first[name], tensor) for name, tensor in last.items()), "every half trains"
 
@@ -239,7 +239,7 @@ def test_a_request_that_is_kept_goes_on_under_the_new_adapter(replica):
         await replica.serve(0, Content.WHOLE, label=10)
         request = replica.request(temperature=1.0, max_new_tokens=200)
         (task,) = replica.start(request)
-        while replica.engine.progress(request.request_id, 0) is None:
+        while replica.engine.progress(request.request_id, 0) is None and not task.done():
             await asyncio.sleep(0.01)
         await replica.give(3, Content.ADAPTERS, label=11)
         await replica.engine.pause(PauseMode.KEEP)
