@@ -83,3 +83,13 @@ def test_every_key_of_sglang_reaches_the_engine():
     assert arguments["load_format"] == "dummy"
     on_gpu = engine_arguments(replace(settings, device="cuda"), vocab_size=100, kv_bytes_per_token=64)
     assert on_gpu["mem_fraction_static"] == 0.7
+
+
+def test_adapters_alone_are_refused_where_they_cannot_travel_and_for_layers_that_nobody_knows():
+    for rank in (0, 4):
+        found = refused("weight_sync.adapters=alone", f"actor_train.model_args.lora_rank={rank}")
+        assert found.startswith("weight_sync.adapters=alone: ") and found.endswith("; use auto, which merges them")
+    lora = ("actor_train.model_args.lora_rank=4", "weight_sync.adapters=alone")
+    assert not unsupported(load(str(CPU), lora))
+    (problem,) = unsupported(load(str(CPU), (*lora, "actor_train.model_args.lora_target=[q_proj]")))
+    assert problem.startswith("model_args.lora_target: ")
