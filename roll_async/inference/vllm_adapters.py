@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import ADAPTER_HALVES, adapter_half
@@ -33,6 +34,7 @@ def set_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor] | None)
     and cuts its own. Raises RuntimeError, and changes nothing, unless they are those of every layer that vLLM prepared.
     """
     from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.peft_helper import PEFTHelper
 
     wanted = {adapter_half(f"{layer}.weight", half) for layer in _layers(manager) for half in ADAPTER_HALVES}
@@ -45,6 +47,9 @@ def set_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor] | None)
     form = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
     device, dtype = str(manager.device), manager.lora_config.lora_dtype
     adapter = LoRAModel.from_lora_tensors(_ID, dict(tensors), form, device=device, dtype=dtype)  # type: ignore[arg-type]
+    if not adapter.loras:  # vLLM wants one; every layer of the model that has none adds nothing
+        nothing = torch.zeros(1, 1, dtype=dtype, device=device)
+        adapter.loras["none"] = LoRALayerWeights("none", 1, 1, nothing, nothing)
     manager.remove_adapter(_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(_ID)

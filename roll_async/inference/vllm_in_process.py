@@ -88,6 +88,10 @@ class InProcessLLM:
                 if self._dead is not None:
                     raise self._dead
                 settle(future.set_result, function())
+            except StopIteration as error:
+                unlike_it = RuntimeError("StopIteration in vLLM")  # which a future takes
+                unlike_it.__cause__ = error
+                settle(future.set_exception, unlike_it)
             except Exception as error:  # belongs to the caller, as over a socket
                 settle(future.set_exception, error)
 

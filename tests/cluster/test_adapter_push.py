@@ -111,9 +111,9 @@ class Pushed(Replica):
     """A replica that holds adapters, and the ranks that send to it."""
 
     def __init__(self, strategy, folder, trained, **changes):
+        models = {version: trained.model(version) for version in range(VERSIONS)}  # an engine draws random numbers, too
         super().__init__(strategy, folder, True, adapter=AdapterShape(rank=RANK, layers=LAYERS), **changes)
-        self.name, self.trained, self.ends = "engine-0", trained, {}
-        self.models = {version: trained.model(version) for version in range(VERSIONS)}
+        self.name, self.trained, self.ends, self.models = "engine-0", trained, {}, models
 
     async def give(self, version, content, *, label=None, left_out=()):
         """Transfer one version and prove it; the bytes sent."""
