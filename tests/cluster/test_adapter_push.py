@@ -303,6 +303,7 @@ def test_a_run_pushes_adapters_alone_and_stays_on_policy(launcher, monkeypatch, 
     code, output = launcher.run(
         "async_generation_ratio=0",
         "max_steps=3",
+        "rewards={length: {type: tests.cluster.length_reward.LengthReward}}",  # never alike: each step changes weights
         "actor_train.model_args.lora_rank=4",
         "actor_train.training_args.learning_rate=0.003",
         *where,
