@@ -138,7 +138,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("a digest is not compared", "weight_sync/synchronizer.py",
      "await self._each([r for r in push.waiting if r.name not in failures], failures, lambda r: _prove(r, digest))", "pass"),
     ("what failed the swap serves", "weight_sync/synchronizer.py",
-     "push.serving += self._sort(push, proved, failures, relayed=False)", "push.serving += proved"),
+     "serving = self._sort(push, proved, failures, relayed=False)", "serving = proved"),
     # Buffer and ledger
     ("requeued prompts are forgotten without a ledger", "buffer/message_queue.py",
      "i for i, _ in (*self._requeued, *self._closed_slots)", "i for i, _ in self._closed_slots"),
