@@ -48,7 +48,7 @@ def set_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor] | None)
     device, dtype = str(manager.device), manager.lora_config.lora_dtype
     adapter = LoRAModel.from_lora_tensors(_ID, dict(tensors), form, device=device, dtype=dtype)  # type: ignore[arg-type]
     if not adapter.loras:  # vLLM wants one; every layer of the model that has none adds nothing
-        nothing = torch.zeros(1, 1, dtype=dtype, device=device)
+        nothing = torch.zeros(1, 1, device=device)
         adapter.loras["none"] = LoRALayerWeights("none", 1, 1, nothing, nothing)
     manager.remove_adapter(_ID)
     manager.add_adapter(adapter)
