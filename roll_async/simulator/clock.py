@@ -71,6 +71,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Seconds since the loop was made."""
         return self._now_s
 
+    def spend(self, seconds: float) -> None:
+        """What runs now takes so long."""
+        self._now_s += seconds
+
     def next_round(self, timeout: float | None) -> None:
         """Move the clock, or say why it cannot move."""
         self.rounds += 1
@@ -88,7 +92,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if timeout > 0:
             if self._on_advance is not None and not self._closing:
                 self._on_advance()
-            self._now_s += timeout
+            self.spend(timeout)
 
     def _waiters(self) -> str:
         names = sorted(task.get_name() for task in asyncio.all_tasks(self) if not task.done())

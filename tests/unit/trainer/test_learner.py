@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import time
 from array import array
 
 import pytest
@@ -13,6 +12,7 @@ torch = pytest.importorskip("torch")
 from roll_async.algorithms.correction import CorrectionOptions
 from roll_async.config.policy_loss_options import KlCovOptions
 from roll_async.schema import ExpertRecord, Reward
+from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
 
 
@@ -102,13 +102,12 @@ def test_a_step_scores_first_and_then_trains_on_the_whole_batch(build):
 
 
 def test_the_seconds_in_which_no_rank_has_work_are_those_of_collation_and_advantages(build):
-    """The calls of ranks take 0.2 and 0.4 s; a step that prepares for 0.3 s is told apart from them."""
+    """The calls of ranks take 0.2 and 0.4 s; what a step prepares before the second of them takes 0.3 s."""
+    loop = VirtualLoop(threads_inline=True)
 
     class Slow(Learner):
-        preparing_s = 0.0
-
         def _signal(self, *args):
-            time.sleep(self.preparing_s)
+            loop.spend(0.3)
             return super()._signal(*args)
 
     class SlowActor(FakeActor):
@@ -120,13 +119,10 @@ def test_the_seconds_in_which_no_rank_has_work_are_those_of_collation_and_advant
             await asyncio.sleep(0.4)
             return await super().update_policy(rows, step)
 
-    trial = Trial()
-    learner = Slow(LearnerParts(actor=SlowActor([])), trial.learner._options)
-    quick = asyncio.run(learner.learn([build.group(0)], 1))
-    learner.preparing_s = 0.3
-    slow = asyncio.run(learner.learn([build.group(0)], 2))
-    assert quick.collation_s < 0.3 <= slow.collation_s < quick.collation_s + 0.6
-    assert slow.logprobs_s >= 0.2 and slow.train_s >= 0.4 + 0.3
+    learner = Slow(LearnerParts(actor=SlowActor([])), Trial().learner._options)
+    report = run_virtual(learner.learn([build.group(0)], 1), loop)
+    assert report.collation_s == pytest.approx(0.3)
+    assert report.logprobs_s == pytest.approx(0.2) and report.train_s == pytest.approx(0.3 + 0.4)
 
 
 def test_the_better_answer_of_a_group_is_pushed_up_and_the_other_down(build):
