@@ -70,6 +70,7 @@ class LimitedTurns(ABC):
             running = asyncio.ensure_future(self._limited(request))
             self._running.add(running)
             if key is not None:
+                self._replies.pop(key, None)
                 self._awaited[key] = running
             running.add_done_callback(partial(self._ended, key))
             self._active()

@@ -89,9 +89,9 @@ class InProcessLLM:
                     raise self._dead
                 settle(future.set_result, function())
             except StopIteration as error:
-                unlike_it = RuntimeError("StopIteration in vLLM")  # which a future takes
-                unlike_it.__cause__ = error
-                settle(future.set_exception, unlike_it)
+                in_its_place = RuntimeError("StopIteration in vLLM")  # a future takes no StopIteration
+                in_its_place.__cause__ = error
+                settle(future.set_exception, in_its_place)
             except Exception as error:  # belongs to the caller, as over a socket
                 settle(future.set_exception, error)
 

@@ -50,3 +50,11 @@ def test_the_load_tells_of_the_kv_cache_what_the_requests_must_hold(small_cache)
         assert again.prefix_asked_tokens - asked == 600 and again.prefix_hit_tokens - hit == 256, "two whole blocks"
 
     small_cache.runner.run(go())
+
+
+@pytest.mark.parametrize("small_cache", [True], indirect=True, ids=["core_in_process"])
+def test_an_error_that_no_future_takes_ends_its_call(small_cache):
+    """vLLM raised StopIteration for an adapter without layers: the start waited for ever."""
+    call = small_cache.engine._llm._call(lambda: next(iter(())))
+    with pytest.raises(RuntimeError, match="StopIteration in vLLM"):
+        small_cache.runner.run(asyncio.wait_for(call, 30))

@@ -263,3 +263,17 @@ def test_long_chats_are_rendered_in_the_thread_and_short_ones_in_the_loop(sessio
 
     assert asyncio.run(work("short")) == 0
     assert asyncio.run(work("long " * 2000)) == 2
+
+
+def test_a_new_request_under_an_old_key_takes_the_place_of_the_old_reply(sessions, request_of):
+    session, _, _ = sessions(["ab", "the"])
+
+    async def work():
+        old = await session.turn(request_of(("user", "hello")), "key")
+        new = asyncio.ensure_future(session.turn(request_of(("user", "x")), "key", replay=False))
+        await asyncio.sleep(0)
+        repeated = await session.turn(request_of(("user", "x")), "key")
+        return old, await new, repeated
+
+    old, new, repeated = asyncio.run(work())
+    assert repeated is new and new is not old
