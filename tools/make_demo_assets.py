@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rank on the CPU, see cpu_shim.hide_cuda
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,7 +31,7 @@ VERSION = 6
 VOCABULARY = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 20_000, 128, 200
-WARM_STEPS, WARM_BATCH, WARM_RATE = 500, 64, 2e-3
+WARM_STEPS, WARM_BATCH, WARM_ROWS, WARM_RATE = 500, 64, 16, 2e-3
 WRONG_DIGITS, FORGOTTEN_CARRIES = 0.02, 0.6
 SMALL_WARM_STEPS, SMALL_NUM_TRAIN = 40, 2_000
 """--small: right in form, seldom in value; for tests of everything but learning."""
@@ -113,7 +113,7 @@ def warm_start(source: Path, target: Path, steps: int, *, heavy_tail: bool) -> f
             model_folder=str(source),
             dtype="fp32",
             optimizer=OptimizerSettings(learning_rate=WARM_RATE),
-            micro_batch_rows=WARM_BATCH,
+            micro_batch_rows=WARM_ROWS,
         ),
     )
     worker.start()
@@ -122,9 +122,10 @@ def warm_start(source: Path, target: Path, steps: int, *, heavy_tail: bool) -> f
     loss = 0.0
     for step in range(steps):
         batch = [rng.choice(pool) for _ in range(WARM_BATCH)]
-        prompts = [tokenizer(p.prompt, add_special_tokens=False)["input_ids"] for p in batch]
-        solutions = [p.solution(rng, WRONG_DIGITS, FORGOTTEN_CARRIES) for p in batch]
-        answers = [tokenizer(s, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for s in solutions]
+        texts = [(p.prompt, p.solution(rng, WRONG_DIGITS, FORGOTTEN_CARRIES)) for p in batch]
+        texts.sort(key=lambda text: len(text[0] + text[1]))  # micro-batches of like lengths: little padding
+        prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in texts]
+        answers = [tokenizer(a, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for _, a in texts]
         lengths = torch.tensor([len(p) + len(a) for p, a in zip(prompts, answers, strict=True)])
         tokens = torch.zeros(len(batch), int(lengths.max()), dtype=torch.int64)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
