@@ -7,7 +7,8 @@ The first form: allowance a is `async_generation_ratio: a` with one weight push 
 the mean age is about a; every run trains the same number of samples. Seconds leave out validations; accuracy is that of
 the last model on held-out problems at temperature 1, 4 samples each. Budget: 1.9 times as fast at allowance 3 as at 0,
 accuracy within one standard deviation. It holds for a heavy tail and sides that take equally long: the line of
-allowance 0 says what they take.
+allowance 0 says what they take. So the model has DEEPER times the layers of the demo's (with the demo's own, half of
+the work on two cores is not the model's), and SHARED are the settings of all allowances.
 
 `--forced`: what a given age costs each loss. The trainer waits until the queue is full before it takes a batch: from
 step s + 1 on every sample is exactly s versions old, however fast generation is on this machine.
@@ -45,6 +46,11 @@ LOSSES = {
     ),
     "topr": ("algorithm.pg_variant=topr", NO_RECOMPUTE),
 }
+DEEPER = 4
+SHARED = (
+    "async_training.interrupt.mode=keep",  # a push does not read again what was generated
+    "actor_infer.strategy_args.strategy_config.enable_prefix_caching=false",  # prompts are 8 tokens long
+)
 LAST = 5
 """Steps whose mean reward is a result."""
 BUDGET, BUDGET_AT = 1.9, 3
@@ -69,6 +75,7 @@ def overrides_of(run: Run, args: argparse.Namespace) -> tuple[str, ...]:
     return (
         f"async_generation_ratio={allowance}",
         *ahead,
+        *(() if args.forced else SHARED),
         f"seed={seed}",
         f"max_steps={args.steps}",
         f"output_dir={args.output}",
@@ -294,10 +301,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, nargs="+", help="0 1 2 3 4, forced 0 2 4 8")
     parser.add_argument("--losses", nargs="+", choices=list(LOSSES), help="with --forced, default: all")
     parser.add_argument("--tail", choices=("light", "heavy"), help="of the lengths: heavy, forced light")
-    parser.add_argument("--assets", help="output/demo_assets, or output/demo_assets_heavy (made if missing)")
+    parser.add_argument("--assets", help="made if missing; one folder for each form and tail")
     parser.add_argument("--response", type=int, help="tokens of an answer: 96, heavy 256")
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step, 8 samples each")
-    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--rate", type=float, help="1e-4, forced 3e-4")
     parser.add_argument("--output", help="output/staleness_table, or output/staleness_forced")
     parser.add_argument("--plot", help="docs_roll/figures/staleness_table.png, forced staleness.png")
     parser.add_argument("overrides", nargs="*", help="more settings, key=value")
@@ -305,10 +312,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.losses and not args.forced:
         parser.error("--losses belongs to --forced: allowances are measured with the demo's own loss")
     args.losses = args.losses or ([name for name in LOSSES if name != DEMO] if args.forced else [DEMO])
+    args.rate = args.rate or (3e-4 if args.forced else 1e-4)
     args.steps = args.steps or (30 if args.forced else 40)
     args.staleness = args.staleness or ([0, 2, 4, 8] if args.forced else [0, 1, 2, 3, 4])
     args.tail = args.tail or ("light" if args.forced else "heavy")
-    args.assets = args.assets or f"output/demo_assets{'_heavy' if args.tail == 'heavy' else ''}"
+    kind = ("_heavy" if args.tail == "heavy" else "") + ("" if args.forced else "_deep")
+    args.assets = args.assets or f"output/demo_assets{kind}"
     args.response = args.response or (256 if args.tail == "heavy" else 96)
     name = "staleness_forced" if args.forced else "staleness_table"
     args.output = args.output or f"output/{name}"
@@ -324,7 +333,10 @@ def main() -> None:
     print(machine_line(args), flush=True)
     make = [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", args.assets]
     if not (Path(args.assets) / "manifest.json").is_file():
-        subprocess.run([*make, *(["--heavy-tail"] if args.tail == "heavy" else [])], check=True, stdout=sys.stderr)
+        deeper = [] if args.forced else ["--deeper", str(DEEPER)]
+        subprocess.run(
+            [*make, *deeper, *(["--heavy-tail"] if args.tail == "heavy" else [])], check=True, stdout=sys.stderr
+        )
     Path(args.output).mkdir(parents=True, exist_ok=True)
     runs = Path(args.output) / "runs.jsonl"
     run_all(args, runs)
