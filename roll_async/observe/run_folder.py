@@ -15,6 +15,8 @@ import yaml
 logger = logging.getLogger(__name__)
 
 _ABSENT = "(absent)"
+_NAMED_KEYS = 5
+"""Of the keys that changed since the last start, in the warning; the log has all with their values."""
 
 
 class RunFolder:
@@ -40,8 +42,9 @@ class RunFolder:
             path.rename(kept)
             old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
             changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+            named = ", ".join(changed[:_NAMED_KEYS]) + (", ..." if len(changed) > _NAMED_KEYS else "")
             logger.warning(
-                "the config differs from that of the last start in %d keys; it is kept as %s", len(changed), kept.name
+                "the config of the last start differs in %d keys (%s); it is kept as %s", len(changed), named, kept.name
             )
             for key in changed:
                 logger.info("config: %s: %s -> %s", key, old.get(key, _ABSENT), new.get(key, _ABSENT))

@@ -14,7 +14,8 @@ def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_
     assert [p.name for p in folder.path.iterdir()] == ["config.yaml"] and not caplog.messages
     second = "seed: 1\nactor_train:\n  training_args: {learning_rate: 2.0e-6, devices: [0]}\nextra: {}\n"
     RunFolder(str(tmp_path), "run").write_config(second)
-    assert caplog.messages[0] == "the config differs from that of the last start in 3 keys; it is kept as config.1.yaml"
+    keys = "actor_train.training_args.devices, actor_train.training_args.learning_rate, extra"
+    assert caplog.messages[0] == f"the config of the last start differs in 3 keys ({keys}); it is kept as config.1.yaml"
     assert caplog.messages[1:] == [
         "config: actor_train.training_args.devices: [0, 1] -> [0]",
         "config: actor_train.training_args.learning_rate: 1e-06 -> 2e-06",
