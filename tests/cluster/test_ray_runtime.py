@@ -4,6 +4,7 @@ own.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -89,3 +90,19 @@ def test_what_ray_was_told_is_put_back_so_that_the_process_may_join_many_machine
     first, changed = output.splitlines()
     of_ray = {"PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED"}
     assert "|" in first and set(changed.split()) <= of_ray
+
+
+def test_an_address_where_no_cluster_answers_is_refused_at_once_with_the_remedy(monkeypatch):
+    from roll_async.cluster.runtime import ray_runtime
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen: connections are refused
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        started = time.monotonic()
+        with (
+            pytest.raises(ValueError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there .*unset RAY_ADDRESS"),
+            ray_runtime(num_processes=1, env={}),
+        ):
+            pass
+    assert time.monotonic() - started < 5
