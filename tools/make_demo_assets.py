@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rank on the CPU, see cpu_shim.hide_cuda
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
