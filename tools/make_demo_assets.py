@@ -97,7 +97,15 @@ def write_rows(path: Path, rows: list) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def warm_start(source: Path, target: Path, steps: int, *, heavy_tail: bool) -> float:
+def warm_rate(size: str) -> float:
+    """Of the warm start, as 1 / width (Yang et al., "Tensor Programs V", 2022): at the small model's rate one of 5 M
+    parameters ends with a loss of 0.30 instead of 0.08, and knows neither the digits nor where to stop.
+    """
+    hidden, smallest = SIZES[size][0], SIZES["0.6M"][0]
+    return WARM_RATE * smallest / hidden
+
+
+def warm_start(source: Path, target: Path, steps: int, rate: float, *, heavy_tail: bool) -> float:
     """Supervised steps on the careless teacher's solutions: right in form, often wrong in value. The last loss."""
     import torch
     from transformers import AutoTokenizer
@@ -114,7 +122,7 @@ def warm_start(source: Path, target: Path, steps: int, *, heavy_tail: bool) -> f
         MegatronSettings(
             model_folder=str(source),
             dtype="fp32",
-            optimizer=OptimizerSettings(learning_rate=WARM_RATE),
+            optimizer=OptimizerSettings(learning_rate=rate),
             micro_batch_rows=WARM_ROWS,
         ),
     )
@@ -183,6 +191,8 @@ def main() -> None:
     made = {"version": VERSION, "small": args.small}
     if (args.size, args.heavy_tail) != ("0.6M", False):
         made |= {"size": args.size, "heavy_tail": args.heavy_tail}
+    if args.size != "0.6M":
+        made |= {"warm_rate": warm_rate(args.size)}
     if args.deeper > 1:
         made |= {"deeper": args.deeper}
     manifest = output / "manifest.json"
@@ -200,7 +210,8 @@ def main() -> None:
     write_rows(temporary / "test.jsonl", everything[num_train + NUM_VALIDATION :])
     make_model(temporary / "random", args.size)
     make_tokenizer(temporary / "random")
-    loss = warm_start(temporary / "random", temporary / "model", steps, heavy_tail=args.heavy_tail)
+    rate = warm_rate(args.size)
+    loss = warm_start(temporary / "random", temporary / "model", steps, rate, heavy_tail=args.heavy_tail)
     shutil.rmtree(temporary / "random")
     if args.deeper > 1:
         deepen(temporary / "model", args.deeper)

@@ -29,7 +29,7 @@ from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_folder import HfFolder, write_known_tensors
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import ModelShape
-from roll_async.checkpoint.megatron_folder import sync
+from roll_async.checkpoint.manifest import sync
 from roll_async.checkpoint.safetensors_files import TensorSpec
 
 CONFIG = {

@@ -21,6 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+UNITS = {
+    "start_s": "s",
+    "resident_mib": "MiB",
+    "tokens_per_s": "tokens/s",
+    "core_s_per_1000_tokens": "s",
+    "pause_ms": "ms",
+}
 CASES = {
     "core in the replica's process": {},
     "core in a process of its own": {"core_in_process": False},
@@ -116,9 +123,8 @@ def main() -> None:
             output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
             result = next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT ")
             for name, value in json.loads(result).items():
-                print(
-                    json.dumps({"name": f"vLLM, {case}: {name}", "value": round(value, 1), "unit": name.split("_")[-1]})
-                )
+                line = {"name": f"vLLM, {case}: {name}", "value": round(value, 2), "unit": UNITS[name]}
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
