@@ -10,6 +10,9 @@ SGLANG := sglang==0.5.23 triton==3.7.1 gguf==0.19.0 interegular==0.3.3 orjson==3
 # The versions the tests ran with, where they are known for this platform; LOCK= installs the newest allowed ones.
 LOCK   ?= $(patsubst %,-c %,$(wildcard locks/$(shell uname -s | tr A-Z a-z)-$(shell uname -m)-cpu.txt))
 
+# Some images set it; each of the hundreds of processes that the tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo demo-assets demo-agentic test test-unit lint clean
 
 setup: $(STAMP)

@@ -1,5 +1,6 @@
 """What every test stands on: the logger that runs turn to their own files is anybody's again."""
 
+import gc
 import logging
 
 import pytest
@@ -12,3 +13,9 @@ def heard_by_caplog():
     """
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("roll_async").propagate = True
+
+
+def pytest_collection_finish():
+    """Later collections leave out the hundreds of thousands of objects of imported libraries and collected tests."""
+    gc.collect()
+    gc.freeze()

@@ -27,14 +27,14 @@ _COLOURS = {
 class TrajectoryBook:
     """Writes the first trajectory and every hundredth after it, in a thread of its own."""
 
-    def __init__(self, folder: Path, *, every: int = _EVERY) -> None:
-        self._folder, self._every, self._count = folder, every, 0
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
 
     def add(self, name: str, task: Task, ending: Ending, rows: Sequence[Sample]) -> None:
         """One trajectory that ended with trust."""
         self._count += 1
-        if (self._count - 1) % self._every == 0 and ending.story:
+        if (self._count - 1) % _EVERY == 0 and ending.story:
             stem = self._folder / f"{self._count:06d}_{task.tag}_{ending.outcome.value}"
             self._writer.submit(_write, stem, name, task, ending, len(rows)).add_done_callback(_tell)
 

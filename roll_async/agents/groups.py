@@ -26,10 +26,9 @@ from roll_async.agents.rendering import Renderer
 from roll_async.agents.session import Session, SessionOptions
 from roll_async.agents.tasks import task_of
 from roll_async.agents.tools.toolbox import Toolbox
-from roll_async.algorithms.group_variance import group_verdict
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
-from roll_async.rollout.chat_scheduler import metric_of
+from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Group, Outcome, Prompt, Reward, Sample, SamplingParams, WeightVersion
@@ -51,15 +50,6 @@ class TagPlan:
     """A user-defined agent, used instead of a world."""
     max_concurrent: int = 0
     """Largest number of concurrent worlds; 0 = no limit."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupFilter:
-    """Which groups carry a signal (`algorithm.filter_groups`)."""
-
-    metric: str = "score"
-    variance_threshold: float = 1e-8
-    singletons: str = "keep"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +145,11 @@ class AgentGroups:
         )
         return self._judge(group)
 
+    def _judge(self, group: Group) -> GroupOutcome:
+        if self._options.filter is None:
+            return GroupOutcome(fate=GroupFate.KEPT, group=group)
+        return self._options.filter.judge(group)
+
     async def _first(
         self, tasks: Sequence[asyncio.Task[list[Sample] | str]], wanted: int
     ) -> tuple[list[list[Sample]], list[str]]:
@@ -173,19 +168,6 @@ class AgentGroups:
                 elif len(kept) < wanted:
                     kept.append(result)
         return kept, problems
-
-    def _judge(self, group: Group) -> GroupOutcome:
-        chosen = self._options.filter
-        if chosen is None:
-            return GroupOutcome(fate=GroupFate.KEPT, group=group)
-        try:
-            values = [metric_of(rows[0], chosen.metric) for rows in group.trajectories]
-        except KeyError as missing:
-            reason = f"filter_groups.metric {missing} is not reported by the world"
-            return GroupOutcome(fate=GroupFate.FAILED, reason=reason)
-        verdict = group_verdict(values, variance_threshold=chosen.variance_threshold, singletons=chosen.singletons)
-        fate = GroupFate.KEPT if verdict == "keep" else GroupFate.FILTERED
-        return GroupOutcome(fate=fate, group=group, reason=verdict)
 
     async def _trajectory(
         self, task: Task, name: str, running: _Running, sampling: SamplingParams | None = None

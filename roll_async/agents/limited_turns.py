@@ -125,8 +125,7 @@ class LimitedTurns(ABC):
             raise self._ends(Outcome.TRUNCATED_TIME, f"the limit of {self._max_seconds:g} s is reached") from None
 
     def _ends(self, outcome: Outcome, reason: str) -> TrajectoryEnded:
-        if self.ended is None:
-            self.ended = TrajectoryEnded(outcome, reason)
+        self.stop(outcome, reason)
         return self._over()
 
     def _over(self) -> TrajectoryEnded:

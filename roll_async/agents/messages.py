@@ -6,20 +6,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from roll_async.rollout.tools import ToolCall, parse_call
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """One tool call of the policy."""
-
-    name: str
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    problem: str = ""
-    """Why the call cannot be run; the policy gets this text."""
-    call_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +76,7 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...], tuple[ToolCall, .
     problems: list[ToolCall] = []
     rest, position = [], 0
     for found in _CALL.finditer(text):
-        call = _parsed(found.group(1))
+        call = parse_call(found.group(1))
         if call.problem:
             problems.append(call)
             continue
@@ -95,18 +86,6 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...], tuple[ToolCall, .
     rest.append(text[position:])
     content = "".join(rest) if calls else text
     return (content.strip() if calls else content), tuple(calls), tuple(problems)
-
-
-def _parsed(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else "too deep"
-        return ToolCall(name="", problem=f"the call is not valid JSON ({reason})")
-    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall(name="", problem='a call is {"name": string, "arguments": object}')
-    return ToolCall(name=name, arguments=arguments)
 
 
 class ChatDigest:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
-from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
+from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
 from roll_async.agents.rendering import written_out
 from roll_async.agents.session import Session
@@ -22,6 +22,7 @@ from roll_async.agents.tools.toolbox import Toolbox
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
 from roll_async.prompts.row_tools import RowTools, parse_tools
 from roll_async.rollout.requests import GenerationFailed
+from roll_async.rollout.tools import ToolCall
 from roll_async.schema import Outcome
 
 

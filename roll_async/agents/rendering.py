@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.prompts.tokenizer import TEMPLATES
+from roll_async.prompts.tool_turns import special_marks, without_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +80,7 @@ class TemplateRenderer:
         ends = (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>"))
         unknown = tokenizer.unk_token_id
         self.end_ids = frozenset(i for i in ends if isinstance(i, int) and i != unknown)
-        self._reserved = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        self._reserved = special_marks(tokenizer)
         question = {"role": "user", "content": "?"}
         self._knows_tools = "roll_probe" in self._try([question], [_PROBE_TOOL])
         self._knows_tool_role = "roll-said" in self._try(
@@ -147,19 +148,12 @@ class TemplateRenderer:
             case "assistant":
                 return {"role": "assistant", "content": written_out(message)}
             case "tool" if not self._knows_tool_role:
-                said = self._harmless(message.content)
+                said = without_marks(message.content, self._reserved)
                 return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}
             case "system":
                 return {"role": "system", "content": message.content}
             case role:
-                return {"role": role, "content": self._harmless(message.content)}
-
-    def _harmless(self, text: str) -> str:
-        """Text from outside must not contain the template's special tokens: they are removed."""
-        while marks := [mark for mark in self._reserved if mark in text]:  # removing one may form another
-            for mark in marks:
-                text = text.replace(mark, "")
-        return text
+                return {"role": role, "content": without_marks(message.content, self._reserved)}
 
     def _try(self, chat: list[dict], tools: list[dict] | None) -> str:
         try:

@@ -418,13 +418,6 @@ def gigpo(inputs: AdvantageInputs, options: GigpoAdvantageOptions) -> Result:
     return _spread(combined, batch), _spread(returns, batch)
 
 
-def clip_advantages(*, advantages_BT: Tensor, limit: float) -> Tensor:
-    """[B,T] clamped to [-limit, limit]. Raises ValueError unless limit > 0."""
-    if not limit > 0:
-        raise ValueError(f"limit {limit} must be > 0")
-    return advantages_BT.detach().to(working_dtype(advantages_BT)).clamp(-limit, limit)
-
-
 ADVANTAGES: dict[str, Callable[..., Result]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,

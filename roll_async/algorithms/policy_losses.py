@@ -177,14 +177,8 @@ def _need_selection(inputs: PolicyLossInputs, name: str) -> Tensor:
     return inputs.selection & inputs.mask
 
 
-def vanilla(inputs: PolicyLossInputs, *, options: VanillaOptions) -> tuple[Tensor, Metrics]:
-    """-A log pi."""
-    terms = _terms(inputs, options.ratio_base)
-    return _finish(-terms.advantages * terms.logprobs, terms, _token_ratio(terms), {})
-
-
-def gpg(inputs: PolicyLossInputs, *, options: GpgOptions) -> tuple[Tensor, Metrics]:
-    """-A log pi, with the gpg advantage."""
+def vanilla(inputs: PolicyLossInputs, *, options: VanillaOptions | GpgOptions) -> tuple[Tensor, Metrics]:
+    """-A log pi. GPG's loss, too: what makes it GPG is its advantage."""
     terms = _terms(inputs, options.ratio_base)
     return _finish(-terms.advantages * terms.logprobs, terms, _token_ratio(terms), {})
 
@@ -385,7 +379,7 @@ def vespo(inputs: PolicyLossInputs, *, options: VespoOptions) -> tuple[Tensor, M
 
 POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Metrics]]] = {
     "vanilla": vanilla,
-    "gpg": gpg,
+    "gpg": vanilla,
     "ppo": ppo,
     "decoupled_ppo": decoupled_ppo,
     "tis": tis,

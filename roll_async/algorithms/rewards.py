@@ -1,7 +1,7 @@
 """Shaping of scores before the estimator, and masks of rows and tokens that are left out of the loss. Shape letters: B
 rows, T positions. No gradients.
 
-Order: raw score -> shift_scale_rewards -> overlong_penalty added -> normalise_rewards -> clip_rewards -> advantages.
+Order: raw score -> shift_scale_rewards -> overlong_penalty added -> normalise_rewards -> clamp -> advantages.
 """
 
 from __future__ import annotations
@@ -126,13 +126,6 @@ def normalise_rewards(
 def shift_scale_rewards(*, scores_B: Tensor, shift: float = 0.0, scale: float = 1.0) -> Tensor:
     """[B] (x + shift) * scale."""
     return (scores_B.detach().to(working_dtype(scores_B)) + shift) * scale
-
-
-def clip_rewards(*, scores_B: Tensor, limit: float) -> Tensor:
-    """[B] clamped to [-limit, limit]. Raises ValueError unless limit > 0."""
-    if not limit > 0:
-        raise ValueError(f"limit {limit} must be > 0")
-    return scores_B.detach().to(working_dtype(scores_B)).clamp(-limit, limit)
 
 
 def role_baselines(

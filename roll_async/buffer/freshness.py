@@ -128,15 +128,12 @@ def censored_mean(finished: Mapping[int, int], censored: Mapping[int, int]) -> f
 class BatchFreshness:
     """Staleness of one batch, over all tokens of loss mask 1, those that policy token_mask takes out included."""
 
-    step: int
     mean_versions: float
     max_versions: int
     in_flight_share: float
     """Share of the staleness that arose while the group was generated, 0..1; 0 when nothing is stale."""
     queue_share: float
     """Share that arose while the finished group waited for the trainer."""
-    over_bound_fraction: float
-    """Share of the tokens over max_versions: policy token_mask takes them out of the loss, others never train one."""
     stale_group_share: float
     """Share of the groups older than soft_versions; without soft_versions, of those with any stale token."""
     mean_age_s: float
@@ -161,7 +158,6 @@ class BatchFreshness:
             step=step,
             asked_s=[now_s] * len(groups),
             taken_s=[now_s] * len(groups),
-            max_versions=step,  # no token can be older
             soft_versions=None,
         )
 
@@ -174,7 +170,6 @@ class BatchFreshness:
         step: int,
         asked_s: Sequence[float],
         taken_s: Sequence[float],
-        max_versions: int,
         soft_versions: int | None,
     ) -> BatchFreshness:
         """`finished_versions`: version the engines held when each group finished; `asked_s`: loop time at which the
@@ -196,14 +191,11 @@ class BatchFreshness:
         stale = [
             g for g in groups if g.oldest_version is not None and staleness(step=step, version=g.oldest_version) > soft
         ]
-        over = sum(count for lag, count in by_versions.items() if lag > max_versions)
         return cls(
-            step=step,
             mean_versions=age / max(1, tokens),
             max_versions=max(by_versions, default=0),
             in_flight_share=in_flight / age if age else 0.0,
             queue_share=queue / age if age else 0.0,
-            over_bound_fraction=over / max(1, tokens),
             stale_group_share=len(stale) / max(1, len(groups)),
             mean_age_s=sum(ages_s) / max(1, len(ages_s)),
             max_age_s=max(ages_s, default=0.0),

@@ -315,7 +315,6 @@ class MessageQueue:
             step=step,
             asked_s=[e.asked_s for e in taken],
             taken_s=[e.taken_s for e in taken],
-            max_versions=self._options.bound_versions,
             soft_versions=self._options.soft_versions,
         )
 

@@ -45,7 +45,7 @@ from roll_async.checkpoint.safetensors_files import split_files
 CONFIG = "metadata.json"
 INDEX = ".metadata"
 COMMON = "common.pt"
-_FORMAT = {
+FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -237,7 +237,7 @@ def write_megatron_folder(
                 on_file(folder / name)
     writer.finish(metadata, results)
     torch.save({}, folder / COMMON)
-    (folder / CONFIG).write_text(json.dumps(_FORMAT))
+    (folder / CONFIG).write_text(json.dumps(FORMAT))
 
 
 def _outline(pieces: Sequence[Piece]) -> dict[str, TensorStorageMetadata]:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
@@ -20,11 +19,8 @@ from roll_async.buffer.errors import StallError
 from roll_async.cluster.errors import RoleFailed, call, wait_ended
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
-from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.prompts.tokenizer import BatchDecode, batch_decoder, load_tokenizer
 from roll_async.schema import Prompt, Reward, Sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -51,20 +47,20 @@ class RewardHost:
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start the worker processes of every domain. The tokenizer comes from the caller, because finding its class
-        imports all of torch and that of transformers, seconds of a core and 300 MB that this process has no use for.
+    async def start(self, decode: BatchDecode) -> None:
+        """Start the worker processes of every domain. `decode` comes from the caller, because finding a tokenizer's
+        class imports all of torch and transformers, seconds of a core and 300 MB that this process has no use for.
         """
         from roll_async.rewards.router import RewardRouter
 
-        self._tokenizer = tokenizer
+        self._decode = decode
         self._router = RewardRouter(self._rewards)
         await self._router.start()
 
     async def submit(self, questions: Sequence[Question]) -> None:
         """Start scoring; returns at once."""
         ids = [list(sample.response_token_ids) for _, _, sample in questions]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = self._decode(ids)
         for (number, prompt, _), text in zip(questions, texts, strict=True):
             task = asyncio.create_task(self._score(number, prompt, text))
             self._tasks.add(task)
@@ -114,7 +110,7 @@ class HostPlan:
         assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)  # while the process starts
-            await call("rewards", "start", host.start.remote(tokenizer), timeout_s=self.rpc_timeout_s)
+            await call("rewards", "start", host.start.remote(batch_decoder(tokenizer)), timeout_s=self.rpc_timeout_s)
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise

@@ -16,6 +16,15 @@ FOLDER_VARIABLE = "ROLL_ASYNC_LOG_FOLDER"
 """Environment of every role: `logs/` of the run folder."""
 
 
+def role_environment(logs: Path) -> dict[str, str]:
+    """Variables of every role of a run, whose logs are in this folder."""
+    return {
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        FOLDER_VARIABLE: str(logs),
+    }
+
+
 def open_role_log() -> None:
     """Redirect all that this process and its children write to standard output and error, libraries in C included, to
     `logs/NAME.log` of the run folder, where NAME is the role's name in errors. Without that folder, or where it is not

@@ -32,6 +32,8 @@ _OWN_VARIABLES = (
     "RAY_AUTH_MODE",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     "RAY_worker_niceness",
+    "RAY_prestart_worker_first_driver",
+    "RAY_enable_worker_prestart",
     "CUDA_VISIBLE_DEVICES",
 )
 
@@ -105,6 +107,9 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
         logger.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
     else:
         os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 puts every other program first
+        # Ray starts an idle worker per core beforehand; ours have environments of their own and can take none of them.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "false")
+        os.environ.setdefault("RAY_enable_worker_prestart", "false")
         os.environ[_SINGLE_HOST_VARIABLE] = "0"  # for Ray's own processes
         ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, where it was read at import
         pretended = pretended_gpus()

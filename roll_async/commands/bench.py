@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -20,27 +19,24 @@ _SCRIPTS = Path(__file__).resolve().parents[2] / "tools" / "bench"
 @click.command(context_settings=HELP)
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 def command(names: tuple[str, ...]) -> int:
-    """Run the scripts of tools/bench/ with these names, or all; one JSON line per case. Exit code 1: a budget missed.
+    """Run the scripts of tools/bench/ with these names, or all; one JSON line per case.
 
     \b
     Example:
       roll-async bench scheduler ledger
+
+    Exit codes: 0 every budget kept, 1 one missed or a script failed, 2 unknown name.
     """
-    return run_bench(names)
-
-
-def run_bench(args: Sequence[str]) -> int:
-    """Run the named scripts, or all. Exit 0: every budget kept; 1: one missed or a script failed; 2: unknown name."""
     if not _SCRIPTS.is_dir():
         print("roll-async bench needs a checkout: tools/bench/ is not part of the installed package", file=sys.stderr)
         return 2
     known = {path.stem: path for path in sorted(_SCRIPTS.glob("*.py"))}
-    unknown = [name for name in args if name not in known]
+    unknown = [name for name in names if name not in known]
     if unknown:
         print(f"roll-async bench: no script {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
         return 2
     missed = []
-    for name in args or known:
+    for name in names or known:
         print(f"# {name}", file=sys.stderr)
         done = subprocess.run([sys.executable, str(known[name])], stdout=subprocess.PIPE, text=True)
         print(done.stdout, end="", flush=True)

@@ -85,10 +85,10 @@ def execute(command: click.Command, args: Sequence[str], name: str) -> int:
     return result if isinstance(result, int) else EXIT_FINISHED
 
 
-def print_pairs(rows: Sequence[tuple[str, str]], title: str = "") -> None:
+def print_pairs(rows: Sequence[tuple[str, str]]) -> None:
     """Names and values: aligned lines in a pipe, a table on a terminal."""
     if sys.stdout.isatty():
-        print_table(("", ""), rows, title)
+        print_table(("", ""), rows)
         return
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))

@@ -21,7 +21,6 @@ from roll_async.commands.command_line import (
     AS_TYPED,
     EXIT_CODES,
     EXIT_FINISHED,
-    EXIT_INTERRUPTED,
     EXIT_ROLE_FAILED,
     print_table,
 )
@@ -68,26 +67,13 @@ def command(**given: object) -> int:
       roll-async eval output/addition_demo/hf --config rlvr_config_async_cpu val_batch_size=64
       roll-async eval http://127.0.0.1:8100/v1 --config rlvr_config_async_cpu --key-env TOKEN
     """
-    return run_eval(_Arguments(**given))  # type: ignore[arg-type]
+    from roll_async.commands.run import ended
 
-
-def run_eval(arguments: _Arguments) -> int:
-    """The command; returns the exit code. Everything that needs no engine is checked first."""
-    from roll_async.buffer.errors import first_cause
-    from roll_async.commands.run import exit_code
-
-    try:
-        return _evaluate(arguments)
-    except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
-        code = exit_code(error)
-        if code is None:
-            raise
-        if code != EXIT_INTERRUPTED:
-            print(f"roll-async eval: {first_cause(error)}", file=sys.stderr)
-        return code
+    return ended("eval", lambda: _evaluate(_Arguments(**given)))  # type: ignore[arg-type]
 
 
 def _evaluate(arguments: _Arguments) -> int:
+    """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.config.api import load
     from roll_async.launch.evaluation import for_evaluation
@@ -185,16 +171,12 @@ async def _address(config: RLVRConfig, arguments: _Arguments) -> Evaluation:
 
 
 def _folder(config: RLVRConfig, folder: RunFolder) -> Evaluation:
-    from roll_async.cluster.role_log import FOLDER_VARIABLE
+    from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.evaluation import evaluate_folder
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    env = {
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        FOLDER_VARIABLE: str(folder.role_logs()),
-    }
+    env = role_environment(folder.role_logs())
 
     async def measured() -> Evaluation:
         async with AsyncExitStack() as stack:

@@ -10,7 +10,8 @@ from roll_async.commands.validate import one_config
 from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 from roll_async.weight_sync.adapters import choose_adapters
-from roll_async.weight_sync.transports import STAGED, transport_of
+from roll_async.weight_sync.bucket import STAGED
+from roll_async.weight_sync.transports import transport_of
 
 _VERSIONS_SHOWN = 3
 

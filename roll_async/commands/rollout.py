@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.commands.command_line import AS_TYPED, EXIT_CODES, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_ROLE_FAILED
+from roll_async.commands.command_line import AS_TYPED, EXIT_CODES, EXIT_FINISHED, EXIT_ROLE_FAILED
 from roll_async.config.lookup import resolve_config
 
 if TYPE_CHECKING:
@@ -38,24 +38,15 @@ def command(config: str, batches: int, output: Path | None, args: tuple[str, ...
       roll-async rollout --config agentic_frozen_lake_async_cpu val_batch_size=64
       roll-async rollout --config agentic_calculator_cpu pretrain=output/calculator_demo/hf
     """
-    from roll_async.buffer.errors import first_cause
-    from roll_async.commands.run import exit_code
+    from roll_async.commands.run import ended
 
-    try:
-        return _rollout(config, batches, output, args)
-    except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
-        code = exit_code(error)
-        if code is None:
-            raise
-        if code != EXIT_INTERRUPTED:
-            print(f"roll-async rollout: {first_cause(error)}", file=sys.stderr)
-        return code
+    return ended("rollout", lambda: _rollout(config, batches, output, args))
 
 
 def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]) -> int:
     """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
-    from roll_async.cluster.role_log import FOLDER_VARIABLE
+    from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import dump
     from roll_async.launch.gate import admit, require_inputs
@@ -78,11 +69,7 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
         f"{config.pretrain}: {batches} x {config.val_batch_size} trajectories, no training; output in {folder.path}",
         flush=True,
     )
-    env = {
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        FOLDER_VARIABLE: str(folder.role_logs()),
-    }
+    env = role_environment(folder.role_logs())
     with ray_runtime(num_processes=config.num_servers + 2, env=env):
         num_kept = asyncio.run(_run(config, batches, folder))
     if num_kept:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,9 +123,11 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
 
 def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
     """Against the devices of this machine, where a role uses any; those of other machines are taken to be alike."""
+    if not any(role.device_mapping for _, role in config.roles()):
+        return  # before torch, whose import takes seconds that the start of Ray can use
     import torch
 
-    if any(role.device_mapping for _, role in config.roles()) and torch.cuda.is_available():
+    if torch.cuda.is_available():
         from roll_async.launch.device_memory import require_fit
 
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
@@ -185,8 +187,21 @@ def exit_code(error: BaseException) -> int | None:
     return None
 
 
+def ended(name: str, work: Callable[[], int]) -> int:
+    """The exit code of the work of a command that starts engines; an error of it is one line on stderr."""
+    try:
+        return work()
+    except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
+        code = exit_code(error)
+        if code is None:
+            raise
+        if code != EXIT_INTERRUPTED:
+            print(f"roll-async {name}: {first_cause(error)}", file=sys.stderr)
+        return code
+
+
 def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunClasses) -> int:
-    from roll_async.cluster.role_log import FOLDER_VARIABLE
+    from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.roles import place_roles
     from roll_async.observe.gpus import gpus_of_machine
@@ -214,11 +229,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         f"output in {folder.path}",
         flush=True,
     )
-    env = {
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        FOLDER_VARIABLE: str(folder.role_logs()),
-    }
+    env = role_environment(folder.role_logs())
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
             end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))

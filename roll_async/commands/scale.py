@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import EXIT_FINISHED, EXIT_USAGE, HELP, execute
+from roll_async.commands.command_line import EXIT_FINISHED, EXIT_USAGE, HELP
 from roll_async.observe.replica_requests import ReplicaRequests
 
 _ANSWER_WITHIN_S = 30.0
@@ -37,11 +36,6 @@ def command(run: str, replicas: int) -> int:
         print(f"roll-async scale: {error}", file=sys.stderr)
         return EXIT_USAGE
     return EXIT_FINISHED
-
-
-def run_scale(args: Sequence[str]) -> int:
-    """The command; returns the exit code."""
-    return execute(command, args, "roll-async scale")
 
 
 def _folder(run: str) -> Path:

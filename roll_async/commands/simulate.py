@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from roll_async.commands.command_line import HELP, POSITIVE, Number, execute, print_pairs
+from roll_async.commands.command_line import HELP, POSITIVE, Number, print_pairs
 from roll_async.commands.weights import simulated_weights
 from roll_async.config.api import ConfigError
 from roll_async.config.loading.compose import OVERRIDE
@@ -133,11 +133,6 @@ def command(
     return 2
 
 
-def run_simulate(args: Sequence[str]) -> int:
-    """The command; returns the exit code."""
-    return execute(command, args, "roll-async simulate")
-
-
 def _random_world(scenario: Scenario, trace: Path | None) -> int:
     """Replay one schedule of the property tests."""
     outcome = simulate(scenario)
@@ -239,7 +234,7 @@ def _rows(scenario: Scenario, result: dict[str, float], split: Split) -> list[tu
 
 
 def _filter_line(scenario: Scenario) -> str:
-    if not scenario.scheduler.filter_enabled:
+    if scenario.scheduler.filter is None:
         return "no filter"
     share, extra = scenario.rewards.flat_share, scenario.queue.oversample_groups
     return f"{share:.1%} of groups are assumed to have no spread (--filtered-share), {extra} groups over-sampled"

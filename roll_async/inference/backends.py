@@ -18,7 +18,10 @@ ENGINES = {
 }
 
 
-FOLLOWERS = {"vllm": "roll_async.inference.vllm_follower.VllmFollower"}
+FOLLOWERS = {
+    "vllm": "roll_async.inference.vllm_follower.VllmFollower",
+    "sglang": "roll_async.inference.sglang_follower.SglangFollower",
+}
 """Engines whose replicas may span nodes, and what runs their ranks on the nodes after the first."""
 
 

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
+from roll_async.inference.admission import check_scored, first_of, token_budget
 from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
-from roll_async.inference.scoring import check_scored
 from roll_async.inference.seeds import manager_seed
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
 from roll_async.inference.staging import Incoming
 from roll_async.inference.storages import Storages
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
-from roll_async.weight_sync.transports import STAGED
 
 if TYPE_CHECKING:
     from roll_async.inference.hf_experts import ExpertRecorder
@@ -84,8 +83,7 @@ class HfEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        levels = levels_up_to(self._settings.sleep_level)
-        return EngineCapabilities(keep_in_place=False, sleep_levels=levels)
+        return EngineCapabilities(keep_in_place=False)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -169,15 +167,10 @@ class HfEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         self._sleep.need_awake(f"request {request.request_id}")
         sampling = request.sampling
-        room = self._settings.max_model_len - len(request.prompt_token_ids)
-        if room < 1:
-            raise ValueError(
-                f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens leave no room in "
-                f"{self._settings.max_model_len}"
-            )
+        budget = token_budget(request, self._settings)
         if sampling.stop_strings or sampling.repetition_penalty != 1.0:
             raise ValueError("hf_infer samples without stop_strings and repetition_penalty; use vllm")
-        run = _Running(request, min(room, sampling.max_new_tokens), self._loop.time())
+        run = _Running(request, budget, self._loop.time())
         self._running[request.request_id] = run
         try:
             if await self._may_start(run):
@@ -221,9 +214,9 @@ class HfEngine:
         """Wait while paused, and until the manager can sample as wanted; False when aborted meanwhile."""
         while not run.finished.is_set():
             if not self._serving.is_set():
-                await _first(self._serving, run.finished)
+                await first_of(self._serving, run.finished)
             elif not self._settled.is_set():
-                await _first(self._settled, run.finished)
+                await first_of(self._settled, run.finished)
             elif _truncates(run.request.sampling) and not self._truncating:
                 await self._allow_truncation()
             else:
@@ -480,12 +473,3 @@ def _stop_ids(model) -> tuple[int, ...]:  # noqa: ANN001 (a Transformers model)
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)
-
-
-async def _first(*events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(e.wait()) for e in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -8,7 +8,7 @@ Life of a weight update (version v is served only after `commit`):
     begin_update(plan) -> load_bucket(bucket) * n -> finish_update() == digest of the sender
                        -> pause(...) -> commit(v) -> resume()
 
-With a staged transport (`weight_sync/transports.py: STAGED`) the buckets wait in host memory and the replica goes on
+With a staged transport (`weight_sync/bucket.py: STAGED`) the buckets wait in host memory and the replica goes on
 serving the old version until `commit`; an update that is never committed changes nothing. Other transports load into
 the served weights: pause before `begin_update`, and the replica refuses to resume until a `commit` has succeeded. A
 partial update is never served.
@@ -45,8 +45,6 @@ class EngineCapabilities:
 
     keep_in_place: bool
     """`PauseMode.KEEP` works: running requests survive a weight update."""
-    sleep_levels: tuple[int, ...] = ()
-    """Levels of `Engine.sleep`; empty = the replica never gives its memory back (`EngineSettings.sleep_level: 0`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +202,7 @@ class Engine(Protocol):
 
         The replica must be paused with no request running. While it sleeps `generate`, `resume`, `begin_update` and
         `commit` raise RuntimeError; the prefix cache is empty afterwards. Nothing happens if it sleeps at this level.
-        Raises ValueError for a level that `capabilities.sleep_levels` does not have.
+        Raises ValueError for a level that the replica was not started for (`EngineSettings.sleep_level`).
         """
 
     async def wake(self, tags: Sequence[str]) -> None:

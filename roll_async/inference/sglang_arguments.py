@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CPU_STREAM_INTERVAL, GPU_STREAM_INTERVAL = 16, 32
 """Tokens of a request between two messages of the scheduler: what is told of a running one lies no further back."""
@@ -17,12 +21,24 @@ def prepare_environment(settings: EngineSettings) -> None:
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.device == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * ranks))  # else one rank a socket
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
         return
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # what Megatron needs serialises an engine's streams
 
 
-def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_token: int) -> dict[str, object]:
+def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
+    """What a token takes in the KV cache, in all ranks together."""
+    import torch
+
+    head = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    size = getattr(torch, TORCH_DTYPES[dtype]).itemsize
+    return text_config.num_hidden_layers * 2 * text_config.num_key_value_heads * head * size
+
+
+def engine_arguments(settings: EngineSettings, text_config: PretrainedConfig) -> dict[str, object]:
     """Of `sglang.Engine`. Raises ValueError for an `extra` that repeats another key."""
     arguments: dict[str, object] = {
         "model_path": settings.model_folder,
@@ -42,11 +58,16 @@ def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_
         "skip_tokenizer_init": not settings.stop_strings,
         "skip_server_warmup": True,
         "grammar_backend": "none",
-        "sampling_mask_max_tokens": vocab_size,
+        "sampling_mask_max_tokens": text_config.vocab_size,
         "stream_interval": CPU_STREAM_INTERVAL if settings.device == "cpu" else GPU_STREAM_INTERVAL,
         "weight_version": "0",
         "log_level": "error",
     }
+    if settings.span is not None:
+        span = settings.span
+        arguments |= {"nnodes": span.num_nodes, "node_rank": span.node_rank}
+        host = f"[{span.master_addr}]" if ":" in span.master_addr else span.master_addr
+        arguments |= {"dist_init_addr": f"{host}:{span.master_port}"}
     if settings.record_experts:
         arguments["enable_return_routed_experts"] = True
     if settings.block_size is not None:
@@ -57,7 +78,10 @@ def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
             "sleep_on_idle": True,  # its scheduler would spin on a core that others need
-            "max_total_tokens": max(settings.max_model_len + 2, settings.cpu_kv_cache_bytes // kv_bytes_per_token),
+            "max_total_tokens": max(
+                settings.max_model_len + 2,
+                settings.cpu_kv_cache_bytes // kv_bytes_per_token(text_config, settings.dtype),
+            ),
         }
     else:
         arguments["mem_fraction_static"] = settings.memory_fraction
@@ -68,3 +92,9 @@ def engine_arguments(settings: EngineSettings, *, vocab_size: int, kv_bytes_per_
     if twice:
         raise ValueError(f"strategy_config.extra repeats what other keys decide: {', '.join(twice)}; remove it")
     return {**{k: v for k, v in arguments.items() if v is not None}, **settings.extra}
+
+
+def leave_failures_to_the_start(signum: int, frame: object) -> None:
+    """Signal handler that does nothing. SGLang's processes report a failure by SIGQUIT, and its own handler would kill
+    the process that started it. The start waits for them and raises the error; later it is the loss of the replica.
+    """

@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_async.inference.admission import check_scored, first_of, held_back, token_budget
 from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
-from roll_async.inference.scoring import check_scored
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
-from roll_async.inference.sglang_arguments import engine_arguments, prepare_environment
+from roll_async.inference.sglang_arguments import (
+    engine_arguments,
+    kv_bytes_per_token,
+    leave_failures_to_the_start,
+    prepare_environment,
+)
+from roll_async.inference.sglang_broadcast import RankBroadcast, checked
+from roll_async.inference.sglang_load import LoadReader
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
 from roll_async.inference.staging import Incoming
 from roll_async.schema import (
@@ -34,9 +41,8 @@ from roll_async.schema import (
     cut_runs,
     merge_runs,
 )
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
-from roll_async.weight_sync.transports import STAGED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,17 +84,18 @@ class SglangEngine:
         self._incoming: Incoming | None = None
         self._kept = LastExport()
         self._failed = False
+        self._broadcast: RankBroadcast | None = None
+        """Where ranks are on other nodes."""
         # On CUDA SGLang decides at the start whether it keeps a copy of the weights on the host.
         levels = levels_up_to(settings.sleep_level)
-        self._levels = levels if settings.device == "cpu" else levels[-1:]
-        self._sleep = SleepRules(self._levels)
+        self._sleep = SleepRules(levels if settings.device == "cpu" else levels[-1:])
         self._serving = asyncio.Event()
         if not settings.random_weights:
             self._serving.set()
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(keep_in_place=True, sleep_levels=self._levels)
+        return EngineCapabilities(keep_in_place=True)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -98,18 +105,19 @@ class SglangEngine:
         settings = self._settings
         prepare_environment(settings)
         self._read_config()
-        arguments = engine_arguments(
-            settings, vocab_size=self._text_config.vocab_size, kv_bytes_per_token=self._kv_bytes_per_token
-        )
+        arguments = engine_arguments(settings, self._text_config)
         import sglang
 
         try:
-            self._engine = sglang.Engine(**arguments, custom_sigquit_handler=_leave_it_to_the_start)
+            self._engine = sglang.Engine(**arguments, custom_sigquit_handler=leave_failures_to_the_start)
         except TypeError as error:
             raise ValueError(f"strategy_config.extra: {error}") from error
         self._manager = self._engine.tokenizer_manager
         self._manager.signal_handler_class = self._signals
         self._kv_tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+        self._load_reader = LoadReader(self._manager, self._kv_tokens)
+        if settings.span is not None:
+            self._broadcast = await RankBroadcast.join(self._manager, settings.span.master_addr, num_ranks=self._ranks)
 
     def _signals(self, manager: Any) -> Any:
         """What SGLang's manager does on signals, where it runs on the main thread: when one of its processes fails,
@@ -141,10 +149,9 @@ class SglangEngine:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         self._names = WeightTargets(model, config.model_type).names
-        text = self._text_config = config.get_text_config()
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self._text_config = config.get_text_config()
+        self._kv_bytes_per_token = kv_bytes_per_token(self._text_config, self._settings.dtype)
         size = getattr(torch, TORCH_DTYPES[self._settings.dtype]).itemsize
-        self._kv_bytes_per_token = text.num_hidden_layers * 2 * text.num_key_value_heads * head * size
         self._weight_bytes = sum(p.numel() for p in model.parameters()) * size
 
     # Requests
@@ -152,22 +159,13 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         self._need_alive()
         self._sleep.need_awake(f"request {request.request_id}")
-        settings, sampling = self._settings, request.sampling
-        room = settings.max_model_len - len(request.prompt_token_ids)
-        if room < 1:
-            raise ValueError(
-                f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens leave no room in "
-                f"context_length {settings.max_model_len}"
-            )
-        if sampling.stop_strings and not settings.stop_strings:
-            raise ValueError(f"request {request.request_id} has stop_strings, and the engine was started without them")
         run = self._running[request.request_id] = _Running(
             request=request,
-            budget=min(sampling.max_new_tokens, room),
+            budget=token_budget(request, self._settings),
             started_s=asyncio.get_running_loop().time(),
             task=asyncio.current_task(),
             wire_id=f"{request.request_id};",  # SGLang aborts every request whose id has the given id as a prefix
-            held_back=max((len(stop.encode()) for stop in sampling.stop_strings), default=1) - 1,
+            held_back=held_back(request, self._settings),
         )
         try:
             if await self._admitted(run):
@@ -183,10 +181,7 @@ class SglangEngine:
     async def _admitted(self, run: _Running) -> bool:
         """Wait while the engine is paused; False when the request is aborted meanwhile."""
         while not self._serving.is_set() and not run.aborted.is_set():
-            waits = [asyncio.ensure_future(e.wait()) for e in (self._serving, run.aborted)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            await first_of(self._serving, run.aborted)
         run.admitted, run.version = not run.aborted.is_set(), self._version or 0
         return run.admitted
 
@@ -209,8 +204,9 @@ class SglangEngine:
             **options,
         )
         try:
-            async for run.output in self._manager.generate_request(wanted, None):
-                pass
+            async for output in self._manager.generate_request(wanted, None):
+                self._load_reader.add(run.output.get("meta_info", {}), output["meta_info"])
+                run.output = output
         except ValueError as error:
             if not run.aborted.is_set():  # SGLang raises for a request that was aborted while it waited
                 raise ValueError(f"request {run.request.request_id}: {error}") from error
@@ -391,22 +387,29 @@ class SglangEngine:
     async def _open(self) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        _checked("begin_weight_update", await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        checked("begin_weight_update", await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
     async def _close(self) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-        _checked("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        checked("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    @property
+    def _ranks(self) -> int:
+        return self._settings.tensor_parallel_size
 
     async def _load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Every rank gets all tensors and keeps its part."""
+        if self._broadcast is not None:
+            await self._broadcast.send(tensors)
+            return
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        ranks = self._settings.tensor_parallel_size
-        payloads = [await asyncio.to_thread(MultiprocessingSerializer.serialize, list(tensors)) for _ in range(ranks)]
+        send = MultiprocessingSerializer.serialize
+        payloads = [await asyncio.to_thread(send, list(tensors)) for _ in range(self._ranks)]
         wanted = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
-        _checked("update_weights_from_tensor", await self._manager.update_weights_from_tensor(wanted, None))
+        checked("update_weights_from_tensor", await self._manager.update_weights_from_tensor(wanted, None))
 
     # Sleep
 
@@ -448,12 +451,14 @@ class SglangEngine:
         return self._kv_tokens * self._kv_bytes_per_token
 
     def load(self) -> EngineLoad:
-        running = min(len(self._running), self._settings.max_running)
+        requests = len(self._running)
+        running, kv = self._load_reader.read(requests)
         claimed = sum(len(run.request.prompt_token_ids) + run.budget for run in self._running.values())
         return EngineLoad(
             running=running,
-            waiting=len(self._running) - running,
+            waiting=requests - running,
             free_kv_fraction=max(0.0, 1 - claimed / max(1, self._kv_tokens)),
+            kv=kv,
         )
 
     async def close(self) -> None:
@@ -462,19 +467,6 @@ class SglangEngine:
         for task in self._manager.asyncio_tasks:
             task.cancel()
         await asyncio.to_thread(self._engine.shutdown)
-
-
-def _leave_it_to_the_start(signum: int, frame: object) -> None:
-    """A process that fails while SGLang starts is the error of the start, which waits for it. By default SGLang kills
-    the process that starts it, on the main thread.
-    """
-
-
-def _checked(what: str, answer: tuple[bool, str]) -> None:
-    """SGLang returns its failures. Raises RuntimeError."""
-    success, message = answer[0], answer[1]
-    if not success:
-        raise RuntimeError(f"SGLang's {what} failed: {message}")
 
 
 def _truncates(sampling: SamplingParams) -> bool:

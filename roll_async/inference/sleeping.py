@@ -35,7 +35,7 @@ class SleepRules:
     """The state of one replica. A backend asks before it moves memory, and tells when it has."""
 
     def __init__(self, levels: Sequence[int]) -> None:
-        """`levels`: see `EngineCapabilities.sleep_levels`."""
+        """`levels`: those of `Engine.sleep`; empty = the replica never gives its memory back."""
         self._levels = tuple(levels)
         self.state = SleepState.AWAKE
         self.level = 0

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
+from roll_async.inference.admission import check_scored, first_of, held_back, token_budget
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
-from roll_async.inference.scoring import check_scored
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
 from roll_async.inference.vllm_adapters import adapter_request
 from roll_async.inference.vllm_arguments import engine_arguments, in_this_process, prepare_environment
-from roll_async.inference.vllm_failure import StartErrors
+from roll_async.inference.vllm_failure import start_errors
 from roll_async.inference.vllm_load import LoadReader, SchedulerReader, StatisticsReader
 from roll_async.inference.vllm_progress import ProgressReader
 from roll_async.schema import (
@@ -35,9 +35,8 @@ from roll_async.schema import (
     WeightVersion,
     merge_runs,
 )
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_replica
-from roll_async.weight_sync.transports import STAGED
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -86,10 +85,7 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(
-            keep_in_place=self._labels_tokens,
-            sleep_levels=levels_up_to(self._settings.sleep_level),
-        )
+        return EngineCapabilities(keep_in_place=self._labels_tokens)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -98,12 +94,8 @@ class VllmEngine:
     async def start(self) -> None:
         settings = self._settings
         prepare_environment(settings)
-        with StartErrors() as errors:
-            try:
-                self._llm, self._load_reader = self._new_llm()
-            except (RuntimeError, OSError, AssertionError) as error:
-                cause = errors.cause() or f"{type(error).__name__}: {error}"
-                raise RuntimeError(f"vLLM did not start: {cause}") from error
+        with start_errors():
+            self._llm, self._load_reader = self._new_llm()
         from vllm.outputs import CompletionOutput
 
         if settings.device == "cpu" and self._llm.model_config.get_num_experts() > 0:
@@ -144,22 +136,13 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._sleep.need_awake(f"request {request.request_id}")
-        prompt = list(request.prompt_token_ids)
-        room = self._settings.max_model_len - len(prompt)
-        if room < 1:
-            raise ValueError(
-                f"request {request.request_id}: {len(prompt)} prompt tokens leave no room in max_model_len "
-                f"{self._settings.max_model_len}"
-            )
-        if request.sampling.stop_strings and not self._settings.stop_strings:
-            raise ValueError(f"request {request.request_id} has stop_strings, and the engine was started without them")
-        loop, stops = asyncio.get_running_loop(), request.sampling.stop_strings
+        prompt, max_tokens = list(request.prompt_token_ids), token_budget(request, self._settings)
+        loop = asyncio.get_running_loop()
         submitted = loop.time()
-        max_tokens = min(request.sampling.max_new_tokens, room)
         ticket = self._running[request.request_id] = _Ticket(
             num_tokens=len(prompt) + max_tokens,
             submitted_s=submitted,
-            held_back=max((len(stop.encode()) for stop in stops), default=1) - 1,  # a token has a byte at least
+            held_back=held_back(request, self._settings),
         )
         try:
             if not await self._admitted(ticket):
@@ -219,10 +202,7 @@ class VllmEngine:
     async def _admitted(self, ticket: _Ticket) -> bool:
         """Wait while the engine is paused; False when the request is aborted meanwhile."""
         while not self._serving.is_set() and not ticket.aborted.is_set():
-            waits = [asyncio.ensure_future(e.wait()) for e in (self._serving, ticket.aborted)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            await first_of(self._serving, ticket.aborted)
         ticket.admitted, ticket.version = not ticket.aborted.is_set(), self._version or 0
         return ticket.admitted
 

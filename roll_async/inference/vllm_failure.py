@@ -10,39 +10,34 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 _PATH = "VLLM_LOGGING_CONFIG_PATH"
 _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Died)(?::|$)")
 
 
-class StartErrors:
-    """Around the start of vLLM, before it is imported: `cause` says what its processes logged first."""
-
-    def __enter__(self) -> StartErrors:
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-start-")
-        self._log = Path(self._folder.name) / "errors.log"
-        self._given = os.environ.get(_PATH)
-        config = Path(self._folder.name) / "logging.json"
-        config.write_text(json.dumps(_logging(self._log)))
+@contextmanager
+def start_errors() -> Iterator[None]:
+    """Around the start of vLLM, before it is imported. Raises RuntimeError with the first exception that one of its
+    processes logged; without one (it was killed), with what vLLM says of it.
+    """
+    given = os.environ.get(_PATH)
+    with tempfile.TemporaryDirectory(prefix="vllm-start-") as folder:
+        log, config = Path(folder) / "errors.log", Path(folder) / "logging.json"
+        config.write_text(json.dumps(_logging(log)))
         os.environ[_PATH] = str(config)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._given is None:
-            del os.environ[_PATH]
-        else:
-            os.environ[_PATH] = self._given
-        self._folder.cleanup()
-
-    def cause(self) -> str | None:
-        """The first exception that a process logged, None when they logged none (it was killed)."""
-        if not self._log.is_file():
-            return None
-        return first_exception(self._log.read_text(errors="replace"))
+        try:
+            yield
+        except (RuntimeError, OSError, AssertionError) as error:
+            logged = first_exception(log.read_text(errors="replace")) if log.is_file() else None
+            raise RuntimeError(f"vLLM did not start: {logged or f'{type(error).__name__}: {error}'}") from error
+        finally:
+            if given is None:
+                del os.environ[_PATH]
+            else:
+                os.environ[_PATH] = given
 
 
 def first_exception(log: str) -> str | None:

@@ -8,7 +8,7 @@ import multiprocessing.connection
 
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.vllm_arguments import engine_arguments, prepare_environment
-from roll_async.inference.vllm_failure import StartErrors
+from roll_async.inference.vllm_failure import start_errors
 
 
 class VllmFollower:
@@ -22,15 +22,11 @@ class VllmFollower:
         a user can fix, RuntimeError when the library fails.
         """
         prepare_environment(self._settings)
-        with StartErrors() as errors:
-            try:
-                from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+        with start_errors():
+            from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-                config = engine_arguments(self._settings).create_engine_config(headless=True)
-                self._executor = MultiprocExecutor(config, monitor_workers=False)
-            except (RuntimeError, OSError, AssertionError) as error:
-                cause = errors.cause() or f"{type(error).__name__}: {error}"
-                raise RuntimeError(f"vLLM did not start: {cause}") from error
+            config = engine_arguments(self._settings).create_engine_config(headless=True)
+            self._executor = MultiprocExecutor(config, monitor_workers=False)
 
     def wait(self) -> None:
         """Return when one of the ranks has ended."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -41,6 +42,7 @@ class InProcessLLM:
     """What `VllmEngine` calls on `AsyncLLM`. One event loop, one thread."""
 
     def __init__(self, arguments: EngineArgs) -> None:
+        gc.freeze()  # vLLM collects everything three times while it starts, and its imports are a million objects
         self._engine = LLMEngine.from_engine_args(arguments)
         self.vllm_config, self.model_config = self._engine.vllm_config, self._engine.model_config
         self.output_processor = self._engine.output_processor

@@ -22,10 +22,10 @@ from roll_async.inference.processes import end_with_owner
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.storages import Storages
 from roll_async.inference.vllm_adapters import set_adapter
-from roll_async.weight_sync.bucket import Content, UpdatePlan, is_adapter
+from roll_async.weight_sync.bucket import STAGED, Content, UpdatePlan, is_adapter
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.receiving import Receiver
-from roll_async.weight_sync.transports import STAGED, open_receiver
+from roll_async.weight_sync.transports import open_receiver
 
 end_with_owner()
 

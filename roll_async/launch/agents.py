@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roll_async.agents.book import TrajectoryBook
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.groups import AgentParts, GroupFilter, GroupOptions, TagPlan
+from roll_async.agents.groups import AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import is_agent
 from roll_async.agents.rendering import TemplateRenderer
@@ -22,6 +22,7 @@ from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build, check
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.chat_scheduler import sampling_of
+from roll_async.rollout.group_filter import GroupFilter
 from roll_async.schema import Prompt
 
 _NOT_THERE = ("webshop", "code")
@@ -111,17 +112,14 @@ def session_options(config: AgenticConfig, env: EnvConfig) -> SessionOptions:
 
 def group_options(config: AgenticConfig, *, trains: bool = True) -> GroupOptions:
     """Size of groups, and retries. Without training they are those of validation, and no group is filtered."""
-    manager, groups = _manager(config, trains), config.algorithm.filter_groups
-    chosen = GroupFilter(
-        metric=groups.metric, variance_threshold=groups.variance_threshold, singletons=groups.singletons
-    )
+    manager = _manager(config, trains)
     trajectories = manager.group_size + manager.group_size_redundancy
     return GroupOptions(
         group_size=manager.group_size,
         redundancy=manager.group_size_redundancy,
         max_worlds=manager.num_env_groups * trajectories,
         retries=config.fault.sample_retries,
-        filter=chosen if groups.enable and trains else None,
+        filter=GroupFilter.of(config) if trains else None,
         trains=trains,
     )
 

@@ -21,7 +21,8 @@ class ReplicaStarter:
         self, config: PipelineConfig, placements: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
     ) -> None:
         """`pool`: of the run; its devices stay reserved for the replicas of the config while those are gone."""
-        self._config, self._pool, self._stack = config, pool, stack
+        self._config, self._pool = config, pool
+        stack.push_async_callback(self._close)
         self._of_config = list(placements)
         self._num_training = len(placements) - config.num_validation_replicas
         self._places = {replica_name(p.index): (p, pool) for p in placements}
@@ -65,7 +66,6 @@ class ReplicaStarter:
         pool = NodePool([place], joins=True)
         await pool.reserve(None)
         self._places[name] = place, pool
-        self._stack.callback(pool.release)
 
     async def start(self, name: str, number: int) -> RayEngineClient:
         """A new process; what is left of the one before goes first. Raises ValueError where weights do not reach."""
@@ -88,7 +88,6 @@ class ReplicaStarter:
                 "start the run with weight_sync.transport: gloo"
             )
         self._clients[name] = client
-        self._stack.push_async_callback(client.close)
         return client
 
     async def stop(self, name: str) -> None:
@@ -100,3 +99,10 @@ class ReplicaStarter:
             pool.release()
             del self._places[name]
             self._clients.pop(name, None)
+
+    async def _close(self) -> None:
+        """All replicas, those that were started late too: nobody uses them any more."""
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        for _, pool in self._places.values():
+            if pool is not self._pool:
+                pool.release()

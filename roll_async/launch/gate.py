@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from roll_async.cluster.placement import of_nodes, uneven
-from roll_async.config.api import ConfigError, Diagnostic, Loaded, load_with_warnings
-from roll_async.config.loading.node import nearest
+from roll_async.config.api import ConfigError, Loaded, load_with_warnings
+from roll_async.config.rules.every import placed
 from roll_async.config.schema import (
     AgenticConfig,
     HfInferConfig,
@@ -26,7 +26,6 @@ from roll_async.config.schema import (
     WorkerConfig,
     roles_on_engine_devices,
 )
-from roll_async.inference.backends import FOLLOWERS
 from roll_async.launch.inputs import missing_inputs
 from roll_async.launch.model_fit import mismatches
 from roll_async.weight_sync.adapters import choose_adapters
@@ -39,7 +38,7 @@ def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None 
     C203, parallel sizes against the model.
     """
     loaded = load_with_warnings(path, overrides, pipeline)
-    found = [_at(loaded, *refusal) for refusal in refusals(loaded)]
+    found = [placed(*refusal, loaded.root) for refusal in refusals(loaded)]
     if found:
         raise ConfigError((*loaded.warnings, *found))
     return loaded
@@ -58,7 +57,7 @@ def require_inputs(loaded: Loaded) -> None:
         except ValueError as error:
             found.append(_keyed(str(error)))
     if found:
-        errors = (_at(loaded, "C204", key, text) for key, text in found)
+        errors = (placed("C204", key, text, loaded.root) for key, text in found)
         raise ConfigError((*loaded.warnings, *errors))
 
 
@@ -85,12 +84,6 @@ def _keyed(problem: str) -> tuple[str, str]:
     return (match[1], problem[match.end() :]) if match else ("(file)", problem)
 
 
-def _at(loaded: Loaded, id: str, key: str, message: str) -> Diagnostic:
-    """The problem with the place of its key in the file."""
-    node = nearest(loaded.root, key.split("."))
-    return Diagnostic(id=id, key=key, message=message, file=node.file, line=node.line)
-
-
 def _devices(config: PipelineConfig) -> Iterator[str]:
     """Devices that no transport connects, and processes whose devices are on two nodes."""
     try:
@@ -101,7 +94,7 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
     if engines.device_mapping is None:
         return
     size, per_node = len(engines.device_mapping) // config.num_servers, config.num_gpus_per_node
-    name = engines.strategy_args.strategy_name
+    strategy = engines.strategy_args.strategy_config
     for first in range(0, len(engines.device_mapping), size):
         devices = engines.device_mapping[first : first + size]
         by_node = of_nodes(devices, per_node)
@@ -110,11 +103,11 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
         what = f"actor_infer.device_mapping: devices {list(devices)} of one replica"
         if problem := uneven(by_node):
             yield f"{what} {problem}; order them by nodes (num_gpus_per_node={per_node})"
-        elif name not in FOLLOWERS:
+        elif isinstance(strategy, SglangConfig) and strategy.pipeline_parallel_size > 1:
             yield (
-                f"{what} lie on nodes {[node for node, _ in by_node]} of {per_node} devices, and {name} takes its "
-                f"weights through the memory of one node; use {' or '.join(FOLLOWERS)}, or order them so that the "
-                "devices of a replica share a node"
+                f"{what} lie on nodes {[node for node, _ in by_node]}, and SGLang sends weights to other nodes in a "
+                "group that knows tensor-parallel ranks alone; use pipeline_parallel_size: 1, or vllm, or order them "
+                "so that the devices of a replica share a node"
             )
         elif roles := roles_on_engine_devices(config):
             yield (

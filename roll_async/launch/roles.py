@@ -139,7 +139,7 @@ class RoleStarter:
         sleepers = {name for name, devices in engines.items() if theirs & set(devices)}
         memory = DeviceMemory(devices_of={**engines, **ranks})
         manager = rollout.engines.manager
-        turns = DeviceTurns({}, lambda: [r for r in manager.clients if r.name in sleepers], memory)  # type: ignore[misc]
+        turns = DeviceTurns(lambda: [r for r in manager.clients if r.name in sleepers], memory)  # type: ignore[misc]
         await manager.interrupt("resume", config.async_training.interrupt.timeout)
         await turns.to_trainer(DROP_WEIGHTS)
         workers = training_roles(config).items()

@@ -122,49 +122,39 @@ class StartedRollout:
         return side
 
 
-class RolloutStarter:
-    """Starts engines and rewards in parallel; all of them are closed when the stack closes."""
+async def start_rollout(
+    config: PipelineConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
+) -> StartedRollout:
+    """Start engines and rewards in parallel; all of them are closed when the stack closes. Raises ValueError for what
+    the user can fix, RoleFailed for what a role reports.
+    """
+    starter = ReplicaStarter(config, engines, pool, stack)
+    if isinstance(config, AgenticConfig):
+        starting = start_agents(config, stack)
+    else:
+        assert isinstance(config, RLVRConfig)
+        starting = start_answers(config, stack)
+    tasks, clients = await asyncio.gather(starting, starter.start_all())
+    first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
+    connected = connect(clients[:first_own], starter, options)
+    await connected.start(stack)
+    validators = None
+    if own := clients[first_own:]:
+        validators = connect(own, starter, options)
+        await validators.start(stack)
+    return StartedRollout(engines=connected, tasks=tasks, starter=starter, stack=stack, validators=validators)
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        engines: Sequence[ProcessPlacement],
-        pool: NodePool,
-        stack: AsyncExitStack,
-    ) -> None:
-        self._config, self._stack = config, stack
-        self._engines = ReplicaStarter(config, engines, pool, stack)
 
-    async def start(self) -> StartedRollout:
-        """Start all of it. Raises ValueError for what the user can fix, RoleFailed for what a role reports."""
-        config = self._config
-        engines = self._engines.start_all()
-        if isinstance(config, AgenticConfig):
-            tasks, clients = await asyncio.gather(start_agents(config, self._stack), engines)
-        else:
-            assert isinstance(config, RLVRConfig)
-            tasks, clients = await asyncio.gather(self._start_prompts(config), engines)
-        first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
-        connected = connect(clients[:first_own], self._engines, options)
-        await connected.start(self._stack)
-        validators = None
-        if own := clients[first_own:]:
-            validators = connect(own, self._engines, options)
-            await validators.start(self._stack)
-        return StartedRollout(
-            engines=connected, tasks=tasks, starter=self._engines, stack=self._stack, validators=validators
-        )
+async def start_answers(config: RLVRConfig, stack: AsyncExitStack) -> StartedTasks:
+    """Prompt files and rewards."""
+    loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorer(config, stack))
 
-    async def _start_prompts(self, config: RLVRConfig) -> StartedTasks:
-        """Prompt files and rewards."""
-        loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorer(config, self._stack))
+    def source(spec: RolloutSpec) -> Callable[[AsyncLLMServerManager], GroupSource]:
+        assert isinstance(spec.config, RLVRConfig)
+        options, tools = SchedulerOptions.of(spec.config), _tools(spec, spec.config)
+        return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
 
-        def source(spec: RolloutSpec) -> Callable[[AsyncLLMServerManager], GroupSource]:
-            assert isinstance(spec.config, RLVRConfig)
-            options, tools = SchedulerOptions.of(spec.config), _tools(spec, spec.config)
-            return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
-
-        return StartedTasks(prompts=loaded.stream, source=source, validation=loaded.held_out, pool=loaded.pool)
+    return StartedTasks(prompts=loaded.stream, source=source, validation=loaded.held_out, pool=loaded.pool)
 
 
 async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
@@ -178,13 +168,6 @@ async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
     scorer = await RayScorer.start(plan)
     stack.push_async_callback(scorer.close)
     return scorer
-
-
-async def start_rollout(
-    config: PipelineConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
-) -> StartedRollout:
-    """`RolloutStarter` as a function, for another process."""
-    return await RolloutStarter(config, engines, pool, stack).start()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

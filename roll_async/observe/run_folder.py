@@ -38,7 +38,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         before = path.read_text() if path.is_file() else text
         if before != text:
-            kept = self._unused_name("config.{}.yaml")
+            kept = self._unused_name()
             path.rename(kept)
             old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
             changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
@@ -50,9 +50,8 @@ class RunFolder:
                 logger.info("config: %s: %s -> %s", key, old.get(key, _ABSENT), new.get(key, _ABSENT))
         path.write_text(text)
 
-    def _unused_name(self, pattern: str) -> Path:
-        numbers = itertools.count(1)
-        return next(p for n in numbers if not (p := self.path / pattern.format(n)).exists())
+    def _unused_name(self) -> Path:
+        return next(p for n in itertools.count(1) if not (p := self.path / f"config.{n}.yaml").exists())
 
     def role_logs(self) -> Path:
         """`logs/`: the output of ranks, engines and reward hosts, one file each."""

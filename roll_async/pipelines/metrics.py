@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
@@ -48,54 +47,17 @@ class StepClock:
         return self._loop.time() - self._started
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleStatistics:
-    """Statistics of a batch that need no tensor."""
-
-    rewards: tuple[float, ...]
-    accuracies: tuple[float, ...]
-    lengths: tuple[int, ...]
-    staleness: tuple[int, ...]
-    """Per trained token run, weighted below."""
-    staleness_weights: tuple[int, ...]
-
-
-def sample_statistics(groups: Sequence[Group], step: int) -> SampleStatistics:
-    """Rewards, lengths and token staleness of a batch trained at `step` (from weights of step - 1)."""
-    samples = [s for g in groups for s in g.samples]
-    trajectories = [rows for g in groups for rows in g.trajectories]
-    lags, weights = [], []
-    for sample in samples:
-        position = 0
-        for version, count in sample.version_runs:
-            trained = sum(sample.loss_mask[position : position + count])
-            position += count
-            if trained:
-                lags.append(step - 1 - version)
-                weights.append(trained)
-    rewards = [rows[0].reward for rows in trajectories if rows[0].reward is not None]
-    return SampleStatistics(
-        rewards=tuple(reward.score for reward in rewards),
-        accuracies=tuple(accuracy(reward) for reward in rewards),
-        lengths=tuple(sum(sum(s.loss_mask) for s in rows) for rows in trajectories),
-        staleness=tuple(lags),
-        staleness_weights=tuple(weights),
-    )
-
-
-def batch_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """The part of a step's metrics that the batch alone determines."""
-    statistics = sample_statistics(groups, step)
-    total = sum(statistics.staleness_weights)
-    weighted = sum(lag * n for lag, n in zip(statistics.staleness, statistics.staleness_weights, strict=True))
+    trajectories = [rows for group in groups for rows in group.trajectories]
+    rewards = [rows[0].reward for rows in trajectories if rows[0].reward is not None]
+    lengths = [sum(sum(sample.loss_mask) for sample in rows) for rows in trajectories]
     return {
         **reward_metrics(groups),
-        "reward/mean": mean(statistics.rewards),
-        "reward/accuracy": mean(statistics.accuracies),
-        "response/length_mean": mean(statistics.lengths),
-        "response/length_max": float(max(statistics.lengths, default=0)),
-        "staleness/mean": weighted / total if total else 0.0,
-        "staleness/max": float(max(statistics.staleness, default=0)),
+        "reward/mean": mean([reward.score for reward in rewards]),
+        "reward/accuracy": mean([accuracy(reward) for reward in rewards]),
+        "response/length_mean": mean(lengths),
+        "response/length_max": float(max(lengths, default=0)),
     }
 
 
@@ -119,7 +81,6 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def step_metrics(
-    step: int,
     groups: Sequence[Group],
     report: StepReport,
     sync: SyncReport | None,
@@ -137,7 +98,9 @@ def step_metrics(
     return {
         **CORRECTION_OFF,
         **report.metrics,
-        **batch_metrics(groups, step),
+        **batch_metrics(groups),
+        "staleness/mean": ages.mean_versions,
+        "staleness/max": float(ages.max_versions),
         "staleness/in_flight_share": ages.in_flight_share,
         "staleness/queue_share": ages.queue_share,
         "staleness/age_mean_s": ages.mean_age_s,

@@ -273,7 +273,7 @@ class TrainLoop:
                     results.append(await self._validated(wait=False))
                     results.append(await self._validate(step) if measures else {})
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
-            metrics = self._metrics(step, groups, report, sync, clock, ages)
+            metrics = self._metrics(groups, report, sync, clock, ages)
             *earlier, validation = [result for result in results if result] or [{}]
             for result in earlier:  # one record holds one validation: the last model's
                 self._tell(result)
@@ -396,7 +396,6 @@ class TrainLoop:
 
     def _metrics(
         self,
-        step: int,
         groups: Sequence[Group],
         report: StepReport,
         sync: SyncReport | None,
@@ -408,7 +407,7 @@ class TrainLoop:
         rollout = parts.rollouter.stats()
         before, self._busy_s = self._busy_s, rollout.busy_s_by_server
         busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
-        metrics = step_metrics(step, groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
+        metrics = step_metrics(groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
         generated, self._generated_tokens = rollout.generated_tokens - self._generated_tokens, rollout.generated_tokens
         devices = max(1, rollout.num_servers) * self._plan.devices_per_engine
         metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]

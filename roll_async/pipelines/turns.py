@@ -117,16 +117,13 @@ class DeviceMemory:
 class DeviceTurns:
     """The state machine of turns. Transitions run one at a time; the error of a failed one ends the run."""
 
-    def __init__(
-        self,
-        groups: Mapping[str, OffloadingGroup],
-        replicas: Callable[[], Sequence[SleepingReplica]],
-        memory: DeviceMemory,
-    ) -> None:
-        """`groups`: training roles that share devices with an engine. `replicas`: live replicas that share devices with
-        a training role. At first the engines have the devices, and are paused.
+    def __init__(self, replicas: Callable[[], Sequence[SleepingReplica]], memory: DeviceMemory) -> None:
+        """`replicas`: live replicas that share devices with a training role. At first the engines have the devices, and
+        are paused.
         """
-        self._groups, self._replicas, self.memory = dict(groups), replicas, memory
+        self._replicas, self.memory = replicas, memory
+        self._groups: dict[str, OffloadingGroup] = {}
+        """Training roles that share devices with an engine."""
         self._lock = asyncio.Lock()
         self.turn = Turn.ENGINES
         self.changes = 0
@@ -148,11 +145,7 @@ class DeviceTurns:
             if self.turn is Turn.BOTH:  # a push failed half way: engines must be whole before they can sleep
                 await self._both_to_engines()
             began = asyncio.get_running_loop().time()
-            replicas = list(self._replicas())
-            slept = await asyncio.gather(*(replica.sleep(level) for replica in replicas))
-            for replica, memory in zip(replicas, slept, strict=True):
-                self.memory.record_replica(replica.name, memory)
-            self.memory.check_released([r.name for r in replicas])
+            self.memory.check_released(await self._record_replicas(lambda replica: replica.sleep(level)))
             await self._record_groups(lambda group: group.load_states())
             self._changed(Turn.TRAINER, began)
 
@@ -177,14 +170,14 @@ class DeviceTurns:
             kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS
             self.memory.record_ranks(name, await group.offload_states(kinds))
         self.memory.check_released([name for name in self._groups if name != _PUSHED_ROLE])
-        await self._wake([WEIGHTS])
+        await self._record_replicas(lambda replica: replica.wake([WEIGHTS]))
         self._changed(Turn.BOTH, began)
 
     async def _both_to_engines(self) -> None:
         began = asyncio.get_running_loop().time()
         await self._record_groups(lambda group: group.offload_states())
         self.memory.check_released(list(self._groups))
-        await self._wake([KV_CACHE])
+        await self._record_replicas(lambda replica: replica.wake([KV_CACHE]))
         self._changed(Turn.ENGINES, began)
 
     async def _record_groups(self, change: Callable[[OffloadingGroup], Awaitable[Sequence[StateMemory]]]) -> None:
@@ -192,11 +185,13 @@ class DeviceTurns:
         for name, reports in zip(self._groups, changed, strict=True):
             self.memory.record_ranks(name, reports)
 
-    async def _wake(self, tags: Sequence[str]) -> None:
+    async def _record_replicas(self, change: Callable[[SleepingReplica], Awaitable[EngineMemory]]) -> list[str]:
+        """Returns their names."""
         replicas = list(self._replicas())
-        woken = await asyncio.gather(*(replica.wake(tags) for replica in replicas))
-        for replica, memory in zip(replicas, woken, strict=True):
+        changed = await asyncio.gather(*(change(replica) for replica in replicas))
+        for replica, memory in zip(replicas, changed, strict=True):
             self.memory.record_replica(replica.name, memory)
+        return [replica.name for replica in replicas]
 
     def _changed(self, turn: Turn, began_s: float) -> None:
         self.turn, self.changes = turn, self.changes + 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+BatchDecode = Callable[[list[list[int]]], Sequence[str]]
+"""Token ids of texts to texts."""
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -44,6 +47,21 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"no tokenizer for {folder}: neither a folder here nor to be fetched: {reason}") from error
+
+
+def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:
+    """What decodes answers, without special tokens; as small as it can be, since it is sent to other processes.
+
+    Most tokenizers decode by their Rust part alone. A process that gets only this part needs no transformers, whose
+    import takes two seconds and 100 MB.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    own_way = getattr(type(tokenizer), "_decode", None) is not PreTrainedTokenizerFast._decode
+    if own_way or tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.batch_decode, skip_special_tokens=True)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
 
 
 class Renderer:

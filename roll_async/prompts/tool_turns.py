@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from roll_async.prompts.tokenizer import TEMPLATES
@@ -25,7 +25,7 @@ class ChatToolCodec:
         self._role = "tool"
         end_id = tokenizer.eos_token_id
         self._end_ids = {i for i in (end_id, tokenizer.convert_tokens_to_ids("<|im_end|>")) if isinstance(i, int)}
-        self._reserved = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        self._reserved = special_marks(tokenizer)
         try:
             self._between("x")
         except ValueError:
@@ -40,16 +40,9 @@ class ChatToolCodec:
 
     def tool_turn(self, last_token: int, results: Sequence[str]) -> list[int]:
         """Tokens that follow the model's turn. `last_token`: its last one; an end-of-turn token is not said twice."""
-        text = self._between(*(self._plain(r) for r in results))
+        text = self._between(*(without_marks(r, self._reserved) for r in results))
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids[1:] if last_token in self._end_ids and ids and ids[0] in self._end_ids else ids
-
-    def _plain(self, result: str) -> str:
-        """A result cannot speak in the name of the template: its marks are taken out."""
-        while marks := [mark for mark in self._reserved if mark in result]:  # taking one out may make another
-            for mark in marks:
-                result = result.replace(mark, "")
-        return result
 
     def _between(self, *results: str) -> str:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
@@ -71,3 +64,16 @@ class ChatToolCodec:
             raise ValueError(f"the chat template refuses tool results: {error}") from error
         assert isinstance(text, str)
         return text
+
+
+def special_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The texts of the special tokens, with which a template marks its turns."""
+    return frozenset(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def without_marks(text: str, marks: Collection[str]) -> str:
+    """Text from outside cannot speak in the name of the template: its marks are removed."""
+    while found := [mark for mark in marks if mark in text]:  # removing one may form another
+        for mark in found:
+            text = text.replace(mark, "")
+    return text

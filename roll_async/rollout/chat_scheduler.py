@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from roll_async.algorithms.group_variance import group_verdict
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments, RLVRConfig
 from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
+from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.requests import GenerationFailed, Interrupted
@@ -36,12 +36,8 @@ class SchedulerOptions:
     samples_per_group: int
     """N, the documents' n_resp_per_prompt."""
     sampling: SamplingParams
-    filter_enabled: bool = False
-    filter_metric: str = "score"
-    shaping: OverlongShaping | None = None
-    """The overlong penalty in the metric seq_final_reward; None = off."""
-    variance_threshold: float = 1e-8
-    singletons: str = "keep"
+    filter: GroupFilter | None = None
+    """None = every group is kept."""
     max_num_gen_batches: int = 0
     """<= 0 = no limit."""
     gen_batch_size: int | None = None
@@ -59,11 +55,7 @@ class SchedulerOptions:
         return cls(
             samples_per_group=config.samples_per_group,
             sampling=sampling_of(config.actor_infer.generating_args),
-            filter_enabled=groups.enable,
-            filter_metric=groups.metric,
-            shaping=OverlongShaping.of(config),
-            variance_threshold=groups.variance_threshold,
-            singletons=groups.singletons,
+            filter=GroupFilter.of(config, OverlongShaping.of(config)),
             max_num_gen_batches=groups.max_num_gen_batches,
             gen_batch_size=groups.gen_batch_size,
             scoring=ScoringOptions.of(config),
@@ -211,20 +203,9 @@ class ChatCompletionScheduler:
         return self._judge(group)
 
     def _judge(self, group: Group) -> GroupOutcome:
-        """The variance test, on the metric the config names."""
-        if not self._options.filter_enabled or group.prompt.domain in self._options.scoring.unscored:
+        if self._options.filter is None or group.prompt.domain in self._options.scoring.unscored:
             return GroupOutcome(fate=GroupFate.KEPT, group=group)
-        try:
-            values = [metric_of(s, self._options.filter_metric, self._options.shaping) for s in group.samples]
-        except KeyError as missing:
-            return GroupOutcome(
-                fate=GroupFate.FAILED, reason=f"filter_groups.metric {missing} is not reported by the reward"
-            )
-        verdict = group_verdict(
-            values, variance_threshold=self._options.variance_threshold, singletons=self._options.singletons
-        )
-        fate = GroupFate.KEPT if verdict == "keep" else GroupFate.FILTERED
-        return GroupOutcome(fate=fate, group=group, reason=verdict)
+        return self._options.filter.judge(group)
 
     async def _baseline(
         self, prompt: Prompt, name: str, affinity: str | None, on_generated: Callable[[], None]
@@ -358,18 +339,6 @@ def _supervised_group(prompt: Prompt, name: str, group_id: int, version: WeightV
         finished_s=now_s,
         baseline_score=0.0,
     )
-
-
-def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None) -> float:
-    """The number that `filter_groups.metric` names: `score` as the reward gave it, `seq_reward` and `seq_final_reward`
-    shifted, scaled and with the overlong penalty, or any number the reward reports. Raises KeyError for a number it
-    does not report.
-    """
-    assert sample.reward is not None
-    if name in ("seq_reward", "seq_final_reward"):
-        score = sample.reward.score
-        return score if shaping is None else shaping.shaped(score, sum(sample.loss_mask))
-    return sample.reward.score if name == "score" else sample.reward.metrics[name]
 
 
 def sampling_of(args: GeneratingArguments) -> SamplingParams:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
-from roll_async.rollout.chat_scheduler import metric_of
 from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
+from roll_async.rollout.group_filter import metric_of
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, GroupSource
 from roll_async.rollout.protocol import PromptPool, PromptSource
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -34,7 +34,7 @@ _ABORT_AGAIN_S = 1.0
 
 
 JUDGED = ("seen", "kept", "dropped_equal", "dropped_invalid", "dropped_singleton", "singletons")
-"""Counters of the group filter (algorithms.group_filter); seen = kept + the three dropped."""
+"""Counters of the group filter (algorithms.group_variance); seen = kept + the three dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

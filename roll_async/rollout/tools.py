@@ -15,11 +15,10 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Protocol
 
 from roll_async.prompts.row_tools import RowTools, tools_of_row
-from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sample, VersionRuns, join_records
+from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sample, join_records, merge_runs
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +51,8 @@ class ToolCall:
     arguments: Mapping[str, object] = field(default_factory=dict)
     problem: str = ""
     """Why it cannot be run; the model is told."""
+    call_id: str = ""
+    """Of an agent's API; empty where tools are called in the text alone."""
 
 
 class Transcript:
@@ -105,16 +106,13 @@ class Transcript:
 
     def sample(self, name: str) -> Sample:
         """The whole conversation, not scored yet."""
-        runs: VersionRuns = tuple(
-            (v, sum(n for _, n in same)) for v, same in groupby(self._runs, key=lambda run: run[0])
-        )
         return Sample(
             sample_id=name,
             prompt_token_ids=self.prompt.token_ids,
             response_token_ids=self._tokens,
             loss_mask=bytes(self._mask),
             behaviour_logprobs=self._logprobs,
-            version_runs=runs,
+            version_runs=merge_runs(self._runs),
             finish_reason=self._finish_reason,
             generation_s=self._generation_s,
             num_turns=self.num_turns,
@@ -152,7 +150,7 @@ class ToolCompletionCallback:
         """Calls in the order of the text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and
         Hermes models write them.
         """
-        return [_parse(found.group(1)) for found in _CALL.finditer(text)]
+        return [parse_call(found.group(1)) for found in _CALL.finditer(text)]
 
     def postprocess(self, transcript: Transcript, name: str) -> Sample:
         """The sample of a complete conversation: tokens as they were, masks and versions beside them."""
@@ -176,11 +174,13 @@ class ToolCompletionCallback:
         return f"error: {problem}"
 
 
-def _parse(text: str) -> ToolCall:
+def parse_call(text: str) -> ToolCall:
+    """The call that `{"name": ..., "arguments": {...}}` is, or says that it cannot be. Never evaluated."""
     try:
         call = json.loads(text)
-    except json.JSONDecodeError as error:
-        return ToolCall(name="", problem=f"the call is not valid JSON ({error.msg} at character {error.pos})")
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        return ToolCall(name="", problem=f"the call is not valid JSON ({reason})")
     name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(name="", problem='a call is {"name": string, "arguments": object}')

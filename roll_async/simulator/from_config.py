@@ -77,13 +77,14 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
         raise ValueError(f"a split of {split.train}:{split.infer} devices: a replica needs {per_server}, training 1")
     scheduler = SchedulerOptions.of(config)
     filtered = filtered_share_of(config) if speeds.filtered_share is None else speeds.filtered_share
-    if filtered and not scheduler.filter_enabled:
+    if filtered and scheduler.filter is None:
         raise ValueError(f"a filtered share of {filtered:g}: the config has no algorithm.filter_groups.enable")
     token_s = 1 / speeds.decode_tokens_per_s
     return Scenario(
         seed=seed,
         queue=QueueOptions.of(config),
-        scheduler=replace(scheduler, filter_metric="score"),  # the only number simulated rewards report
+        # The only number that simulated rewards report is the score.
+        scheduler=replace(scheduler, filter=scheduler.filter and replace(scheduler.filter, metric="score")),
         manager=ManagerOptions.of(config),
         sync=SyncOptions.of(config, "shm"),
         plan=replace(RunPlan.of(config, first_step=1), max_steps=steps, save_every=0, eval_every=0),

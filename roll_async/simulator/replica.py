@@ -44,7 +44,7 @@ class SimReplica:
         self._progress: list[Progress] = []
         self._broken: str | None = None
         self._news = asyncio.Event()
-        self.lost_replies = self.doubled_replies = self._calls = 0
+        self._calls = 0
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         await self._reach()
@@ -93,12 +93,10 @@ class SimReplica:
         start = faults.silent_from_s
         frozen = _begun(faults.frozen_from_s) or _begun(faults.half_open_from_s)
         if frozen or (start is not None and start <= loop.time() < start + faults.silent_for_s):
-            self.lost_replies += 1
             return
         name = (self._seed, self.name, reply)
         delay = faults.delay_s * uniform("delay", *name)
         if uniform("double", *name) < faults.duplicate_share:
-            self.doubled_replies += 1
             loop.call_later(delay + _DOUBLE_WITHIN_S * uniform("again", *name), arrive)
         if delay:
             loop.call_later(delay, arrive)

@@ -20,6 +20,7 @@ from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 
 _NEVER_S = 1e9
 _HELD_OUT = 10**6
+_PROMPT_TOKENS = 4
 
 
 class TrainerDied(RuntimeError):
@@ -27,28 +28,31 @@ class TrainerDied(RuntimeError):
 
 
 class SimPrompts:
-    """`rollout/protocol.py: PromptSource`: prompt i has row_id i; its first token ids are its length and i."""
+    """`rollout/protocol.py: PromptSource`: as many prompts as `size` says (None = no end), made of their numbers."""
 
-    def __init__(self, size: int | None, num_tokens: int = 4) -> None:
-        self._size, self._num_tokens = size, num_tokens
+    def __init__(self, size: int | None, make: Callable[[int], Prompt]) -> None:
+        self._size, self._make = size, make
 
     def at(self, index: int) -> Prompt | None:
         """None from the end of the data on."""
-        if self._size is not None and index >= self._size:
-            return None
-        return prompt_of(index, self._num_tokens + index % 3)
+        return None if self._size is not None and index >= self._size else self._make(index)
+
+
+def chat_prompt(index: int) -> Prompt:
+    """Of training; one in three has the shortest length."""
+    return prompt_of(index, _PROMPT_TOKENS + index % 3)
 
 
 @lru_cache(maxsize=4096)
 def prompt_of(index: int, num_tokens: int) -> Prompt:
-    """The prompt of this number."""
+    """The prompt of this number: it is its row_id, and its first token ids are its length and the number."""
     ids = array("i", [num_tokens, index, *range(2, num_tokens)])
     return Prompt(row_id=str(index), token_ids=ids, domain="sim", ground_truth="")
 
 
 def held_out(count: int) -> tuple[Prompt, ...]:
     """Prompts of a validation; their numbers are those of no training prompt."""
-    return tuple(prompt_of(_HELD_OUT + i, 4) for i in range(count))
+    return tuple(prompt_of(_HELD_OUT + i, _PROMPT_TOKENS) for i in range(count))
 
 
 def score_of(seed: int, model: RewardModel, prompt: Prompt, sample_id: str) -> float:
@@ -207,11 +211,6 @@ class CheckpointStore:
     """Contents of the disk, which survive a kill: the position of the queue by step."""
 
     states: dict[int, Mapping[str, object]] = field(default_factory=dict)
-
-    @property
-    def latest(self) -> int:
-        """Newest complete checkpoint; 0 = none."""
-        return max(self.states, default=0)
 
 
 class SimCheckpoint:

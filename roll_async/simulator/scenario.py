@@ -14,6 +14,7 @@ from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions
+from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.simulator.models import (
@@ -239,7 +240,7 @@ def _random_chat(seed: int) -> Scenario:
         scheduler=SchedulerOptions(
             samples_per_group=samples,
             sampling=SamplingParams(max_new_tokens=rng.choice((12, 25, 60))),
-            filter_enabled=filtering,
+            filter=GroupFilter() if filtering else None,
             scoring=ScoringOptions(
                 reward_retries=rng.randint(0, 2), reward_timeout_s=20.0, outage_patience_s=rng.choice((10.0, 60.0))
             ),
@@ -316,7 +317,7 @@ def _with_more(calm: Scenario) -> Scenario:
         dies_at_s = rng.uniform(0.0, 40.0) if rng.random() < 0.3 else None
         process = ProcessModel(way_s=rng.choice((0.0, 0.2)), dies_at_s=dies_at_s)
     budget = None
-    if calm.scheduler.filter_enabled and rng.random() < 0.5:
+    if calm.scheduler.filter is not None and rng.random() < 0.5:
         groups = calm.queue.groups_per_batch
         budget = BudgetOptions(
             groups_per_batch=groups, gen_batch_size=groups * rng.randint(1, 2), max_num_gen_batches=rng.randint(2, 6)

@@ -9,7 +9,7 @@ from typing import cast
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.invariants import Watch
-from roll_async.simulator.roles import SimPrompts, SimScorer, SimTool, held_out
+from roll_async.simulator.roles import SimPrompts, SimScorer, SimTool, chat_prompt, held_out
 from roll_async.simulator.scenario import Scenario
 from roll_async.simulator.text import Texts, tools_of
 from roll_async.simulator.watched import SeenSource
@@ -23,7 +23,7 @@ class ChatTasks:
 
     def __init__(self, scenario: Scenario, watch: Watch, scheduler: type[ChatCompletionScheduler]) -> None:
         self._scenario, self._watch, self._scheduler = scenario, watch, scheduler
-        self.prompts = SimPrompts(scenario.num_prompts)
+        self.prompts = SimPrompts(scenario.num_prompts, chat_prompt)
         self.held_out = held_out(scenario.validation_prompts)
 
     def source(self, manager: AsyncLLMServerManager) -> ChatCompletionScheduler:

@@ -79,7 +79,6 @@ class SimOutcome:
     servers: ServerStats | None = None
     engine_busy: dict[str, float] = field(default_factory=dict)
     """Share of each replica's slots that generated, over the whole run."""
-    trainer_busy_s: float = 0.0
     masked_share: float = 0.0
     """Of all tokens of trained groups, what policy token_mask took out of the loss."""
     group_lags: list[tuple[int, int]] = field(default_factory=list)
@@ -338,7 +337,6 @@ class World:
         slots = scenario.manager.max_concurrent_per_server
         total = slots * max(outcome.ended_s, 1e-9)
         outcome.engine_busy = {r.name: r.engine.busy_s / total for r in self.replicas}
-        outcome.trainer_busy_s = trainer.busy_s
         outcome.group_lags = trainer.group_lags
         outcome.masked_share = trainer.masked_tokens / max(1, trainer.trained_tokens)
         self._check_end()

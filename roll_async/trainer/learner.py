@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from roll_async.algorithms import rewards as reward_math
-from roll_async.algorithms.advantages import clip_advantages
 from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics
 from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
 from roll_async.algorithms.masked import masked_mean, whiten
@@ -289,8 +288,8 @@ class Learner:
         policy = batch.mask & self._part(batch, "policy")[:, None]
         if options.whiten_advantages:
             advantages = whiten(values_BT=advantages, mask_BT=policy)
-        if options.advantage_clip is not None:
-            advantages = clip_advantages(advantages_BT=advantages, limit=options.advantage_clip)
+        if (limit := options.advantage_clip) is not None:
+            advantages = advantages.clamp(-limit, limit)
         if teacher is not None:
             distance = kl_estimate(logprobs_BT=known, ref_logprobs_BT=teacher, mask_BT=policy, estimator="k1")
             advantages = advantages - options.distill_coef * distance.detach()
@@ -365,10 +364,9 @@ class Learner:
             metrics["reward/overlong_share"] = float((penalty < 0).float().mean())
         if options.norm_mean_type != "none" or options.norm_std_type != "none":
             scores, baselines = self._normalised(batch, scores, baselines)
-        if options.reward_clip is not None:
-            scores = reward_math.clip_rewards(scores_B=scores, limit=options.reward_clip)
-            if baselines is not None:
-                baselines = reward_math.clip_rewards(scores_B=baselines, limit=options.reward_clip)
+        if (limit := options.reward_clip) is not None:
+            scores = scores.clamp(-limit, limit)
+            baselines = None if baselines is None else baselines.clamp(-limit, limit)
         return scores, baselines, metrics
 
     def _normalised(self, batch: TrainBatch, scores: Tensor, baselines: Tensor | None) -> tuple[Tensor, Tensor | None]:

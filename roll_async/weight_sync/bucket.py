@@ -84,6 +84,10 @@ class Bucket:
         return chain.from_iterable(block.slots for block in self.blocks)
 
 
+STAGED = frozenset({"shm", "filesystem", "gloo"})
+"""Transports into host memory beside the served weights: engines generate meanwhile, and pause only for the swap."""
+
+
 class Content(str, Enum):
     """Which tensors of a model with low-rank adapters travel."""
 

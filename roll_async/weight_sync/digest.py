@@ -13,9 +13,10 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_digest
 
 from roll_async.checkpoint.tensor_bytes import bytes_of
-from roll_async.weight_sync.bucket import Content, TensorSlot, UpdatePlan, is_adapter
+from roll_async.weight_sync.bucket import STAGED, Content, TensorSlot, UpdatePlan, is_adapter
 
 VERIFY_LEVELS = ("full", "sample", "none")
 _WINDOW_BYTES = 1024
@@ -29,14 +30,15 @@ _CHUNK_WORDS = 1 << 17
 class Digest:
     """Running digest of what one engine rank holds of a weight version.
 
-    full: every byte. sample: names, types, shapes and 16 windows of 1 KiB spread over each piece, ends included, so
-    that a swapped, truncated or stale tensor shows. none: names, types and shapes only.
+    full: every byte, by XXH3 where they travel through host memory, by `_fold` where they stay on devices. sample:
+    names, types, shapes and 16 windows of 1 KiB spread over each piece, ends included, so that a swapped, truncated or
+    stale tensor shows. none: names, types and shapes only.
     """
 
-    def __init__(self, verify: str) -> None:
+    def __init__(self, verify: str, transport: str) -> None:
         if verify not in VERIFY_LEVELS:
             raise ValueError(f"weight_sync.verify {verify!r} is not one of {' | '.join(VERIFY_LEVELS)}")
-        self._verify = verify
+        self._verify, self._on_host = verify, transport in STAGED
         self.total = 0
         """Sum of everything added so far, below 2**128."""
 
@@ -57,13 +59,15 @@ class Digest:
         piece = hashlib.blake2b(digest_size=16)
         piece.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.cut}|{data.numel()};".encode())
         if self._verify == "full":
-            piece.update(_fold(data))
+            piece.update(xxh3_128_digest(bytes_of(data)) if self._on_host else _fold(data))
         elif self._verify == "sample":
-            windows = [data[start : start + _WINDOW_BYTES] for start in _window_starts(data.numel())]
-            if data.is_cuda:  # one transfer for all windows instead of one each
-                windows = [torch.cat(windows).cpu()] if windows else []
-            for window in windows:
-                piece.update(bytes_of(window))
+            starts = _window_starts(data.numel())
+            if data.is_cuda and starts:  # one transfer for all windows instead of one each
+                piece.update(bytes_of(torch.cat([data[start : start + _WINDOW_BYTES] for start in starts])))
+            else:
+                whole = bytes_of(data)  # cutting a tensor would cost more than the digest
+                for start in starts:
+                    piece.update(whole[start : start + _WINDOW_BYTES])
         return int.from_bytes(piece.digest(), "big")
 
     def hexdigest(self) -> str:
@@ -120,8 +124,8 @@ def _fold(data: Tensor) -> bytes:
     """8 bytes per MiB of `data`: sum of word * weight modulo 2**64, and the bytes that fill no word.
 
     The weights are odd, so a change within one word of a MiB is always detected; other damage is missed once in about
-    2**63. On a CPU it is nine times as fast as a cryptographic hash, which would guard against forgery, not needed
-    here. It is computed on the device of the data.
+    2**63. A cryptographic hash would guard against forgery, which is not needed here. It is computed on the device of
+    the data.
     """
     whole = data.numel() // _WORD_BYTES * _WORD_BYTES
     if data.data_ptr() % _WORD_BYTES or data.storage_offset() % _WORD_BYTES:

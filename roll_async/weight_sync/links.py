@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import socket
-import socketserver
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -106,18 +105,24 @@ class LinkServer:
         self._changed = threading.Condition()
         host = reachable_host()
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
-        serve = self._serve
-
-        class Handler(socketserver.StreamRequestHandler):
-            def handle(self) -> None:
-                serve(self.request)
-
-        self._server = socketserver.ThreadingTCPServer((host, 0), Handler)
-        self._server.daemon_threads = True
-        self.address = f"{host}:{self._server.server_address[1]}"
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._links: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self._server.serve_forever, name="weight links", daemon=True)
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="weight links", daemon=True)
         self._thread.start()
+
+    def _accept(self) -> None:
+        """Not `socketserver`: that looks for its end twice a second, and the end of each push would wait for it."""
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.error("Parameter sync: no further receiver of weights can connect: %s", error)
+                return
+            self._links.add(link)
+            threading.Thread(target=self._serve, args=(link,), name="weight link", daemon=True).start()
 
     def publish(self, key: str, block: _Published) -> None:
         """Serve a block from now on."""
@@ -134,7 +139,6 @@ class LinkServer:
     def _serve(self, link: socket.socket) -> None:
         """Serve one link until the other side closes it."""
         channel = _ControlChannel(link)
-        self._links.add(link)
         group: dist.ProcessGroup | None = None
         try:
             while (request := channel.read()) is not None:
@@ -156,6 +160,7 @@ class LinkServer:
             )
         finally:
             self._links.discard(link)
+            _close_socket(link)
 
     def _address_of(self, name: str) -> str | None:
         """The address of another replica's server; waits for it, because that may start later than this one."""
@@ -182,8 +187,8 @@ class LinkServer:
 
     def close(self) -> None:
         """Close all links and serve nothing more."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._closed = True
+        _close_socket(self._listener)  # wakes `accept`
         for link in list(self._links):
             _close_socket(link)
         self._blocks.clear()

@@ -57,7 +57,7 @@ class Receiver:
         if plan.content is not Content.ADAPTERS:
             kept.frozen.forget()
         (frozen,) = kept.frozen.begin(plan, 1)
-        self._digest = Digest(plan.verify)
+        self._digest = Digest(plan.verify, plan.transport)
         self._digest.add(frozen)
         self._incomplete: dict[str, _Pieces] = {}
         self._missing: dict[str, int] = {}

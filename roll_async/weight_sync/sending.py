@@ -48,7 +48,7 @@ class BlockSender:
         self._source = source
         kept.begin(plan)
         self._planned = plan_blocks(parts, plan.layout, block_bytes, kept)
-        self._digest = Digest(plan.verify)
+        self._digest = Digest(plan.verify, plan.transport)
         self._index = 0
         self.sent = kept.frozen.begin(plan, plan.layout.tensor)
         """Digest of the pieces sent to each engine rank so far, with that of the frozen weights below adapters that are

@@ -20,11 +20,11 @@ from typing import Generic, TypeVar
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.adapters import adapters_of
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.canary import Canary, CanaryReport
 from roll_async.weight_sync.export_plans import ExportPlanner
 from roll_async.weight_sync.protocol import Rollout, UpdatedReplica, WeightSource
-from roll_async.weight_sync.transports import STAGED, sends_changes
+from roll_async.weight_sync.transports import sends_changes
 
 logger = logging.getLogger(__name__)
 

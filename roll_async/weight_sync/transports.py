@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema import PipelineConfig, SglangConfig
-from roll_async.weight_sync.bucket import UpdatePlan
+from roll_async.weight_sync.bucket import STAGED, UpdatePlan
 
 if TYPE_CHECKING:  # choosing a transport must not import torch
     from roll_async.weight_sync.changes import LastExport
@@ -29,9 +29,6 @@ RECEIVERS: dict[str, str] = {
     "nccl": "roll_async.weight_sync.nccl.reader",
     "cuda_ipc": "roll_async.weight_sync.cuda_ipc.reader",
 }
-STAGED = frozenset({"shm", "filesystem", "gloo"})
-"""Transports into host memory beside the served weights: engines generate meanwhile, and pause only for the swap."""
-
 ONE_HOST = frozenset({"shm", "cuda_ipc"})
 """They end at the host of the trainer."""
 

@@ -9,6 +9,7 @@ Every raylet stays in the foreground of a `ray start --block`; all of it is ende
 """
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -29,9 +30,7 @@ class OwnCluster:
     def __init__(self, folder, *, addresses=("127.0.0.1",) * 8, prefix=lambda number: ()):
         self.folder, self._addresses, self._prefix = Path(folder), addresses, prefix
         self._started = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = port_below_the_ephemeral_ones()
         self.address = f"{addresses[0]}:{self._port}"
 
     def __enter__(self):
@@ -82,6 +81,7 @@ class OwnCluster:
         command = [
             *self._prefix(number), *ray, *arguments, f"--node-ip-address={self._addresses[number]}",
             f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--object-store-memory={80 << 20}",
+            "--include-log-monitor=false",  # one is enough for a machine, and these are all on one
         ]  # fmt: skip
         if "--head" in arguments:
             command.append(f"--temp-dir={self.folder / 'ray'}")
@@ -101,6 +101,16 @@ class OwnCluster:
         for process in reversed(self._started):
             end_tree(process.pid)
         self._started = []
+
+
+def port_below_the_ephemeral_ones():
+    """A free port that no part of Ray takes: its dashboard agent listens on 52365 whatever port the system would give
+    out next, and its workers on 10002 to 19999.
+    """
+    while True:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
+            return probe.getsockname()[1]
 
 
 def kill_tree(pid):

@@ -5,6 +5,7 @@ forked from a server that has imported it. They end with the layout, because tor
 and the threads of each wake a hundred times a second.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -14,11 +15,13 @@ import traceback
 SUMMARY = []
 """Lines to print at the end of the test run."""
 
-_PRELOAD = ["roll_async.trainer.megatron.worker"]
+_PRELOAD = ["roll_async.trainer.megatron.worker", "torch._dynamo", "torch.onnx"]
+"""torch imports the last two itself at a rank's first step, which costs as much as the step."""
 
 
 def _play(pipe, function, arguments):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.freeze()  # a collection of this rank's need not look through all that the server imported
     try:
         pipe.send((True, function(**arguments)))
     except BaseException:

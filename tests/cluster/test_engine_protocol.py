@@ -23,13 +23,13 @@ from roll_async.weight_sync.packing import TensorPart
 from roll_async.weight_sync.transports import open_sender
 
 VARIANTS = {
-    "vllm": ("vllm", {}),
-    "vllm_core_process": ("vllm", {"core_in_process": False}),
-    "vllm_tp2": ("vllm", {"tensor_parallel_size": 2}),
-    "hf_infer": ("hf_infer", {}),
-    "sglang": ("sglang", {}),
+    "vllm": ("vllm", {}, "tied"),
+    "vllm_core_process": ("vllm", {"core_in_process": False}, "untied"),
+    "vllm_tp2": ("vllm", {"tensor_parallel_size": 2}, "untied"),
+    "hf_infer": ("hf_infer", {}, "untied"),
+    "sglang": ("sglang", {}, "tied"),
 }
-"""Strategy and settings of each engine that keeps the protocol."""
+"""Strategy and settings of each engine that keeps the protocol, and its model's head."""
 LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
 EOS, CONTEXT, TOLERANCE = 2, 512, 1e-4
 PROMPT = [11, 22, 33, 44, 55]
@@ -116,11 +116,15 @@ class Replica:
         settings = {"dtype": "fp32", "device": "cpu", "max_model_len": CONTEXT, "max_running": 64, "seed": 7, **changes}
         self.engine = create_engine(strategy, EngineSettings(model_folder=str(folder), **settings))
         self.version, self.count, self.senders = 0, 0, {}
-        self.layout = EngineLayout(tensor=changes.get("tensor_parallel_size", 1), num_kv_heads=2)
+        ranks = changes.get("tensor_parallel_size", 1) if strategy == "vllm" else 1  # the others take whole tensors
+        self.layout = EngineLayout(tensor=ranks, num_kv_heads=2)
         self.runner.run(self.engine.start())
 
     def close(self):
         self.runner.run(self.engine.close())
+        self.close_senders()
+
+    def close_senders(self):
         self.runner.close()
         for sender in self.senders.values():
             sender.close()
@@ -171,24 +175,60 @@ class Replica:
         self.version = version
 
 
+async def generate_nothing_before_the_first_update(replica):
+    assert replica.engine.version is None
+    request = replica.request()
+    (task,) = replica.start(request)
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    await replica.push("new", 1)
+    replica.assert_sampled_from("new", request, await task)
+
+
+async def end_a_request_by_closing(replica):
+    (task,) = replica.start(replica.request(max_new_tokens=480))
+    await asyncio.sleep(0.05)
+    await replica.engine.close()
+    assert task.done() and task.result().finish_reason is not FinishReason.LENGTH
+
+
+def wait_until_no_child_is_left(before):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        new = set(psutil.Process().children(recursive=True)) - before
+        left = [
+            p for p in new if p.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(p.cmdline())
+        ]
+        if not left:
+            return
+        time.sleep(0.1)
+    raise AssertionError(left)
+
+
 @pytest.fixture(scope="module", params=VARIANTS)
-def variant(request):
-    """(strategy, settings)."""
-    strategy, changes = VARIANTS[request.param]
+def shared(request, tmp_path_factory):
+    """An engine that starts without weights and is closed while it generates. Both are looked at here, because to start
+    another one for them costs more than all tests of this engine.
+    """
+    strategy, changes, head = VARIANTS[request.param]
     if strategy == "sglang":
         request.getfixturevalue("sglang_stubs")
     pytest.importorskip(LIBRARY[strategy])
-    return strategy, changes
-
-
-@pytest.fixture(scope="module")
-def shared(variant, tmp_path_factory):
-    strategy, changes = variant
+    children = set(psutil.Process().children(recursive=True))
     replica = Replica(
-        strategy, tmp_path_factory.mktemp("model"), tied=True, stop_strings=True, sleep_level=2, **changes
+        strategy,
+        tmp_path_factory.mktemp("model"),
+        tied=head == "tied",
+        random_weights=True,
+        stop_strings=True,
+        sleep_level=2,
+        **changes,
     )
+    replica.runner.run(generate_nothing_before_the_first_update(replica))
     yield replica
-    replica.close()
+    replica.runner.run(end_a_request_by_closing(replica))
+    replica.close_senders()
+    wait_until_no_child_is_left(children)
 
 
 @pytest.fixture
@@ -700,56 +740,3 @@ def test_a_replica_that_dropped_its_weights_serves_only_those_of_the_next_update
         await replica.push("old", 14)
 
     replica.runner.run(go())
-
-
-def test_random_weights_generate_nothing_before_the_first_update_and_closing_leaves_no_child(variant, tmp_path):
-    strategy, changes = variant
-    children = set(psutil.Process().children(recursive=True))
-    replica = Replica(strategy, tmp_path, tied=False, random_weights=True, **changes)
-
-    async def go():
-        assert replica.engine.version is None
-        request = replica.request()
-        (task,) = replica.start(request)
-        await asyncio.sleep(0.2)
-        assert not task.done()
-        await replica.push("new", 1)
-        replica.assert_sampled_from("new", request, await task)
-        (task,) = replica.start(replica.request(max_new_tokens=480))
-        await asyncio.sleep(0.05)
-        return task
-
-    task = replica.runner.run(go())
-    replica.runner.run(replica.engine.close())
-    assert task.done() and task.result().finish_reason is not FinishReason.LENGTH
-    replica.runner.close()
-    replica.senders["shm"].close()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        new = set(psutil.Process().children(recursive=True)) - children
-        left = [
-            p for p in new if p.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(p.cmdline())
-        ]
-        if not left:
-            break
-        time.sleep(0.1)
-    assert not left
-
-
-@pytest.mark.parametrize("variant", ["sglang"], indirect=True)
-def test_a_scheduler_that_dies_fails_the_requests_and_not_the_process_around_it(variant, tmp_path):
-    strategy, changes = variant
-    replica = Replica(strategy, tmp_path, tied=False, **changes)
-
-    async def go():
-        (task,) = replica.start(replica.request(max_new_tokens=480))
-        await asyncio.sleep(0.3)
-        scheduler = next(p for p in psutil.Process().children(recursive=True) if "sched" in p.name())
-        scheduler.kill()
-        with pytest.raises(ConnectionError, match="process of SGLang has failed"):
-            await asyncio.wait_for(task, 30)
-        with pytest.raises(ConnectionError):
-            await replica.engine.generate(replica.request())
-
-    replica.runner.run(go())
-    replica.close()

@@ -63,11 +63,11 @@ def test_a_run_whose_trainer_and_rollout_process_die_goes_on_by_itself(demo_asse
 
 
 @pytest.mark.slow
-def test_runs_killed_at_random_instants_train_every_prompt_exactly_once(demo_assets, tmp_path):
-    """The driver and the rollout process; `python tools/kill_runs.py` does twenty kills, of all roles."""
+def test_a_run_whose_driver_is_killed_at_a_random_instant_trains_every_prompt_exactly_once(demo_assets, tmp_path):
+    """`python tools/kill_runs.py` does twenty kills, of all roles."""
     data = f"actor_train.data_args.file_name={demo_assets}/train.jsonl"
     overrides = [f"pretrain={demo_assets}/model", data, "validation=null"]
-    assert _kill_runs().kill_and_check(tmp_path, 2, seed=20, overrides=overrides) == []
+    assert _kill_runs().kill_and_check(tmp_path, 1, seed=20, overrides=overrides) == []
 
 
 def _kill_runs():

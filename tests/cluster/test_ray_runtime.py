@@ -38,7 +38,8 @@ with ray_runtime(num_processes=2, env={"ROLE": "a"}):
     ours = {p.pid for p in marked_processes(os.environ[MARKER_VARIABLE], [folder])} | {pid, child}
     listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
     open_ports = [c.laddr.ip for c in listening if c.pid in ours | {os.getpid()}]
-    print(name, *sorted(ours - {os.getpid()}), "|", *sorted(set(open_ports)), flush=True)
+    idle = [p for p in ours if "ray::IDLE" in " ".join(psutil.Process(p).cmdline())]
+    print(name, *sorted(ours - {os.getpid()}), "|", *sorted(set(open_ports)), "|", len(idle), flush=True)
     if sys.argv[1] == "hang":
         time.sleep(600)
 print(*sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)), flush=True)
@@ -71,12 +72,13 @@ def driver(request):
     process.wait()
 
 
-def test_a_driver_that_ends_or_is_killed_leaves_no_process_and_opens_no_port_to_the_network(driver):
+def test_a_driver_starts_no_idle_worker_ends_with_all_it_started_and_opens_no_port_to_the_network(driver):
     line = driver.stdout.readline()
     role, *rest = line.split("|")[0].split()
     pids = [int(p) for p in rest]
     assert role == "b" and len(pids) >= 5
     assert set(line.split("|")[1].split()) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert int(line.split("|")[2]) == 0, "Ray started workers beforehand that no role can use"
     if driver.mode == "hang":
         os.kill(driver.pid, signal.SIGKILL)
     assert driver.wait(60) == (0 if driver.mode == "end" else -signal.SIGKILL)

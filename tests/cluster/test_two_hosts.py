@@ -173,6 +173,7 @@ def test_ranks_of_trainer_and_engine_over_two_hosts_are_on_policy_and_leave_whol
     assert metrics[-1]["rollout/lost_engines"] == metrics[-1]["rollout/returned_engines"] == 1
     log = (folder / "run.log").read_text()
     assert "weight transport: gloo (trainer and engines run on hosts 10.99.71.1, 10.99.71.2)" in log
+    assert log.count(" is lost: ") == 1, "at the end replicas close after what watches them"
     for step in (2, 4):
         part = folder / "checkpoints" / f"step_{step:08d}" / "actor_train"
         manifest = json.loads((part / "manifest.json").read_text())

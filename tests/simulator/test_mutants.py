@@ -15,6 +15,7 @@ from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.wire import Classes
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.filter_budget import BudgetOptions
+from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.requests import PendingRequest
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -641,7 +642,7 @@ def hardly_any_spread(seed):
     groups = base.queue.groups_per_batch
     return replace(
         base,
-        scheduler=replace(base.scheduler, samples_per_group=2, filter_enabled=True),
+        scheduler=replace(base.scheduler, samples_per_group=2, filter=GroupFilter()),
         plan=replace(base.plan, samples_per_group=2),
         rewards=replace(base.rewards, flat_share=0.9),
         budget=BudgetOptions(groups_per_batch=groups, gen_batch_size=groups, max_num_gen_batches=2),

@@ -52,17 +52,19 @@ def test_speed_is_compared_seed_by_seed_and_accuracy_within_one_deviation():
     assert len(table) == 4 and table[3].startswith("| 3 | 75.0 +- 35.4 | 2.00 | 0.805 +- 0.007 | 3.00 | 6 |")
 
 
-def test_the_table_against_trl_has_twelve_rows_of_three_runs_and_each_config_loads():
+def test_the_table_against_trl_has_twelve_rows_of_three_runs_and_each_config_loads(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"hidden_size": 256}))
     args = vs_trl.arguments([])
     rows = vs_trl.rows_of(args)
     assert len(rows) == len(set(rows)) == 12 and {row[1] for row in rows[:4]} == {"0.6M"}
     path = str(ROOT / "configs" / "rlvr_config_async_cpu.yaml")
     for row in rows:
         plain, best = (
-            load(path, vs_trl.overrides_of(row, side, Path("output/demo_assets"), args), "rlvr")
-            for side in ("defaults", "best")
+            load(path, vs_trl.overrides_of(row, side, tmp_path, args), "rlvr") for side in ("defaults", "best")
         )
         assert plain.actor_train.model_args.dtype == plain.actor_infer.model_args.dtype == row[0]
+        assert plain.actor_train.training_args.learning_rate == args.rate / 2, "the narrowest is 128 wide"
         assert plain.response_length == best.response_length == (256 if row[2] == "heavy" else 96)
         assert plain.actor_train.micro_batching == "fixed" and best.actor_train.micro_batching == "packed"
     assert vs_trl.rows_of(vs_trl.arguments(["--only", "bf16,5M,heavy"])) == [("bf16", "5M", "heavy")]

@@ -27,6 +27,7 @@ def test_every_command_answers_help_with_an_example_of_itself(name, capsys):
     assert "Example:" in answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_every_launcher_answers_help_with_an_example_from_its_own_folder(name):
     done = python(name, "--help", cwd=ROOT / "examples")

@@ -92,6 +92,7 @@ def commands(document):
     return [line.replace("=...", "=/home/me") for line in typed if "async_generation_ration" not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_commands_of_a_document_work_in_one_shell_as_typed(document, tmp_path):

@@ -121,6 +121,7 @@ def evaluate(model, tmp_path, capsys):
 SAMPLED = "validation.sets={sampled: {generating_args: {temperature: 0.7, top_p: 0.9, num_return_sequences: 4}}}"
 
 
+@pytest.mark.slow
 def test_an_address_is_measured_set_by_set_as_plain_lines_with_json_and_samples(server, evaluate):
     code, out, err, output = evaluate(server.url, SAMPLED)
     assert code == 0, err
@@ -149,6 +150,7 @@ def test_a_terminal_gets_a_table(server, evaluate, monkeypatch):
     assert any("sampled" in line and "0.5" in line for line in out.splitlines())
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again_and_what_it_refuses_is_unscored(server, evaluate, tmp_path):
     server.busy = 2
     rows(tmp_path / "some.jsonl", ("1+2=", "3"), ("too long=", "3"))
@@ -239,6 +241,7 @@ def test_the_version_is_added_to_an_address_without_a_path(url, base):
     assert EndpointOptions(url=url).base == base
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_converted_model(evaluate, tmp_path):
     broken = tmp_path / "checkpoints" / "step_00000003" / "actor_train"
     broken.mkdir(parents=True)

@@ -16,6 +16,13 @@ def nothing_stays_frozen():
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def everything_rests_again():
+    yield
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py left it
+
+
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(garbage, "_PASS_EVERY_S", 0.01)
@@ -37,6 +44,7 @@ def test_collections_rest_during_a_start_and_go_on_after_it_even_if_it_fails():
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_only_a_process_that_says_so_keeps_what_is_there_out_of_later_collections():
     frozen = gc.get_freeze_count()
     with start_without_collections():
@@ -51,6 +59,7 @@ def test_only_a_process_that_says_so_keeps_what_is_there_out_of_later_collection
     assert gc.get_freeze_count() >= frozen + len(kept)
 
 
+@pytest.mark.slow
 def test_a_loop_looks_only_at_what_is_new_and_leaves_it_out_from_then_on():
     async def run():
         with start_without_collections(settled=True):
@@ -63,6 +72,7 @@ def test_a_loop_looks_only_at_what_is_new_and_leaves_it_out_from_then_on():
     assert more >= len(kept) and collected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every_s", "found"), [(1800.0, False), (0.0, True)])
 def test_what_became_garbage_after_it_was_left_out_is_found_when_everything_is_looked_at(monkeypatch, every_s, found):
     monkeypatch.setattr(garbage, "_EVERYTHING_EVERY_S", every_s)
@@ -79,6 +89,7 @@ def test_what_became_garbage_after_it_was_left_out_is_found_when_everything_is_l
     assert asyncio.run(run()) is found
 
 
+@pytest.mark.slow
 def test_roles_that_start_again_do_not_collect_twice_as_often(monkeypatch):
     passes = []
 

@@ -9,7 +9,6 @@ import pytest
 
 from roll_async.cli import main
 from roll_async.commands.run import prepare
-from roll_async.commands.simulate import run_simulate
 from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, load
 from roll_async.config.schema import RLVRConfig
@@ -112,9 +111,9 @@ def test_all_commands_and_launchers_refuse_in_the_same_words(path, overrides):
         launcher(path, *overrides)
     errors = [str(d) for d in raised.value.diagnostics if d.is_error]
     assert errors and all(re.search(r": error C20[123]: [a-z0-9_.]+: ", line) for line in errors)
-    shows = [lambda args, flags=flags: main(["show", *args, *flags]) for flags in ([], ["--memory"], ["--weights"])]
-    for command in (run_validate, *shows, run_simulate):
-        code, lines = printed(command, [path, *overrides])
+    shows = [["show", *flags] for flags in ([], ["--memory"], ["--weights"])]
+    for command in (["validate"], *shows, ["simulate"]):
+        code, lines = printed(main, [*command, path, *overrides])
         assert code == 2 and [line for line in lines if ": error " in line] == errors, command
 
 
@@ -127,9 +126,10 @@ def test_a_missing_folder_is_an_error_where_a_run_starts_and_not_where_a_config_
 
 
 def test_engines_may_span_nodes_with_as_many_ranks_on_each_where_their_library_can():
-    def refusal(train, engines, per_node, *more):
+    def refusal(train, engines, per_node, *more, stages=1):
         mappings = (f"actor_train.device_mapping={train}", f"actor_infer.device_mapping={engines}")
-        parallel = f"actor_infer.strategy_args.strategy_config={{tensor_parallel_size: {len(engines)}}}"
+        ranks = f"tensor_parallel_size: {len(engines) // stages}, pipeline_parallel_size: {stages}"
+        parallel = f"actor_infer.strategy_args.strategy_config={{{ranks}}}"
         sizes = (f"num_gpus_per_node={per_node}", f"actor_infer.world_size={len(engines)}")
         try:
             admit(CPU, (*more, *mappings, *sizes, parallel))
@@ -138,9 +138,9 @@ def test_engines_may_span_nodes_with_as_many_ranks_on_each_where_their_library_c
         return None
 
     assert refusal([0], [1, 2], 2) is None
-    assert "takes its weights through the memory of one node; use vllm" in refusal(
-        [0], [1, 2], 2, "actor_infer.strategy_args.strategy_name=sglang"
-    )
+    sglang = "actor_infer.strategy_args.strategy_name=sglang"
+    assert refusal([0], [1, 2], 2, sglang) is None
+    assert "use pipeline_parallel_size: 1, or vllm, or order them" in refusal([0], [1, 2], 2, sglang, stages=2)
     assert "lie 3 on node 0, 1 on node 1, and a replica that spans nodes needs as many" in refusal([0], [1, 2, 3, 4], 4)
     shared = ("async_generation_ratio=0", "actor_train.world_size=2", "rollout_batch_size=64")
     assert "actor_train takes turns on them; give engines" in refusal([1, 2], [1, 2], 2, *shared)

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from roll_async.config.api import load
 from roll_async.launch.gate import unsupported
 
@@ -42,6 +44,7 @@ def test_the_engines_disagreement_counts_whatever_its_sign():
     assert not agrees(rho_max=gpu_suite.RHO_MAX_BUDGET * 1.01)
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_or_takes_too_long_is_told_about():
     def run(code, limit_s=30.0):
         return gpu_suite.finish([sys.executable, "-c", code], limit_s)

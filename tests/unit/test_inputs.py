@@ -86,6 +86,7 @@ def ask(tmp_path):
     thread.join(timeout=10)
 
 
+@pytest.mark.slow
 def test_a_hub_name_is_fetched_once_and_found_in_the_cache_afterwards(ask):
     names = ("pretrain=acme/tiny", "actor_train.data_args.file_name=hf://datasets/acme/rows/rows.jsonl")
     done = ask(*names)
@@ -97,6 +98,7 @@ def test_a_hub_name_is_fetched_once_and_found_in_the_cache_afterwards(ask):
     assert offline.stdout == done.stdout, offline.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_reached_or_does_not_exist_is_one_line_with_the_remedy(ask):
     offline = ask("pretrain=acme/tiny", HF_HUB_OFFLINE="1")
     assert offline.stderr.count("\n") == 1 and "run: hf download acme/tiny" in offline.stderr

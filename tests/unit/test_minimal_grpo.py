@@ -3,9 +3,12 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_grpo.py"
 
 
+@pytest.mark.slow
 def test_the_teaching_script_is_short_and_learns(capsys):
     assert len(SCRIPT.read_text().splitlines()) <= 120
     spec = importlib.util.spec_from_file_location("minimal_grpo", SCRIPT)

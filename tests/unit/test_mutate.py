@@ -21,6 +21,7 @@ def test_a_fault_with_a_name_still_applies_and_compiles(name):
     compile(text.replace(right, wrong), file, "exec")
 
 
+@pytest.mark.slow
 def test_the_catalogue_is_large_covers_the_core_and_is_the_same_for_a_seed():
     chosen = mutate.catalogue(60, seed=1)
     assert len(chosen) >= 120 and [m.name for m in chosen] == [m.name for m in mutate.catalogue(60, seed=1)]

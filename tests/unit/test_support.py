@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from roll_async.config.api import load
-from roll_async.inference.settings import EngineSettings
+from roll_async.inference.settings import EngineSettings, NodeSpan
 from roll_async.inference.sglang_arguments import engine_arguments
 from roll_async.launch.gate import unsupported
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MOE, CPU = CONFIGS / "qwen3_30b_a3b_moe.yaml", CONFIGS / "rlvr_config_async_cpu.yaml"
+SMALL = SimpleNamespace(
+    vocab_size=100, num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2, hidden_size=16
+)
 VLLM = "actor_infer.strategy_args.strategy_config"
 
 
@@ -76,13 +80,21 @@ def test_every_key_of_sglang_reaches_the_engine():
     keys = ", ".join(f"{key}: {value}" for key, value in keys.items())
     args = f"actor_infer.strategy_args={{strategy_name: sglang, strategy_config: {{{keys}}}}}"
     settings = EngineSettings.of(load(str(CPU), (args,)), replica=0, restart=0)
-    arguments = engine_arguments(settings, vocab_size=100, kv_bytes_per_token=64)
+    arguments = engine_arguments(settings, SMALL)
     assert arguments["max_running_requests"] == 33 and arguments["chunked_prefill_size"] == 512
     assert arguments["attention_backend"] == "flashinfer" and arguments["disable_cuda_graph"]
     assert arguments["disable_radix_cache"] and arguments["context_length"] == 1026
     assert arguments["load_format"] == "dummy"
-    on_gpu = engine_arguments(replace(settings, device="cuda"), vocab_size=100, kv_bytes_per_token=64)
+    on_gpu = engine_arguments(replace(settings, device="cuda"), SMALL)
     assert on_gpu["mem_fraction_static"] == 0.7
+
+
+@pytest.mark.parametrize(("address", "written"), [("10.0.0.7", "10.0.0.7:29500"), ("fd00::7", "[fd00::7]:29500")])
+def test_sglang_is_told_which_of_several_nodes_it_is(address, written):
+    span = NodeSpan(num_nodes=2, node_rank=1, master_addr=address, master_port=29500)
+    settings = EngineSettings(model_folder="m", dtype="bf16", device="cuda", max_model_len=8, span=span)
+    arguments = engine_arguments(settings, SMALL)
+    assert (arguments["nnodes"], arguments["node_rank"], arguments["dist_init_addr"]) == (2, 1, written)
 
 
 def test_adapters_alone_are_refused_where_they_cannot_travel_and_for_layers_that_nobody_knows():

@@ -14,6 +14,7 @@ def rows(text):
     return [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
 
 
+@pytest.mark.slow
 def test_simulate_tells_models_from_7b_to_1t_on_16_to_1024_devices_beside_what_is_published(capsys):
     assert main(["simulate", "--weights"]) == 0
     head, *found = rows(capsys.readouterr().out)

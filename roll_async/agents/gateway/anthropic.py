@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from roll_async.agents.gateway.chat import Json, arguments_of, items, number, text_of
 from roll_async.agents.limited_turns import BadRequest
-from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
+from roll_async.agents.messages import Message, TurnReply, TurnRequest
+from roll_async.rollout.tools import ToolCall
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

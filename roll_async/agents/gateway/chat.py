@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from roll_async.agents.limited_turns import BadRequest
-from roll_async.agents.messages import Message, ToolCall, TurnReply, TurnRequest
+from roll_async.agents.messages import Message, TurnReply, TurnRequest
+from roll_async.rollout.tools import ToolCall
 
 Json = Mapping[str, object]
 N = TypeVar("N", int, float)

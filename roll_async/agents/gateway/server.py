@@ -131,16 +131,14 @@ class PolicyGateway:
                 body = await self._parsed(raw)
                 wanted = dialect.read(body)
             except BadRequest as error:
-                return self._refused(400, str(error), "invalid_request_error")
+                return self._failed(error)
             turn = asyncio.ensure_future(session.turn(wanted, *_key(request, raw)))
             if body.get("stream"):
                 return await self._streamed(request, dialect, turn, body)
             try:
                 reply = await turn
-            except (BadRequest, TrajectoryEnded) as error:
+            except (BadRequest, TrajectoryEnded, RuntimeError, OSError) as error:
                 return self._failed(error)
-            except (RuntimeError, OSError) as error:  # of the engines: the client may try again
-                return self._refused(503, str(error), "engine_error")
             self.requests["200"] += 1
             return web.json_response(dialect.write(reply, self._model, int(time.time())))
 
@@ -191,7 +189,7 @@ class PolicyGateway:
                 return self._refused(400, f"the trajectory has ended: {error}", "trajectory_ended")
             case BadRequest():
                 return self._refused(400, str(error), "invalid_request_error")
-            case _:
+            case _:  # of the engines: the client may try again
                 return self._refused(503, str(error), "engine_error")
 
     def _refused(self, status: int, message: str, code: str) -> web.Response:

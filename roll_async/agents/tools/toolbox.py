@@ -17,10 +17,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from roll_async.agents.messages import Message, ToolCall
+from roll_async.agents.messages import Message
 from roll_async.envs.options import build_options
 from roll_async.envs.registry import NoOptions, load_class
 from roll_async.prompts.row_tools import RowTools
+from roll_async.rollout.tools import ToolCall
 
 logger = logging.getLogger(__name__)
 

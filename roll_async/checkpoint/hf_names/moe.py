@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import INPUT_NORM
-from roll_async.checkpoint.hf_names.table import Layers, Row, Transform
+from roll_async.checkpoint.hf_names.table import Layers, Row, Transform, moe_layers
 
 _L, _H = "decoder.layers.{i}", "model.layers.{i}"
 
@@ -80,7 +80,16 @@ def routing_fields(config: HfConfig, *, num_experts: int, expert_size: int, norm
     }
 
 
-def qwen_sparse_layers(config: HfConfig) -> list[bool]:
-    """Qwen's rule: every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`."""
+def qwen_routing_fields(config: HfConfig) -> dict[str, object]:
+    """Routing in every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`."""
     step, dense = config.integer("decoder_sparse_step", default=1), config.layers("mlp_only_layers")
-    return [i not in dense and (i + 1) % step == 0 for i in range(config.integer("num_hidden_layers"))]
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(config.integer("num_hidden_layers"))]
+    return {
+        **routing_fields(
+            config,
+            num_experts=config.integer("num_experts", "num_local_experts"),
+            expert_size=config.integer("moe_intermediate_size"),
+            normalised=config.flag("norm_topk_prob"),
+        ),
+        "moe_layer_freq": moe_layers(len(sparse), sparse),
+    }

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import ATTENTION, DENSE_MLP_NORM, EMBEDDING, MLP, QKV_BIAS
-from roll_async.checkpoint.hf_names.moe import (
-    MOE_NORMS,
-    experts,
-    qwen_sparse_layers,
-    router,
-    routing_fields,
-    shared_experts,
-)
-from roll_async.checkpoint.hf_names.table import Family, Layers, Row, moe_layers
+from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, qwen_routing_fields, router, shared_experts
+from roll_async.checkpoint.hf_names.table import Family, Layers, Row
 
 _SHARED_GATE = Row(
     megatron="decoder.layers.{i}.mlp.shared_experts.gate_weight",
@@ -23,15 +16,8 @@ _SHARED_GATE = Row(
 
 def _fields(config: HfConfig) -> dict[str, object]:
     config.require(use_sliding_window=False)
-    sparse = qwen_sparse_layers(config)
     return {
-        **routing_fields(
-            config,
-            num_experts=config.integer("num_experts", "num_local_experts"),
-            expert_size=config.integer("moe_intermediate_size"),
-            normalised=config.flag("norm_topk_prob"),
-        ),
-        "moe_layer_freq": moe_layers(len(sparse), sparse),
+        **qwen_routing_fields(config),
         "moe_shared_expert_intermediate_size": config.integer("shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
         "add_qkv_bias": config.flag("qkv_bias", default=True),

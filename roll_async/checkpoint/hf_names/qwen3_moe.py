@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import ATTENTION, DENSE_MLP_NORM, EMBEDDING, MLP, QK_NORM, window_fields
-from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, qwen_sparse_layers, router, routing_fields
-from roll_async.checkpoint.hf_names.table import Family, moe_layers
+from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, qwen_routing_fields, router
+from roll_async.checkpoint.hf_names.table import Family
 
 
 def _fields(config: HfConfig) -> dict[str, object]:
     config.require(attention_bias=False)
-    sparse = qwen_sparse_layers(config)
     return {
-        **routing_fields(
-            config,
-            num_experts=config.integer("num_experts", "num_local_experts"),
-            expert_size=config.integer("moe_intermediate_size"),
-            normalised=config.flag("norm_topk_prob"),
-        ),
-        "moe_layer_freq": moe_layers(len(sparse), sparse),
+        **qwen_routing_fields(config),
         "qk_layernorm": True,
         **window_fields(config),
     }

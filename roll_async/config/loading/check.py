@@ -7,7 +7,7 @@ from roll_async.config.fields import RANGES
 from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
 from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
-from roll_async.config.loading.node import Node, Plain, leaves, plain, type_name
+from roll_async.config.loading.node import Node, Plain, diagnostic, leaves, plain, type_name
 from roll_async.config.loading.paths import NAME, PathIndex
 from roll_async.config.loading.scalars import check_scalar, has_type, remedy
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, FieldSpec, spec_of
@@ -45,7 +45,7 @@ class Checker:
 
     def _error(self, id: str, path: str, node: Node, message: str) -> None:
         if len(self.errors) < MAX_DIAGNOSTICS:
-            self.errors.append(Diagnostic(id=id, key=path or "(file)", file=node.file, line=node.line, message=message))
+            self.errors.append(diagnostic(id, path or "(file)", node, message))
 
     # ---- sections -------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,11 @@ def leaves(node: Node, path: str) -> Iterator[tuple[str, Node]]:
         yield path, node
 
 
+def diagnostic(id: str, key: str, node: Node, message: str) -> Diagnostic:
+    """A problem at the place of a node."""
+    return Diagnostic(id=id, key=key, file=node.file, line=node.line, message=message)
+
+
 def refuse(id: str, key: str, file: str, line: int, message: str) -> ConfigError:
     """An error that ends its phase at once."""
     return ConfigError((Diagnostic(id=id, key=key, file=file, line=line, message=message),))

@@ -11,6 +11,7 @@ from roll_async.config.loading.node import (
     MAX_VALUES,
     Node,
     Scalar,
+    diagnostic,
     find,
     leaves,
     plain,
@@ -41,8 +42,7 @@ class Doubt:
     def conflict(self) -> Diagnostic:
         """C016."""
         message = f"also given as '{self.written}' ({self.other.where}) with another value; keep '{self.canonical}'"
-        here = self.present
-        return Diagnostic(id="C016", key=self.canonical, file=here.file, line=here.line, message=message)
+        return diagnostic("C016", self.canonical, self.present, message)
 
 
 class _Stop(Exception):
@@ -180,7 +180,7 @@ class _Resolver:
 
     def _stop(self, id: str, path: str, node: Node, message: str) -> _Stop:
         if len(self.errors) < MAX_DIAGNOSTICS:
-            self.errors.append(Diagnostic(id=id, key=path or "(file)", file=node.file, line=node.line, message=message))
+            self.errors.append(diagnostic(id, path or "(file)", node, message))
         return _Stop()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from roll_async.config.loading.compose import Sources, merge
 from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.names import ALGORITHM_FIELDS, LOSS_PREFIXES, PG_OPTIONS, SGLANG_ALIASES, alias_table
-from roll_async.config.loading.node import Node, drop, find, put
+from roll_async.config.loading.node import Node, diagnostic, drop, find, put
 from roll_async.config.loading.references import Doubt, find_resolved
 from roll_async.config.loading.resources import BLOCK_KEYS, BLOCKS
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, spec_of
@@ -176,8 +176,3 @@ def _without_old_options(base: Node, over: Node, chooser: tuple[str, ...], secti
     else:
         gone = set(options.value) - set(spec_of(classes[new]) if isinstance(new, str) and new in classes else ())
     return _without(base, ((*section, key) for key in options.value if key in gone))
-
-
-def diagnostic(id: str, key: str, node: Node, message: str) -> Diagnostic:
-    """A problem at the place of a node."""
-    return Diagnostic(id=id, key=key, file=node.file, line=node.line, message=message)

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from roll_async.config.loading.devices import MAX_DEVICES, parse_devices
 from roll_async.config.loading.diagnostics import Diagnostic, shown
-from roll_async.config.loading.node import Node, drop, find, plain, put, type_name
+from roll_async.config.loading.node import Node, diagnostic, drop, find, plain, put, type_name
 from roll_async.config.schema import PipelineConfig
 
 _GPUS_PER_NODE: int = next(f.default for f in fields(PipelineConfig) if f.name == "num_gpus_per_node")  # type: ignore[assignment]
@@ -54,16 +54,16 @@ class ResourceBlocks:
         for key, child in given.items():
             self.root = drop(self.root, (block, key))
             message = f"'{block}.{key}' is another name of '{role}.device_mapping'"
-            self.warnings.append(_diagnostic("W01", f"{role}.device_mapping", child, message))
+            self.warnings.append(diagnostic("W01", f"{role}.device_mapping", child, message))
         if mapping is not None:
             message = f"also given as '{block}' ({node.where}) with another value; keep '{role}.device_mapping'"
-            self.errors.append(_diagnostic("C016", f"{role}.device_mapping", mapping, message))
+            self.errors.append(diagnostic("C016", f"{role}.device_mapping", mapping, message))
             return first
         sizes = self._device_counts(block, given, node)
         device = given.get("device")
         if device is not None and device.value not in ("cpu", "cuda"):
             message = f"{shown(plain(device))} is not one of cpu | cuda; did you mean 'cuda'?"
-            self.errors.append(_diagnostic("C004", f"{block}.device", device, message))
+            self.errors.append(diagnostic("C004", f"{block}.device", device, message))
         if sizes is None:
             return first
         num_nodes, used = sizes
@@ -72,7 +72,7 @@ class ResourceBlocks:
             return first
         if used > per_node:
             message = f"{used} must be <= num_gpus_per_node {per_node}"
-            self.errors.append(_diagnostic("C005", f"{block}.n_gpus_per_node", given["n_gpus_per_node"], message))
+            self.errors.append(diagnostic("C005", f"{block}.n_gpus_per_node", given["n_gpus_per_node"], message))
             return first
         ids = [n * per_node + gpu for n in range(first, first + num_nodes) for gpu in range(used)]
         listed = Node([Node(i, node.file, node.line) for i in ids], node.file, node.line)
@@ -84,7 +84,7 @@ class ResourceBlocks:
         present = find(self.root, (role, "world_size"))
         if present is not None and present.value != count.value:
             message = f"also given as '{block}' ({count.where}) with another value; keep '{role}.world_size'"
-            self.errors.append(_diagnostic("C016", f"{role}.world_size", present, message))
+            self.errors.append(diagnostic("C016", f"{role}.world_size", present, message))
         elif find(self.root, (role,)) is None or isinstance(find(self.root, (role,)).value, dict):  # type: ignore[union-attr]
             self.root = put(self.root, (role, "world_size"), count)
 
@@ -92,22 +92,22 @@ class ResourceBlocks:
         """(nnodes, n_gpus_per_node); None after an error."""
         if "n_gpus_per_node" not in given:
             message = "required and not set; give the devices of a node"
-            self.errors.append(_diagnostic("C006", f"{block}.n_gpus_per_node", node, message))
+            self.errors.append(diagnostic("C006", f"{block}.n_gpus_per_node", node, message))
             return None
         sizes = []
         for key in ("nnodes", "n_gpus_per_node"):
             child = given.get(key, Node(1, node.file, node.line))
             if not isinstance(child.value, int) or isinstance(child.value, bool):
                 message = f"expected int, got {type_name(child)} {shown(plain(child))}"
-                self.errors.append(_diagnostic("C003", f"{block}.{key}", child, message))
+                self.errors.append(diagnostic("C003", f"{block}.{key}", child, message))
                 return None
             if child.value < 1:
-                self.errors.append(_diagnostic("C005", f"{block}.{key}", child, f"{child.value} must be >= 1"))
+                self.errors.append(diagnostic("C005", f"{block}.{key}", child, f"{child.value} must be >= 1"))
                 return None
             sizes.append(child.value)
         count = sizes[0] * sizes[1]
         if count > MAX_DEVICES:
-            self.errors.append(_diagnostic("C018", block, node, f"{shown(count)}: more than {MAX_DEVICES} devices"))
+            self.errors.append(diagnostic("C018", block, node, f"{shown(count)}: more than {MAX_DEVICES} devices"))
             return None
         return sizes[0], sizes[1]
 
@@ -116,7 +116,3 @@ def _next_free(mapping: Node | None, per_node: int) -> int:
     """The node after the last of a mapping that was written out; 0 if there is none or it can not be read."""
     ids = parse_devices(plain(mapping))[0] if mapping is not None and mapping.value is not None else None
     return max(ids) // per_node + 1 if ids else 0
-
-
-def _diagnostic(id: str, key: str, node: Node, message: str) -> Diagnostic:
-    return Diagnostic(id=id, key=key, file=node.file, line=node.line, message=message)

@@ -7,7 +7,7 @@ section.
 from collections.abc import Iterable
 
 from roll_async.config.loading.diagnostics import Diagnostic
-from roll_async.config.loading.node import Node, nearest
+from roll_async.config.loading.node import Node, diagnostic, nearest
 from roll_async.config.rules import learning, running_ahead, shape
 from roll_async.config.rules.contradictions import Finding
 from roll_async.config.schema import PipelineConfig
@@ -28,5 +28,4 @@ def check_rules(config: PipelineConfig, root: Node, found: Iterable[Finding] = (
 
 def placed(id: str, key: str, message: str, root: Node) -> Diagnostic:
     """A finding with its place."""
-    node = nearest(root, key.split("."))
-    return Diagnostic(id=id, key=key, file=node.file, line=node.line, message=message)
+    return diagnostic(id, key, nearest(root, key.split(".")), message)

@@ -149,10 +149,7 @@ class Sokoban(TextWorld):
         gained = len(room.boxes & room.targets) - len(before.boxes & before.targets)
         reward = gained * options.box_reward - options.step_penalty + (options.solved_reward if room.solved else 0.0)
         text = f"You went {WORDS[move]}.\n" + "\n".join(room.rows())
-        info = self._info(room)
-        if room.solved:
-            info["solved"] = True
-        return text, reward, room.solved, False, info
+        return text, reward, room.solved, False, self._info(room)
 
     def _info(self, room: Room) -> dict:
         rows = room.rows()

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from roll_async.agents.groups import AgentGroups, AgentParts, GroupFilter, GroupOptions, TagPlan
+from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tools.toolbox import Toolbox, function
@@ -18,7 +18,7 @@ from roll_async.simulator.agents.checks import TraceChecks
 from roll_async.simulator.agents.texts import SimRenderer, TraceTexts
 from roll_async.simulator.agents.worlds import HELD_OUT, Fates, WorldBook, workers
 from roll_async.simulator.invariants import Watch
-from roll_async.simulator.roles import SimTool
+from roll_async.simulator.roles import SimPrompts, SimTool
 from roll_async.simulator.watched import SeenSource
 
 if TYPE_CHECKING:
@@ -27,19 +27,8 @@ if TYPE_CHECKING:
 _TAG = "sim"
 
 
-class SimTaskStream:
-    """`rollout/protocol.py: PromptSource`: task i has row_id and seed i."""
-
-    def __init__(self, size: int | None) -> None:
-        self._size = size
-
-    def at(self, index: int) -> Prompt | None:
-        """None from the end of the data on."""
-        return None if self._size is not None and index >= self._size else task_prompt(index)
-
-
 def task_prompt(number: int) -> Prompt:
-    """As `agents/tasks.py` makes them."""
+    """As `agents/tasks.py` makes them: row_id and seed are the number."""
     extra = {"seed": str(number), "validation": "1" if number >= HELD_OUT else ""}
     return Prompt(row_id=str(number), token_ids=array("i"), domain=_TAG, ground_truth="", extra=extra)
 
@@ -68,7 +57,7 @@ class AgentTasks:
         model = scenario.worlds
         assert model is not None
         self._scenario, self._watch, self._groups, self._model = scenario, watch, groups or AgentGroups, model
-        self.prompts = SimTaskStream(scenario.num_prompts)
+        self.prompts = SimPrompts(scenario.num_prompts, task_prompt)
         self.held_out = held_out_tasks(scenario.validation_prompts)
         most = 0 if model.blocking else model.max_worlds  # a worker that is given up keeps its worlds to its end
         self.book = WorldBook(fates_of(scenario), watch, max_open=most, lock_step=model.lock_step)
@@ -102,7 +91,7 @@ class AgentTasks:
             redundancy=model.redundancy,
             max_worlds=model.max_worlds,
             retries=model.retries,
-            filter=GroupFilter() if scenario.scheduler.filter_enabled else None,
+            filter=scenario.scheduler.filter,
         )
         parts = AgentParts(tags={_TAG: plan}, renderer=SimRenderer(strips=model.strips), worlds=self.pool)
         seen = cast(type[AgentGroups], type("Groups", (SeenSource, self._groups), {"watch": self._watch}))

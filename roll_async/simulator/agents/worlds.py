@@ -166,11 +166,11 @@ class SimWorld:
     async def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Its first words."""
         assert seed is not None
-        self._world = self._book.begin(seed)
+        world = self._world = self._book.begin(seed)
         await asyncio.sleep(0)  # worlds that ended in this turn of the loop are closed in the next one
         self._book.count()
-        await self._pass(self._world, -1)
-        return self._world.text(0), {}
+        await self._pass(world, -1)
+        return world.text(0), {}
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """One move, whatever it is."""

@@ -24,14 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 
 from roll_async.checkpoint.manifest import fingerprint
-from roll_async.checkpoint.megatron_folder import COMMON, CONFIG, INDEX
-
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+from roll_async.checkpoint.megatron_folder import COMMON, CONFIG, FORMAT, INDEX
 
 
 class TorchDistSave:

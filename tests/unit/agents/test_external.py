@@ -64,6 +64,7 @@ def command(program, **values):
     return WorldSpec(env_type="command", values={"command": [sys.executable, "-c", program], **values})
 
 
+@pytest.mark.slow
 def test_a_command_with_the_openai_client_is_trained_on_exactly_what_was_sampled(sessions, exact, tmp_path):
     pytest.importorskip("openai")
     rows = tmp_path / "rows.jsonl"
@@ -98,6 +99,7 @@ def test_a_command_that_fails_or_says_no_reward_gives_none(sessions, program, re
     assert ending.outcome is Outcome.AGENT_ERROR and reason in ending.reason
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_ended_with_everything_it_started(sessions, tmp_path):
     child = tmp_path / "child"
     program = (

@@ -23,6 +23,7 @@ class Recording(OneEnginePolicy):
         return completion
 
 
+@pytest.mark.slow
 def test_an_unmodified_openai_client_is_trained_on_exactly_what_the_engine_sampled(tiny_model, exact):
     openai = pytest.importorskip("openai")
     torch = pytest.importorskip("torch")

@@ -130,6 +130,7 @@ def test_what_the_remote_refuses_is_told_without_the_key_and_retried_only_where_
     assert KEY not in json.dumps(body) and not records
 
 
+@pytest.mark.slow
 def test_a_remote_that_is_away_or_slow_may_be_asked_again():
     async def late(body):
         await asyncio.sleep(1)

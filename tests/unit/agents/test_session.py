@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
-from roll_async.agents.messages import Message, ToolCall, TurnRequest, parse_calls
+from roll_async.agents.messages import Message, TurnRequest, parse_calls
 from roll_async.agents.trace_tree import TraceTree
+from roll_async.rollout.tools import ToolCall
 from roll_async.schema import Completion, Outcome
 
 TOOL = {

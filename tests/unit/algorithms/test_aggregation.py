@@ -122,6 +122,7 @@ def test_padding_width_changes_nothing(name, make_batch):
         check_padding(make_batch(8), name, mode, 3)
 
 
+@pytest.mark.slow
 def test_invariance_on_drawn_shapes(make_batch):
     hypothesis = pytest.importorskip("hypothesis")
     st = hypothesis.strategies

@@ -73,6 +73,7 @@ def test_losses_read_nothing_on_the_host():
     assert torch.isfinite(gradient).all() and float(gradient.abs().sum()) > 0
 
 
+@pytest.mark.slow
 def test_losses_run_on_the_meta_device():
     assert run_losses("meta").shape == (B, T, V)
 

@@ -9,7 +9,6 @@ import torch
 
 from roll_async.algorithms.rewards import (
     RunningMoments,
-    clip_rewards,
     difficulty_keep,
     max_length_keep,
     normalise_rewards,
@@ -96,14 +95,9 @@ def test_moments_without_spread_have_no_std():
     assert one.merged(scores_B=torch.zeros(0)) == one
 
 
-def test_shift_scale_and_clip():
+def test_shift_and_scale():
     scores = torch.tensor([-2.0, 0.5, 9.0], dtype=torch.bfloat16)
     assert shift_scale_rewards(scores_B=scores, shift=-0.5, scale=2.0).tolist() == [-5.0, 0.0, 17.0]
-    clipped = clip_rewards(scores_B=scores, limit=1.0)
-    assert clipped.tolist() == [-1.0, 0.5, 1.0] and clipped.dtype == torch.float32
-    for limit in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="limit"):
-            clip_rewards(scores_B=scores, limit=limit)
 
 
 @pytest.mark.parametrize("clamp", [True, False])

@@ -1,4 +1,4 @@
-"""The worked examples of the documentation: input F, its advantages, reward shaping, group filter, log-probs."""
+"""The worked examples of the documentation: input F, its advantages, reward shaping, log-probs."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs
-from roll_async.algorithms.group_filter import filter_groups
 from roll_async.algorithms.logprobs import merge_vocab_shards, token_logprobs
 from roll_async.algorithms.rewards import RunningMoments, normalise_rewards, overlong_penalty, role_baselines
 
@@ -116,14 +115,6 @@ def test_overlong_penalty():
     penalty = overlong_penalty(lengths_B=lengths, **known)
     assert penalty.tolist() == pytest.approx([0, -0.000244, -0.5, -1, -1], abs=1e-6)
     assert float(overlong_penalty(lengths_B=lengths[-1:], clamp=False, **known)) == pytest.approx(-1.126953, abs=1e-6)
-
-
-def test_group_filter():
-    values = torch.tensor([0.1, 0.1, 0.1, 0, 1, math.nan, 1, 0.5])
-    result = filter_groups(values_B=values, group_index_B=torch.tensor([0, 0, 0, 4, 4, 9, 9, 2]))
-    assert result.keep_B.tolist() == [False, False, False, True, True, False, False, True]
-    expected = {"seen": 4, "kept": 2, "dropped_equal": 1, "dropped_invalid": 1, "dropped_singleton": 0, "singletons": 1}
-    assert result.counters == {f"groups/{k}": v for k, v in expected.items()}
 
 
 @pytest.mark.parametrize(

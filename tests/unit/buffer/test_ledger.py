@@ -166,6 +166,7 @@ def test_pruning_frees_the_tokens_of_consumed_groups_only(path, build):
     assert kept == [1, 2] and accounted == (3,)
 
 
+@pytest.mark.slow
 def test_a_second_process_is_kept_out_and_told_why(path, build):
     ledger = SqliteLedger(path)
     ledger.finished(build.group(), 0, 0)

@@ -93,6 +93,7 @@ for i in range(10000):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1 << 20
 
 
+@pytest.mark.slow
 def test_a_ledger_that_another_program_holds_is_named_at_once(path, build):
     SqliteLedger(path).close()
     other = sqlite3.connect(path, isolation_level=None)

@@ -51,5 +51,6 @@ def test_every_role_opens_its_log_before_anything_else_and_the_rollout_process_l
 def test_the_role_redirects_into_the_folder_that_the_launcher_puts_into_its_environment():
     opened, run = (PACKAGE / name for name in ("cluster/role_log.py", "commands/run.py"))
     assert 'redirect_output(Path(folder) / f"{name}.log")' in opened.read_text()
-    assert "FOLDER_VARIABLE: str(folder.role_logs())" in run.read_text()
+    assert "FOLDER_VARIABLE: str(logs)" in opened.read_text()
+    assert "env = role_environment(folder.role_logs())" in run.read_text()
     assert "ray_runtime(num_processes=len(placements.all) + 2, env=env)" in run.read_text()

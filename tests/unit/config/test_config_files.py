@@ -106,6 +106,7 @@ def test_numbers_survive_the_round_trip(files):
     assert [(type(v), v) for v in again] == [(type(v), v) for v in numbers]
 
 
+@pytest.mark.slow
 def test_long_keys_and_many_devices_survive_the_round_trip(files):
     edits = {
         "rollout_batch_size": 65_000, "num_return_sequences_in_group": 2,

@@ -34,9 +34,8 @@ def test_every_loss_and_estimator_has_its_options():
 
 
 def test_the_algorithms_take_the_classes_of_the_config():
-    from roll_async.algorithms import correction, policy_loss_options
+    from roll_async.algorithms import correction
 
-    assert policy_loss_options.POLICY_LOSS_OPTIONS is POLICY_LOSS_OPTIONS
     assert correction.CorrectionOptions is CorrectionOptions and correction.RejectionRule is RejectionRule
 
 

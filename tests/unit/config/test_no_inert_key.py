@@ -241,6 +241,7 @@ def effects(folder):
     return found
 
 
+@pytest.mark.slow
 def test_every_key_changes_a_settings_object_or_is_refused_or_read_where_it_acts(effects):
     sources = {p: p.read_text() for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0] != "config"}
     acting, inert = {key for key, _ in effects}, []
@@ -254,6 +255,7 @@ def test_every_key_changes_a_settings_object_or_is_refused_or_read_where_it_acts
     assert not inert, inert
 
 
+@pytest.mark.slow
 def test_cutting_any_wire_makes_a_key_inert_or_a_known_pair_vanish(effects, folder):
     unproven = []
     for name, cls, definition, expression in wires():

@@ -39,6 +39,7 @@ def gone(pid):
     return False
 
 
+@pytest.mark.slow
 def test_a_hung_step_fails_in_time_and_its_process_ends_when_the_world_beside_it_has_ended():
     async def work(pool):
         hung, beside = pool.open(HOSTILE), pool.open(HOSTILE)
@@ -62,6 +63,7 @@ def test_a_hung_step_fails_in_time_and_its_process_ends_when_the_world_beside_it
     with_pool(work)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_fails_its_worlds_and_raising_fails_only_its_own():
     async def work(pool):
         a, b = pool.open(HOSTILE), pool.open(HOSTILE)
@@ -92,6 +94,7 @@ def test_worlds_that_sleep_in_one_process_do_not_wait_for_one_another():
     with_pool(work, step_timeout_s=20)
 
 
+@pytest.mark.slow
 def test_async_worlds_run_in_the_loop_and_time_out_there():
     async def work(pool):
         world = pool.open(WorldSpec(env_type="hostile_worlds.Slow", values={}))

@@ -12,6 +12,7 @@ from roll_async.inference.processes import process_ids, until_gone
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
+@pytest.mark.slow
 def test_a_start_waits_for_the_processes_that_were_there_before():
     async def go():
         child = subprocess.Popen(SLEEPER)

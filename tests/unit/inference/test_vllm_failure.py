@@ -4,7 +4,9 @@ import logging.config
 import os
 from pathlib import Path
 
-from roll_async.inference.vllm_failure import StartErrors, first_exception
+import pytest
+
+from roll_async.inference.vllm_failure import first_exception, start_errors
 
 WORKER = """\
 WorkerProc failed to start.
@@ -53,12 +55,22 @@ def test_a_process_that_started_may_log_errors_when_the_log_of_the_start_is_gone
     logger = logging.getLogger("vllm")
     before = list(logger.handlers), logger.level, logger.propagate
     try:
-        with StartErrors() as errors:
+        with start_errors():
             config = json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text())
             logging.config.dictConfig(config)  # as every process of vLLM does when it imports it
-            assert errors.cause() is None
         logger.error("a step failed")
     finally:
         for handler in logger.handlers:
             handler.close()
         logger.handlers, logger.level, logger.propagate = before
+
+
+@pytest.mark.parametrize("logged", [WORKER + CORE, ""])
+def test_a_start_that_fails_says_what_was_logged_first_or_else_what_vllm_says(logged):
+    with pytest.raises(RuntimeError) as raised, start_errors():
+        config = json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text())
+        Path(config["handlers"]["file"]["filename"]).write_text(logged)
+        raise OSError("a process has ended")
+    cause = "torch.OutOfMemoryError: CUDA out of memory" if logged else "OSError: a process has ended"
+    assert str(raised.value).startswith(f"vLLM did not start: {cause}")
+    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ

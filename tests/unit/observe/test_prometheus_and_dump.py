@@ -19,6 +19,7 @@ def test_metrics_are_gauges_with_legal_names_and_every_kind_of_number():
     assert "} NaN" in text and "} +Inf" in text
 
 
+@pytest.mark.slow
 def test_the_endpoint_answers_with_the_newest_step_until_it_is_closed():
     tracker = PrometheusTracker("run", 0)
     url = f"http://127.0.0.1:{tracker.port}"

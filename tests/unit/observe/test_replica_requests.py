@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from roll_async.cli import main
 from roll_async.commands import scale
-from roll_async.commands.scale import run_scale
 from roll_async.observe.replica_requests import ReplicaRequests
 
 
@@ -41,21 +41,21 @@ def obeyed(folder, answers):
 
 def test_the_run_answers_each_question_once(folder, capsys, monkeypatch):
     asked, run = obeyed(folder, [("1 -> 3 replicas", False), ("Ray has 2 CPUs", True)])
-    assert run_scale([str(folder), "--replicas", "3"]) == 0
+    assert main(["scale", str(folder), "--replicas", "3"]) == 0
     assert capsys.readouterr().out == "1 -> 3 replicas\n"
-    assert run_scale([str(folder), "--replicas", "40"]) == 2
+    assert main(["scale", str(folder), "--replicas", "40"]) == 2
     assert capsys.readouterr().err == "roll-async scale: Ray has 2 CPUs\n"
     assert asked == [3, 40] and run.take() is None
     monkeypatch.chdir(folder.parent)
     (folder.parent / "output").mkdir()
     folder.rename(folder.parent / "output" / "run")
     asked, _ = obeyed(folder.parent / "output" / "run", [("by its name", False)])
-    assert run_scale(["run", "--replicas", "2"]) == 0 and asked == [2]
+    assert main(["scale", "run", "--replicas", "2"]) == 0 and asked == [2]
 
 
 def test_a_run_that_is_not_there_has_ended_or_was_killed_is_told_apart(folder, capsys, monkeypatch):
     def error(*args):
-        assert run_scale(args) == 2
+        assert main(["scale", *args]) == 2
         return capsys.readouterr().err
 
     nowhere = "no run 'nowhere': neither nowhere nor output/nowhere holds the config.yaml"

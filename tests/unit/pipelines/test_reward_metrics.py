@@ -43,7 +43,7 @@ def test_numbers_of_a_reward_become_metrics_of_the_step(build):
         "reward/metrics/f1": 0.5,
         "reward/metrics/format": 0.5,
     }
-    assert batch_metrics(groups, 1)["reward/accuracy"] == 0.5
+    assert batch_metrics(groups)["reward/accuracy"] == 0.5
 
 
 def test_several_domains_are_reported_one_by_one(build):

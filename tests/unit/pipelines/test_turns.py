@@ -80,7 +80,7 @@ def shared(capacity=CAPACITY, ranks_keep=(), replica_keeps=(), groups=("actor_tr
     ranks = {name: Ranks(log, name, keeps=ranks_keep) for name in groups}
     devices = {name: (0, 1) for name in (*groups, replica.name)}
     memory = DeviceMemory(devices_of=devices, capacity_bytes=capacity)
-    turns = DeviceTurns({}, lambda: [replica], memory)
+    turns = DeviceTurns(lambda: [replica], memory)
     return turns, ranks, log
 
 
@@ -220,7 +220,7 @@ def colocated(a_run):
                 held[replica.name] = sleeper
                 replica.sleep, replica.wake = sleeper.sleep, sleeper.wake
             memory = DeviceMemory(devices_of={"actor_train": (0, 1), **{r.name: (i,) for i, r in enumerate(replicas)}})
-            return DeviceTurns({}, lambda: replicas, memory)
+            return DeviceTurns(lambda: replicas, memory)
 
         done = a_run(ratio=0.0, turns_of=turns_of, **options)
         done.ranks, done.log, done.sleepers = Ranks(log), log, held

@@ -160,6 +160,7 @@ def test_a_wrong_program_fails_its_case_and_says_why(sandbox, code, truth, reaso
     assert reason in verdict.reason and verdict.reason.startswith("case 1 of 1")
 
 
+@pytest.mark.slow
 def test_a_program_that_never_ends_fails_its_case_when_its_time_is_over():
     reward = CodeSandbox(case_timeout_s=0.5, isolation="best_effort")
     verdict = reward(fenced("while True: pass"), json.dumps({"inputs": [""], "outputs": ["3"]}), {})
@@ -192,6 +193,7 @@ def test_all_stops_at_the_first_failure_and_fraction_counts_them():
     assert scores == {"all": (0, 0.25), "fraction": (0.5, 0.5)}
 
 
+@pytest.mark.slow
 def test_slow_cases_share_the_time_of_their_sample():
     reward = CodeSandbox(case_timeout_s=5.0, timeout_s=1.5, scoring="fraction", isolation="best_effort")
     started = time.monotonic()

@@ -150,6 +150,7 @@ def test_trouble_that_passes_is_retried(judging, question):
     assert (reward.score, reward.status, requests) == (1, RewardStatus.OK, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "status", "reason", "requests"),
     [

@@ -95,6 +95,7 @@ SEVERAL = st.lists(NUMBERS, min_size=2, max_size=3, unique=True).flatmap(
 ) | st.lists(NUMBERS, min_size=4, max_size=4, unique=True).map(lambda v: union([number(x) for x in sorted(v)]))
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(VALUES | SEVERAL, STYLES)
 def test_any_expression_equals_itself_in_another_writing(write, style):
@@ -102,6 +103,7 @@ def test_any_expression_equals_itself_in_another_writing(write, style):
     assert same_value(one, one) and same_value(other, one) and same_value(one, other), (one, other)
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(SEVERAL, STYLES, st.sampled_from([r"\boxed{%s}", "Answer: $%s$", "#### %s", "<answer>%s</answer>"]))
 def test_no_number_equals_a_list_and_no_list_a_number(write, style, form):
@@ -115,6 +117,7 @@ def test_no_number_equals_a_list_and_no_list_a_number(write, style, form):
         assert rule(form % several, one, {}).score == 0, (several, one)
 
 
+@pytest.mark.slow
 @SETTINGS
 @hypothesis.given(SEVERAL, STYLES)
 def test_no_list_equals_one_of_its_parts(write, style):

@@ -54,6 +54,7 @@ def test_answers_come_back_to_the_sample_that_asked(scoring):
     assert rewards[0].metrics == {"acc": 1.0, "format": 1.0, "length": 2.0}
 
 
+@pytest.mark.slow
 def test_a_hanging_reward_is_a_time_out_and_its_neighbours_are_unharmed(scoring):
     async def work(pool):
         started = time.monotonic()
@@ -79,6 +80,7 @@ def test_a_hanging_reward_delays_only_its_own_worker(scoring):
     assert scores == list(range(1, 10)) and not hanging_done
 
 
+@pytest.mark.slow
 def test_two_workers_that_hang_at_once_get_a_spare_each(scoring):
     async def work(pool):
         return await ask(pool, "hang", "hang", *"1234")
@@ -88,6 +90,7 @@ def test_two_workers_that_hang_at_once_get_a_spare_each(scoring):
     assert [r.score for r in rewards[2:]] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_long_texts_behind_a_hanging_one_do_not_suspend_its_time_out(scoring):
     async def work(pool):
         long = [pool.score("1", "x" * 400_000, {}) for _ in range(3)]
@@ -97,6 +100,7 @@ def test_long_texts_behind_a_hanging_one_do_not_suspend_its_time_out(scoring):
     assert first.status is RewardStatus.TIMEOUT and {r.metrics["length"] for r in rest} == {400_000}
 
 
+@pytest.mark.slow
 def test_workers_that_hang_at_the_same_moment_are_each_replaced_by_one_of_their_own(scoring):
     async def work(pool):
         rewards = await ask(pool, *["hang"] * 6, *map(str, range(12)))
@@ -186,6 +190,7 @@ def test_a_function_written_for_verl_is_a_reward_as_it_is(scoring):
     assert (reward.score, reward.metrics) == (1.0, {"acc": 1.0, "format": 1.0, "index": 3.0, "from_gsm8k": 1.0})
 
 
+@pytest.mark.slow
 def test_a_reward_that_nobody_waits_for_any_more_is_not_computed(scoring):
     async def work(pool):
         behind = [asyncio.ensure_future(pool.score("hang", "", {})) for _ in range(4)]
@@ -204,6 +209,7 @@ def test_a_reward_that_only_a_worker_cannot_build_is_refused_with_its_reason(sco
         scoring(lambda pool: ask(pool, "1"), reward="sample_rewards.OnlyHere")
 
 
+@pytest.mark.slow
 def test_what_a_reward_started_ends_with_its_worker(scoring, tmp_path):
     async def work(pool):
         reward = await pool.score(f"spawn {tmp_path / 'pid'}", "", {})
@@ -271,6 +277,7 @@ def test_a_rules_worker_that_is_killed_is_replaced_and_so_is_the_process_it_was_
     assert not scoring(work, reward="exact_match", num_workers=2)
 
 
+@pytest.mark.slow
 def test_behind_a_hanging_expression_nobody_waits_for_its_time_out_and_two_more_only_fill_the_places_aside(scoring):
     pytest.importorskip("math_verify")
 
@@ -293,6 +300,7 @@ def test_behind_a_hanging_expression_nobody_waits_for_its_time_out_and_two_more_
     assert (timeouts, crashes) == (3, 0)
 
 
+@pytest.mark.slow
 def test_a_spare_that_died_while_it_waited_does_not_take_a_sample_with_it(scoring):
     async def work(pool):
         while len(_workers()) < 2:
@@ -306,6 +314,7 @@ def test_a_spare_that_died_while_it_waited_does_not_take_a_sample_with_it(scorin
     assert scoring(work, timeout_s=5.0).score == 7
 
 
+@pytest.mark.slow
 def test_a_confined_worker_can_tell_languages(scoring):
     pytest.importorskip("py3langid")
     truth = '{"kind": "language:response_language", "language": "fr"}'

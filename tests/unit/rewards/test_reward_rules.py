@@ -221,6 +221,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_any_expression_equals_itself_in_other_spacing_and_no_number_equals_a_list():
     pytest.importorskip("math_verify")
     rng = random.Random(0)

@@ -9,6 +9,7 @@ import pytest
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import GeneratedTooMany
+from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
@@ -62,7 +63,7 @@ def test_a_supervised_row_is_answered_by_itself_and_unscored_domains_ask_nobody(
         replica = replica_class("a")
         scorer = scorer_class(lambda p, s: pytest.fail("asked"))
         unscored = ScoringOptions(unscored=frozenset({"demos", "imitate"}))
-        async with scheduling([replica], scorer, scoring=unscored, filter_enabled=True) as scheduler:
+        async with scheduling([replica], scorer, scoring=unscored, filter=GroupFilter()) as scheduler:
             shown = build.prompt(domain="demos", answer_ids=array("i", [3, 4, 2]))
             outcome = await scheduler.run_group(shown, group_id=5, admitted_version=2)
             (sample,) = outcome.group.samples
@@ -100,7 +101,9 @@ def test_each_sample_is_scored_the_moment_it_is_complete(run, build, replica_cla
 )
 def test_the_filter_keeps_what_carries_a_gradient(run, build, replica_class, scorer_class, scores, fate, reason):
     async def go():
-        async with scheduling([replica_class("a")], scorer_class(by_sample(*scores)), filter_enabled=True) as scheduler:
+        async with scheduling(
+            [replica_class("a")], scorer_class(by_sample(*scores)), filter=GroupFilter()
+        ) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert (outcome.fate, outcome.reason) == (fate, reason)
             assert len(outcome.group.samples) == 4, "a filtered group still counts in the metrics"
@@ -123,7 +126,7 @@ def test_the_filter_reads_the_metric_it_is_told_and_fails_on_one_nobody_reports(
         return Reward(score=float(sample.sample_id.endswith("0")), metrics={"acc": 1.0})
 
     async def fate(metric):
-        options = {"filter_enabled": True, "filter_metric": metric}
+        options = {"filter": GroupFilter(metric=metric)}
         async with scheduling([replica_class("a")], scorer_class(rule), **options) as scheduler:
             return await scheduler.run_group(build.prompt(), group_id=0)
 
@@ -135,7 +138,7 @@ def test_the_filter_reads_the_metric_it_is_told_and_fails_on_one_nobody_reports(
 
 def test_the_shaped_metrics_hold_the_overlong_penalty_and_the_raw_one_does_not(run, build, replica_class, scorer_class):
     from roll_async.algorithms.overlong import OverlongShaping
-    from roll_async.rollout.chat_scheduler import metric_of
+    from roll_async.rollout.group_filter import metric_of
 
     shaping = OverlongShaping(max_length=10, buffer_length=4)
     short, long = (build.sample(build.prompt(), range(n), ((0, n),), 1.0) for n in (5, 8))
@@ -150,7 +153,7 @@ def test_the_shaped_metrics_hold_the_overlong_penalty_and_the_raw_one_does_not(r
 @pytest.mark.parametrize("singletons", ["keep", "drop"])
 def test_a_group_of_one_is_kept_or_dropped_as_configured(run, build, replica_class, scorer_class, singletons):
     async def go():
-        options = {"samples_per_group": 1, "filter_enabled": True, "singletons": singletons}
+        options = {"samples_per_group": 1, "filter": GroupFilter(singletons=singletons)}
         async with scheduling([replica_class("a")], scorer_class(), **options) as scheduler:
             kept = (await scheduler.run_group(build.prompt(), group_id=0)).fate is GroupFate.KEPT
             assert kept == (singletons == "keep")
@@ -217,7 +220,7 @@ def test_an_answer_that_cannot_be_judged_in_time_filters_its_group_at_once(
     async def go():
         late = Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="no verdict within 30 s")
         scorer = scorer_class(by_sample(1.0, 0.0, late, 0.0))
-        async with scheduling([replica_class("a")], scorer, filter_enabled=enabled) as scheduler:
+        async with scheduling([replica_class("a")], scorer, filter=GroupFilter() if enabled else None) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FILTERED and outcome.group is None
             assert outcome.reason.startswith("dropped_invalid: reward of sample 0.0/2") and "30 s" in outcome.reason
@@ -357,7 +360,7 @@ def test_samples_of_a_group_spread_over_replicas_or_stay_together(
 def test_a_round_stops_early_and_names_what_it_left(run, build, replica_class, scorer_class):
     async def go():
         replica = replica_class("a")
-        options = {"filter_enabled": True, "gen_batch_size": 4}
+        options = {"filter": GroupFilter(), "gen_batch_size": 4}
         kept_rows = ("1", "3", "4", "6", "7")
         scorer = scorer_class(lambda p, s: half(p, s) if p.row_id in kept_rows else 1.0)
         async with scheduling([replica], scorer, **options) as scheduler:
@@ -411,7 +414,7 @@ def test_every_prompt_of_a_round_is_accounted_for_once(run, build, replica_class
                 return ConnectionError("down")
             return half(prompt, sample) if number % 3 else 0.0
 
-        options = {"filter_enabled": True, "gen_batch_size": 5, "scoring": ScoringOptions(outage_patience_s=0)}
+        options = {"filter": GroupFilter(), "gen_batch_size": 5, "scoring": ScoringOptions(outage_patience_s=0)}
         async with scheduling(
             [replica_class("a"), replica_class("b", token_s=1.7)], scorer_class(rule), **options
         ) as s:
@@ -429,7 +432,7 @@ def test_every_prompt_of_a_round_is_accounted_for_once(run, build, replica_class
 
 def test_too_many_batches_without_spread_end_with_a_message_about_the_data(run, build, replica_class, scorer_class):
     async def go():
-        options = {"filter_enabled": True, "gen_batch_size": 2, "max_num_gen_batches": 3}
+        options = {"filter": GroupFilter(), "gen_batch_size": 2, "max_num_gen_batches": 3}
         scorer = scorer_class(lambda p, s: half(p, s) if p.row_id == "1" else 0.0)
         async with scheduling([replica_class("a")], scorer, **options) as scheduler:
             with pytest.raises(
@@ -471,7 +474,7 @@ def test_nothing_of_a_round_runs_after_it_was_cancelled_or_failed(run, build, re
 
 def test_a_round_over_too_few_prompts_returns_what_there_is(run, build, replica_class, scorer_class):
     async def go():
-        async with scheduling([replica_class("a")], scorer_class(half), filter_enabled=True) as scheduler:
+        async with scheduling([replica_class("a")], scorer_class(half), filter=GroupFilter()) as scheduler:
             result = await scheduler.generate_sequences([build.prompt(row_id=str(i)) for i in range(3)], 5)
             assert len(result.groups) == 3 and result.leftovers == ()
 
@@ -480,7 +483,7 @@ def test_a_round_over_too_few_prompts_returns_what_there_is(run, build, replica_
 
 def test_a_validation_round_keeps_every_prompt_and_filters_none(run, build, replica_class, scorer_class):
     async def go():
-        options = {"filter_enabled": True, "gen_batch_size": 2, "max_num_gen_batches": 1}
+        options = {"filter": GroupFilter(), "gen_batch_size": 2, "max_num_gen_batches": 1}
         async with scheduling([replica_class("a")], scorer_class(), **options) as scheduler:
             prompts = [build.prompt(row_id=str(i)) for i in range(7)]
             result = await scheduler.generate_sequences(prompts, 2, validation=True)
@@ -502,7 +505,7 @@ def test_a_validation_round_counts_what_it_returns_and_says_what_it_could_not_sc
         return ConnectionError("down") if prompt.row_id == "5" else 1.0
 
     async def go():
-        options = {"filter_enabled": True, "scoring": ScoringOptions(outage_patience_s=0)}
+        options = {"filter": GroupFilter(), "scoring": ScoringOptions(outage_patience_s=0)}
         async with scheduling([replica_class("a")], scorer_class(score), **options) as scheduler:
             prompts = [build.prompt(row_id=str(i)) for i in range(7)]
             result = await scheduler.generate_sequences(prompts, 2, validation=True)

@@ -14,6 +14,7 @@ from roll_async.buffer.states import QueueOptions
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
+from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -163,7 +164,7 @@ def test_filtered_and_failed_groups_free_their_slots_and_do_not_come_again(run, 
             return ConnectionError("judge is down")
         return float(sample.sample_id.endswith("0")) if number % 3 else 0.0
 
-    done = run(world(rule, async_generation_ratio=1.0, scheduler={"filter_enabled": True}).go(10))
+    done = run(world(rule, async_generation_ratio=1.0, scheduler={"filter": GroupFilter()}).go(10))
     stats, rows = done.end, done.rows
     assert len(set(rows)) == 40 and all(r % 3 and r % 7 != 5 for r in rows)
     assert stats.filtered > 10 and stats.failed > 5
@@ -181,7 +182,7 @@ def test_what_the_filter_says_is_counted_by_reason(run, world):
             return Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="too slow")
         return float(sample.sample_id.endswith("0")) if number % 3 else 0.0
 
-    done = run(world(rule, async_generation_ratio=1.0, scheduler={"filter_enabled": True}).go(10))
+    done = run(world(rule, async_generation_ratio=1.0, scheduler={"filter": GroupFilter()}).go(10))
     judged, stats = done.end_rollout.judged, done.end
     assert judged["seen"] == judged["kept"] + judged["dropped_equal"] + judged["dropped_invalid"]
     assert judged["dropped_equal"] > 5 and judged["dropped_invalid"] > 3
@@ -361,7 +362,7 @@ def test_random_worlds_keep_every_promise(run, world, seed):
             groups_per_batch=rng.randint(1, 6),
             async_generation_ratio=ratio,
             trigger_parameter_sync_step=every,
-            scheduler={"filter_enabled": True},
+            scheduler={"filter": GroupFilter()},
         ).go(6)
     )
     assert done.stalest <= ceil((1 + ratio) * every) - 1
@@ -376,7 +377,7 @@ def test_over_sampling_keeps_the_first_to_finish_and_stops_the_rest_early(run, w
         return float(sample.sample_id.endswith("0")) if int(prompt.row_id) % 2 else 1.0
 
     def go(extra):
-        options = {"async_generation_ratio": ratio, "scheduler": {"filter_enabled": True}, "speeds": (1.0, 1.0, 5.0)}
+        options = {"async_generation_ratio": ratio, "scheduler": {"filter": GroupFilter()}, "speeds": (1.0, 1.0, 5.0)}
         return run(world(rule, oversample_groups=extra, train_s=0.1, **options).go(8))
 
     plain, ahead = go(0), go(6)
@@ -472,7 +473,7 @@ def test_data_without_spread_ends_the_run_with_a_message_and_loses_nothing(run, 
         return float(sample.sample_id.endswith("0")) if int(prompt.row_id) < 9 else 1.0
 
     budget = FilterBudget(BudgetOptions(groups_per_batch=4, gen_batch_size=6, max_num_gen_batches=3))
-    options = {"budget": budget, "async_generation_ratio": ratio, "scheduler": {"filter_enabled": True}}
+    options = {"budget": budget, "async_generation_ratio": ratio, "scheduler": {"filter": GroupFilter()}}
     stuck = world(rule, **options)
     with pytest.raises(BaseExceptionGroup) as raised:
         run(stuck.go(10))

@@ -85,6 +85,7 @@ def test_the_same_seed_is_the_same_run():
     assert first.ended_s == second.ended_s and first.spans == second.spans
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.0, 2.0])
 def test_lock_step_waits_for_the_slowest_world_and_redundancy_does_not(ratio):
     tail = replace(PLAYED, seconds=5.0, sigma=1.3, fewest_moves=3)

@@ -29,6 +29,7 @@ def test_a_world_is_told_in_full_and_its_invariants_are_checked(capsys):
     assert "interrupt_mode='" in out and "invariants 1 to 9 hold" in out
 
 
+@pytest.mark.slow
 def test_a_config_gets_figures_beside_theory(capsys):
     assert main(["simulate", CONFIG, *SMALL, "--json", "--mean-length", "40"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -39,6 +40,7 @@ def test_a_config_gets_figures_beside_theory(capsys):
     assert "1 train, 2 generate in 2 replicas" in out and "1 + K*L/(N*(mu + mu_train))" in out
 
 
+@pytest.mark.slow
 def test_a_dapo_config_is_simulated_with_its_filter_and_the_share_it_drops_is_told_and_costs_time(capsys):
     args = ["simulate", DAPO, *SMALL, "algorithm.filter_groups.gen_batch_size=16", "--mean-length", "20"]
     assert main(args) == 0
@@ -52,6 +54,7 @@ def test_a_dapo_config_is_simulated_with_its_filter_and_the_share_it_drops_is_to
     assert results[0]["theory_colocated_bound_s"] < results[1]["theory_colocated_bound_s"]
 
 
+@pytest.mark.slow
 def test_lengths_that_go_by_the_prompt_are_another_world(capsys):
     steps = []
     for share in ("0", "0.9"):

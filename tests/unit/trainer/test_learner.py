@@ -240,6 +240,7 @@ def test_the_overlong_penalty_is_on_the_scale_of_the_shifted_reward(build):
         ({"norm_mean_type": "running", "norm_std_type": "running", "reward_scale": 4.0}, [0.5, -0.5, -1.0, -3.0]),
         # Minus the group's mean the scores are 0.5, -0.5 and 1, -1; the greedy answers 0 and 2, which is cut to 0.75.
         ({"norm_mean_type": "group", "reward_clip": 0.75}, [0.5, -0.5, 0.0, -1.5]),
+        ({"advantage_clip": 0.75}, [0.5, -0.5, -0.75, -0.75]),
     ],
 )
 def test_a_greedy_baseline_is_subtracted_on_the_scale_of_the_shaped_scores(build, options, wanted):

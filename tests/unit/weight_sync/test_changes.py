@@ -7,12 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from roll_async.weight_sync.bucket import TensorSlot, UpdatePlan
+from roll_async.weight_sync.bucket import STAGED, TensorSlot, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import Cut, EngineLayout
 from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import STAGED, sends_changes
+from roll_async.weight_sync.transports import sends_changes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -54,6 +54,7 @@ def step(tensor, share=0.02, seed=1):
     return changed(tensor, random.Random(seed).sample(range(count), int(share * count)), seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
@@ -75,8 +76,9 @@ def test_changes_applied_one_version_after_the_other_give_the_bits_of_the_traine
             slot = TensorSlot(name="w", dtype=slot.dtype, shape=slot.shape, offset=0, num_bytes=0, num_values=count)
         whole = engine.whole(slot, flat_bytes(tensor) if changes is None else changes, owned=False)
         assert torch.equal(whole, flat_bytes(tensor)) and torch.equal(trainer[slot], flat_bytes(tensor))
-        digests = [Digest("full").of(slot, data) for data in (whole, flat_bytes(tensor))]
-        assert digests[0] == digests[1] == Digest("full").of(slot_of(tensor), flat_bytes(tensor))
+        digest = Digest("full", "gloo")
+        digests = [digest.of(slot, data) for data in (whole, flat_bytes(tensor))]
+        assert digests[0] == digests[1] == digest.of(slot_of(tensor), flat_bytes(tensor))
         trainer.complete(plan_of(export))
         engine.complete(plan_of(export))
 
@@ -114,6 +116,7 @@ def stepped(tensors, seed=1):
     return {name: t if name in ("empty", "frozen") else step(t, 0.02, seed) for name, t in tensors.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", sorted(STAGED))
 @pytest.mark.parametrize("block_bytes", [1000, 30_000, 1 << 20])
 def test_over_every_transport_a_push_of_changes_equals_a_full_one_and_is_shorter(transfers, transport, block_bytes):

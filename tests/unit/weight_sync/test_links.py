@@ -39,6 +39,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(links, "CHUNK_BYTES", 256)
 
 
+@pytest.mark.slow
 def test_a_chain_of_replicas_holds_the_same_weights_and_the_trainer_sends_them_once(transfers, small_chunks):
     sent = transfers.tensors()
     sender = transfers.sender(sent, "gloo", layout=EngineLayout(tensor=2))
@@ -139,6 +140,15 @@ def test_closing_both_ends_leaves_no_thread(transfers):
         time.sleep(0.02)
 
 
+def test_closing_waits_for_no_server_s_next_look_because_engines_stand_still_meanwhile(transfers):
+    sender = transfers.sender(transfers.tensors(), "gloo")
+    replicas = chain(transfers, sender, ["a", "b", "c", "d"])
+    asyncio.run(transfers.send_to_replicas([sender], replicas))
+    started = time.monotonic()
+    transfers.close()
+    assert time.monotonic() - started < 0.5  # each of five servers took up to 0.5
+
+
 class Stream:
     """Operations of a device, in order."""
 
@@ -232,6 +242,7 @@ def push_beside_a_computing_trainer(transfers, medium):
     return f"{sender.sent[0] % (1 << 128):032x}", receiver.digest, longest
 
 
+@pytest.mark.slow
 def test_no_transfer_is_pending_on_the_trainer_s_default_stream_while_it_computes(transfers):
     """A receive that waits there holds back all that the trainer computes next: so `nccl` once hung."""
     sent, received, longest = push_beside_a_computing_trainer(transfers, StreamMedium())

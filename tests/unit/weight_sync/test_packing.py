@@ -34,8 +34,8 @@ def slot_of(name, tensor):
     )
 
 
-def digest_of(tensors, verify="full"):
-    digest = Digest(verify)
+def digest_of(tensors, verify="full", transport="shm"):
+    digest = Digest(verify, transport)
     for name, tensor in tensors.items():
         digest.update(slot_of(name, tensor), flat_bytes(tensor))
     return digest.hexdigest()
@@ -89,25 +89,30 @@ def test_planning_asks_for_no_more_tensors_than_one_block_holds():
     assert asked == ["embedding", "half", "scalar", "strided", "large"]
 
 
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
 @pytest.mark.parametrize("position", [0, 1023, 1024, 1999])
-def test_one_changed_byte_changes_the_full_digest(position):
+def test_one_changed_byte_changes_the_full_digest(position, transport):
     changed = {name: t.clone() for name, t in TENSORS.items()}
     changed["large"].view(torch.uint8)[position] ^= 1
-    assert digest_of(changed) != digest_of(TENSORS)
+    assert digest_of(changed, transport=transport) != digest_of(TENSORS, transport=transport)
 
 
-def test_the_full_digest_sees_a_swap_of_equal_shapes_a_new_shape_a_new_type_and_a_missing_tensor():
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_the_full_digest_sees_a_swap_of_equal_shapes_a_new_shape_a_new_type_and_a_missing_tensor(transport):
+    def full(tensors):
+        return digest_of(tensors, transport=transport)
+
     one, two = torch.zeros(4), torch.ones(4)
-    base = digest_of({"a": one, "b": two})
-    assert base == digest_of({"a": one.clone(), "b": two.clone()})
+    base = full({"a": one, "b": two})
+    assert base == full({"a": one.clone(), "b": two.clone()})
     different = [
         {"a": two, "b": one},
         {"a": one.view(2, 2), "b": two},
         {"a": one.view(torch.int32), "b": two},
         {"a": one},
     ]
-    assert base not in [digest_of(tensors) for tensors in different]
-    assert len({digest_of(tensors) for tensors in different}) == len(different)
+    assert base not in [full(tensors) for tensors in different]
+    assert len({full(tensors) for tensors in different}) == len(different)
 
 
 @pytest.mark.parametrize("size", [10, 16 * 1024, 16 * 1024 + 4, 1 << 20])
@@ -136,4 +141,4 @@ def test_without_verification_names_types_and_shapes_still_count():
 
 def test_an_unknown_level_is_refused_with_its_key_and_the_choices():
     with pytest.raises(ValueError, match="weight_sync.verify 'half'.*full | sample | none"):
-        Digest("half")
+        Digest("half", "shm")

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from roll_async.weight_sync import shm
+from roll_async.weight_sync.bucket import STAGED
 from roll_async.weight_sync.layout import Cut, EngineLayout
 from roll_async.weight_sync.packing import TensorPart, plan_blocks, size_of
-from roll_async.weight_sync.transports import RECEIVERS, SENDERS, STAGED, choose_transport
+from roll_async.weight_sync.transports import RECEIVERS, SENDERS, choose_transport
 
 CPU_TRANSPORTS = sorted(STAGED)
 
@@ -144,6 +145,7 @@ def test_a_folder_without_room_is_left_for_the_next_one_and_without_one_the_erro
         shm.FileWriter(folders=(tmp_path,)).write(0, [], 1 << 60)
 
 
+@pytest.mark.slow
 def test_a_killed_receiver_leaves_nothing_and_the_sender_goes_on(transfers):
     sender = transfers.sender(transfers.tensors())
     block = sender.next_block()
