@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
@@ -53,11 +54,14 @@ class InProcessLLM:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = self._closed = False
         self._dead: EngineDeadError | None = None
-        self._thread = threading.Thread(target=self._run, name="vllm-core", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), name="vllm-core", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, cores: int) -> None:
         """Run steps while there are requests; otherwise wait for a call."""
+        # A thread takes torch's number at its first parallel operation only: vLLM's attention would be planned before it
+        # for OpenMP's number and be refused after it.
+        torch.set_num_threads(cores)
         try:
             while not self._closed:
                 idle = self._paused or not self._engine.has_unfinished_requests()
