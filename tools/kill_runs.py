@@ -214,9 +214,14 @@ def _actor(driver: int, victim: str) -> int:
     return found
 
 
-def heal_and_check(output: Path, overrides: list[str]) -> list[str]:
-    """A trainer rank and the rollout process of one run are killed; the problems found in what it trained."""
-    run, max_steps = KilledRun(output, overrides), 6
+def heal_and_check(output: Path, overrides: list[str], *, seed: int | None = None) -> list[str]:
+    """A trainer rank and the rollout process of one run are killed; the problems found in what it trained. `seed`: the
+    driver of an earlier start in the same folder was killed at a random instant.
+    """
+    run = KilledRun(output, overrides)
+    if seed is not None:
+        print(run.run_and_kill(100, random.Random(seed), DRIVER), flush=True)
+    max_steps = run.last_step() + 6
     told = run.heal(max_steps)
     problems = run.check(max_steps)
     restarts = [m["run/restarts"] for m in run._metrics()]

@@ -85,8 +85,10 @@ class OwnCluster:
         ]  # fmt: skip
         if "--head" in arguments:
             command.append(f"--temp-dir={self.folder / 'ray'}")
-        # As in the Ray that a run starts itself: the default of 15 puts every other program first.
-        started = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", **(env or {})}
+        # As in the Ray that a run starts itself: the default niceness of 15 puts every other program first, and idle
+        # workers, one per core, are of no use to roles with environments of their own.
+        ours = {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+        started = {**os.environ, "RAY_AUTH_MODE": "disabled", **ours, **(env or {})}
         for name in ("RAY_ADDRESS", "PYTHONPATH"):
             started.pop(name, None)
         log = open(home / "out.txt", "w")

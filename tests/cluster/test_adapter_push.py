@@ -294,9 +294,11 @@ def test_the_canary_names_an_adapter_that_was_proved_and_never_delivered(replica
 
 @pytest.mark.parametrize("places", ["apart", "shared"])
 def test_a_run_pushes_adapters_alone_and_stays_on_policy(launcher, monkeypatch, places):
-    """Apart on CPU, where `auto` chooses it; and in turns on a pretended GPU, where engines keep the frozen weights."""
+    """Apart on CPU, where `auto` chooses it, to an engine of two tensor-parallel ranks; and in turns on a pretended GPU,
+    where engines keep the frozen weights.
+    """
     pytest.importorskip("vllm")
-    where = ()
+    where = ("actor_infer.strategy_args.strategy_config.tensor_parallel_size=2",)
     if places == "shared":
         monkeypatch.setenv("ROLL_ASYNC_PRETENDED_GPUS", "1")
         where = ("actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "weight_sync.adapters=alone")
@@ -313,6 +315,8 @@ def test_a_run_pushes_adapters_alone_and_stays_on_policy(launcher, monkeypatch, 
     assert [m["step"] for m in metrics] == [1, 2, 3]
     for m in metrics:
         assert abs(m["correction/rho_max"] - 1) < 1e-3 and m.get("weights/canary_alarms", 0) == 0
+        assert m.get("weights/canary_difference", 0) < 1e-4
+    assert metrics[-1].get("weights/canary_moved", 1) > 0
     sent = [m["weights/sent_bytes"] for m in metrics if "weights/sent_bytes" in m]
     whole = (launcher.assets / "model" / "model.safetensors").stat().st_size
     assert sent and max(sent) < whole / 2, "after the first push, before step 1, adapters travel alone"

@@ -84,8 +84,3 @@ def test_tensor_pipeline_and_data_parallel_trainers_and_two_replicas(launcher, m
         "actor_infer.world_size=2",
     )
     assert metrics[-1]["rollout/engines"] == 2
-
-
-def test_an_engine_on_two_tensor_parallel_ranks(launcher):
-    pytest.importorskip("vllm")
-    agrees(launcher, "actor_infer.strategy_args.strategy_config.tensor_parallel_size=2")

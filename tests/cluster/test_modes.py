@@ -26,7 +26,7 @@ from tools.sweep import Sweep
 STEPS = 5
 SMALL = (
     "rollout_batch_size=8",
-    "response_length=40",
+    "response_length=24",
     "num_return_sequences_in_group=4",
     "actor_train.training_args.per_device_train_batch_size=8",
     "actor_train.training_args.gradient_accumulation_steps=1",

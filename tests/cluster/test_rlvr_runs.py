@@ -1,7 +1,6 @@
 """The main job on real parts: Ray, Megatron-Core, vLLM or the Hugging Face engine, run as a user runs it."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -99,32 +98,39 @@ def test_real_gsm8k_rows_run_three_steps(launcher, tmp_path):
     assert "7" in log and "longer than prompt_length" in log
 
 
-def test_an_interrupted_run_saves_its_state_and_goes_on_where_it_stopped(launcher):
-    process = launcher.start("max_steps=500", HF)
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            break
-    process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=120)[0]
-    assert process.returncode == 130, rest
-    stopped = launcher.metrics()[-1]["step"]
-    code, output = launcher.run(f"max_steps={stopped + 2}", "checkpoint.resume_from=latest", HF)
-    assert code == 0, output
-    assert [m["step"] for m in launcher.metrics()] == list(range(1, stopped + 3))
-
-
-def test_killing_the_driver_leaves_no_process_behind_and_no_port_was_open_to_the_network(launcher):
+def test_a_run_goes_on_after_its_engine_died_and_after_ctrl_c_and_a_killed_driver_leaves_nothing_behind(launcher):
     psutil = pytest.importorskip("psutil")
-    process = launcher.start("max_steps=500", HF)
-    for line in process.stdout:
-        if line.startswith("step 1/"):
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
+
+    def started(*overrides, step):
+        """A run that is to end long before its steps do, past `step`, and the processes it started."""
+        process = launcher.start("max_steps=500", "checkpoint.resume_from=latest", HF, *overrides)
+        for line in process.stdout:
+            if line.startswith(f"step {step}/"):
+                break
+        return process, psutil.Process(process.pid).children(recursive=True)
+
+    process, children = started("fault.max_engine_restarts=0", step=1)
+    next(c for c in children if "EngineReplica" in " ".join(c.cmdline())).kill()
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 3 and "actor_infer-0" in output and "Traceback" not in output
+    lost_at = launcher.metrics()[-1]["step"]
+    assert f"step {lost_at} is saved; resume after" in output, "the trainer was healthy"
+    assert (launcher.output / "run" / "checkpoints" / f"step_{lost_at:08d}").is_dir()
+
+    process, _ = started(step=lost_at + 2)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    stopped_at = launcher.metrics()[-1]["step"]
+    assert [m["step"] for m in launcher.metrics()] == list(range(1, stopped_at + 1))
+
+    process, children = started(step=stopped_at + 1)
+    assert [m["step"] for m in launcher.metrics()][:stopped_at] == list(range(1, stopped_at + 1))
     assert len(children) > 5
     connections = [c for p in (psutil.Process(process.pid), *children) for c in p.net_connections("tcp")]
     open_to = {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
-    assert open_to == {"127.0.0.1"}
-    os.kill(process.pid, signal.SIGKILL)
+    assert open_to == {"127.0.0.1"}, "a port was open to the network"
+    process.kill()
     process.wait()
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -133,23 +139,6 @@ def test_killing_the_driver_leaves_no_process_behind_and_no_port_was_open_to_the
             break
         time.sleep(0.2)
     assert left == []
-
-
-def test_an_engine_that_dies_without_restarts_left_ends_the_run_with_its_error_and_not_a_hang(launcher):
-    psutil = pytest.importorskip("psutil")
-    process = launcher.start("max_steps=500", "fault.max_engine_restarts=0", HF)
-    for line in process.stdout:
-        if line.startswith("step 1/"):
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    engine = next(c for c in children if "EngineReplica" in " ".join(c.cmdline()))
-    engine.kill()
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 3
-    assert "actor_infer-0" in output and "Traceback" not in output
-    steps = launcher.metrics()[-1]["step"]
-    assert f"step {steps} is saved; resume after" in output, "the trainer was healthy"
-    assert (launcher.output / "run" / "checkpoints" / f"step_{steps:08d}").is_dir()
 
 
 def test_missing_assets_and_wrong_keys_are_one_readable_line_before_anything_starts(launcher):

@@ -21,7 +21,7 @@ def many(count):
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=EVERY_SEED_COUNTS)
 
 
-@many(2000)
+@many(1000)
 @given(seed=SEEDS)
 def test_invariants_hold_whatever_the_schedule_and_the_faults(seed):
     outcome = simulate(random_scenario(seed))
