@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
 
 import ray
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state as cluster_state
+from ray.autoscaler._private.util import format_readonly_node_type
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.autoscaler.v2.utils import is_autoscaler_v2
+from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -106,7 +112,7 @@ class NodePool:
         kind, each = ("GPU", sum(len(part.gpu_ids) for part in like.parts)) if like.gpu_ids else ("CPU", 1)
         used = sum(len(need.gpu_ids) for need in self._needs) if like.gpu_ids else self._num_cpu_processes
         have = max(sum(resources.get(kind, 0) for resources in there), most.get(kind, 0))
-        if used + num_processes * each > have:
+        if used + num_processes * each > have and not grows():
             raise ValueError(
                 f"the run has {used} {kind}s, {num_processes} replicas more need {num_processes * each}, and Ray has "
                 f"{have:.0f} {kind}s"
@@ -117,15 +123,18 @@ class NodePool:
         most, there = _resources()
         cpus = sum(resources.get("CPU", 0) for resources in there)
         if self._num_cpu_processes > max(cpus, most.get("CPU", 0)):
-            raise ValueError(
-                f"the roles on CPU are {self._num_cpu_processes} processes, and Ray has {cpus:.0f} CPUs; lower their "
-                "world_size or add nodes"
-            )
+            problem = f"the roles on CPU are {self._num_cpu_processes} processes, and Ray has {cpus:.0f} CPUs"
+            if not grows():
+                raise ValueError(f"{problem}; lower their world_size or add nodes")
+            logger.warning("%s: waiting for the autoscaler", problem)
         problem = shortage(self._needs, [int(resources.get("GPU", 0)) for resources in there])
         if problem is None:
             return
         if most.get("GPU", 0) >= sum(len(need.gpu_ids) for need in self._needs):
             logger.warning("%s: waiting for the autoscaler (at most %d GPUs)", problem, most["GPU"])
+            return
+        if not most and grows():
+            logger.warning("%s: waiting for the autoscaler", problem)
             return
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = f" (CUDA_VISIBLE_DEVICES={visible} here)" if visible is not None else ""
@@ -178,6 +187,18 @@ class NodePool:
 def _machines(group: PlacementGroup) -> Mapping[int, str]:
     """Ray's id of the machine of every bundle."""
     return placement_group_table(group)["bundles_to_node_id"]
+
+
+def grows() -> bool:
+    """Whether an autoscaler of Ray's starts machines of this cluster. How many it may start, Ray does not tell."""
+    gcs = ray.get_runtime_context().gcs_address
+    if is_autoscaler_v2(fetch_from_server=True):
+        status = get_cluster_status(gcs)
+        types = {node.node_id: node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
+        return any(name not in ("", format_readonly_node_type(node)) for node, name in types.items())
+    report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report") or {}
+    # Where nothing starts machines, Ray's monitor still reports, and invents a type for each node.
+    return any(not name.startswith(format_readonly_node_type("")) for name in report.get("active_nodes", ()))
 
 
 def _resources() -> tuple[Mapping[str, float], list[dict[str, float]]]:

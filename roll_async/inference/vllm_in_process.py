@@ -54,14 +54,15 @@ class InProcessLLM:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = self._closed = False
         self._dead: EngineDeadError | None = None
-        self._thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), name="vllm-core", daemon=True)
+        threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, args=(threads,), name="vllm-core", daemon=True)
         self._thread.start()
 
-    def _run(self, cores: int) -> None:
+    def _run(self, threads: int) -> None:
         """Run steps while there are requests; otherwise wait for a call."""
-        # A thread takes torch's number at its first parallel operation only: vLLM's attention would be planned before it
-        # for OpenMP's number and be refused after it.
-        torch.set_num_threads(cores)
+        # A new thread takes torch's number at its first parallel operation only: vLLM's attention would be planned
+        # before it, for OpenMP's number, and refused after it.
+        torch.set_num_threads(threads)
         try:
             while not self._closed:
                 idle = self._paused or not self._engine.has_unfinished_requests()

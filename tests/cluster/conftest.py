@@ -79,8 +79,8 @@ class Launcher:
             *overrides,
         ]
 
-    def start(self, *overrides, **kwargs):
-        env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    def start(self, *overrides, env=None, **kwargs):
+        env = env or {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         return subprocess.Popen(
             self.command(*overrides, **kwargs),
             cwd=ROOT,

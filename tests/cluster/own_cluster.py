@@ -8,6 +8,7 @@
 Every raylet stays in the foreground of a `ray start --block`; all of it is ended by process id.
 """
 
+import json
 import os
 import random
 import socket
@@ -43,8 +44,30 @@ class OwnCluster:
         """For a driver."""
         return {**os.environ, "RAY_ADDRESS": self.address, "RAY_AUTH_MODE": "disabled", **more}
 
-    def head(self, **resources):
-        return self._start("--head", f"--port={self._port}", "--include-dashboard=false", **resources)
+    def head(self, *arguments, **resources):
+        return self._start("--head", f"--port={self._port}", "--include-dashboard=false", *arguments, **resources)
+
+    def growing_head(self, *, cpus, more_cpus, **resources):
+        """A head whose autoscaler starts one node more, here too, when something waits for its CPUs."""
+        config = {
+            "cluster_name": "growing", "max_workers": 1, "idle_timeout_minutes": 60, "auth": {}, "upscaling_speed": 1.0,
+            "provider": {"type": "fake_multinode", "gcs_address": self.address},
+            "head_node_type": "ray.head.default", "head_node": {}, "worker_nodes": {}, "docker": {}, "file_mounts": {},
+            "cluster_synced_files": [], "file_mounts_sync_continuously": False, "rsync_exclude": [],
+            "rsync_filter": [], "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
+            "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
+            "available_node_types": {
+                "ray.head.default": {"resources": {"CPU": cpus}, "node_config": {}, "max_workers": 0},
+                "more": {
+                    "resources": {"CPU": more_cpus, "object_store_memory": 80 << 20}, "node_config": {},
+                    "min_workers": 0, "max_workers": 1,
+                },
+            },
+        }  # fmt: skip
+        file = self.folder / "autoscaling.json"
+        file.write_text(json.dumps(config))
+        env = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        return self.head(f"--autoscaling-config={file}", cpus=cpus, env=env, **resources)
 
     def node(self, **resources):
         return self._start(f"--address={self.address}", **resources)

@@ -294,8 +294,8 @@ def test_the_canary_names_an_adapter_that_was_proved_and_never_delivered(replica
 
 @pytest.mark.parametrize("places", ["apart", "shared"])
 def test_a_run_pushes_adapters_alone_and_stays_on_policy(launcher, monkeypatch, places):
-    """Apart on CPU, where `auto` chooses it, to an engine of two tensor-parallel ranks; and in turns on a pretended GPU,
-    where engines keep the frozen weights.
+    """Apart on CPU, where `auto` chooses it, to an engine of two tensor-parallel ranks; and in turns on a pretended
+    GPU, where engines keep the frozen weights.
     """
     pytest.importorskip("vllm")
     where = ("actor_infer.strategy_args.strategy_config.tensor_parallel_size=2",)

@@ -1,4 +1,6 @@
-"""Replicas join a run under way and leave it, on real parts: `roll-async scale` beside the start script."""
+"""Replicas join a run under way and leave it, on real parts: `roll-async scale` beside the start script, in a cluster
+whose autoscaler (Ray's own, with its provider for one machine) starts the node that the second replica waits for.
+"""
 
 import os
 import subprocess
@@ -7,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from own_cluster import OwnCluster
 
 pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
@@ -20,7 +23,17 @@ def scale(folder, replicas):
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
-def test_a_replica_joins_and_leaves_by_command_and_every_prompt_is_trained_once(launcher):
+@pytest.fixture(scope="module")
+def growing(short_folder):
+    """Two CPUs, for the roles of the config; two more when something waits for them."""
+    with OwnCluster(short_folder) as cluster:
+        cluster.growing_head(cpus=2, more_cpus=2)
+        yield cluster
+
+
+def test_a_replica_joins_by_command_where_the_autoscaler_starts_a_node_and_leaves_and_every_prompt_is_trained_once(
+    launcher, growing
+):
     folder = launcher.output / "run"
     log = folder / "run.log"
 
@@ -36,6 +49,8 @@ def test_a_replica_joins_and_leaves_by_command_and_every_prompt_is_trained_once(
         "max_steps=60",
         "rewards={length: {type: tests.cluster.length_reward.LengthReward}}",
         "actor_infer.generating_args.max_new_tokens=24",
+        "weight_sync.transport=gloo",  # the new node need not be on this host
+        env=growing.env(),
     )
     try:
         while not (folder / "metrics.jsonl").exists():
@@ -44,9 +59,9 @@ def test_a_replica_joins_and_leaves_by_command_and_every_prompt_is_trained_once(
         asked = scale(folder, 2)
         assert asked.returncode == 0, asked.stderr
         assert "1 -> 2 replicas; actor_infer-1 joins when devices and weights are there" in asked.stdout
-        for number, error in ((0, "at least 1"), (1000, "999 replicas more need 999, and Ray has")):
-            refused = scale(folder, number)
-            assert refused.returncode == 2 and error in refused.stderr and "Traceback" not in refused.stderr
+        assert len(growing.running(0, "ray::EngineReplica")) == 1, "the head has no CPU left"
+        refused = scale(folder, 0)
+        assert refused.returncode == 2 and "at least 1" in refused.stderr and "Traceback" not in refused.stderr
         reached("actor_infer-1 rejoined with version")
         joined_at = len(launcher.metrics())
         while len(launcher.metrics()) < joined_at + 3:

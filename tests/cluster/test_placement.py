@@ -154,6 +154,10 @@ def test_too_few_devices_are_refused_at_once_with_what_is_there(joined):
         asyncio.run(scenario(placed((0, 8, 16, 24), 4)))
     with pytest.raises(ValueError, match="the roles on CPU are 40 processes, and Ray has 30 CPUs"):
         asyncio.run(scenario(placed(None, 40)))
+    with pytest.raises(ValueError, match="the run has 4 GPUs, 3 replicas more need 12, and Ray has 10 GPUs"):
+        NodePool(placed((0, 1, 2, 3), 1)).refuse_more(3, *placed((0, 1, 2, 3), 1))
+    with pytest.raises(ValueError, match="the run has 2 CPUs, 999 replicas more need 999, and Ray has 30 CPUs"):
+        NodePool(placed(None, 2)).refuse_more(999, placed(None, 1)[0])
 
 
 def test_devices_in_use_are_waited_for_with_a_line_and_a_deadline_and_the_loop_goes_on(joined, caplog, monkeypatch):

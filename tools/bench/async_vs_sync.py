@@ -11,9 +11,9 @@ mean, so that the engine is never idle even in the synchronous run and all that 
 T_gen and T_train come from the synchronous run, where they do not overlap: the wait for a batch, and the rest of the
 step. `bound` = (T_gen + T_train) / max(T_gen, T_train) is what perfect overlap of these two would give; `ratio` =
 speedup / bound. It may exceed 1: with a long tail an engine that is given new requests while the last ones end needs
-less than T_gen. What the trainer still waits for a batch is `waited_async_s`; where that is nothing and the ratio is below 1,
-two busy cores are slower than one, each (shared caches and memory, and the driver, Ray and the reward host beside them).
-Uses the tokenizer and data of the demo assets (`make demo-assets`).
+less than T_gen. `waited_async_s` is what the trainer still waits for a batch; where that is nothing and the ratio is
+below 1, two busy cores are slower than one, each: shared caches and memory, and the driver, Ray and the reward host
+beside them. Uses the tokenizer and data of the demo assets (`make demo-assets`).
 """
 
 from __future__ import annotations

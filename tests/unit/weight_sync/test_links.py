@@ -13,6 +13,7 @@ import torch
 from roll_async.weight_sync import links
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.cuda_ipc import DeviceReader, DeviceWriter
+from roll_async.weight_sync.digest import of_replica, of_trainer
 from roll_async.weight_sync.gloo import HostMedium
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.links import LinkReader, LinkWriter
@@ -304,3 +305,42 @@ def test_roles_that_share_devices_read_their_own_device_in_place_and_pull_the_re
     assert len(pulls) == pulled
     receiver.close()
     sender.close()
+
+
+def test_engine_ranks_of_one_device_read_the_same_memory_in_place_and_each_takes_what_it_keeps(transfers):
+    """Two replicas of two tensor-parallel ranks, all on the device of the trainer rank: nothing is sent."""
+    plan = transfers.sender({}, "gloo", layout=EngineLayout(tensor=2)).plan
+    name, truth, memory = "model.layers.0.mlp.up_proj.weight", torch.arange(64.0).view(16, 4), {}
+
+    def handle(data):
+        memory[f"handle{len(memory)}"] = data
+        return f"handle{len(memory) - 1}"
+
+    class Never(LinkReader):
+        def read(self, block, rank):
+            raise AssertionError("it lies on this device")
+
+    writer = DeviceWriter(LinkWriter(HostMedium()), device="gpu0", handle=handle)
+    parts = transfers.whole({name: truth, "norm": torch.ones(5)})
+    sender = BlockSender(parts, plan, 80, writer, LastExport(), source=0)
+    ranks = [0, 1, 0, 1]
+    receivers = [
+        Receiver(
+            plan,
+            DeviceReader(Never(HostMedium(), plan, rank), SameMemory(memory), device="gpu0"),
+            LastExport(),
+            rank=rank,
+            keeps_memory=False,
+        )
+        for rank in ranks
+    ]
+    for bucket in transfers.buckets([sender]):
+        for receiver in receivers:
+            receiver.take(bucket)
+    for rank, receiver in zip(ranks, receivers, strict=True):
+        got, rows = dict(receiver.tensors()), slice(8 * rank, 8 * rank + 8)
+        assert torch.equal(got[name][rows], truth[rows]) and torch.equal(got["norm"], torch.ones(5))
+    for pair in (receivers[:2], receivers[2:]):
+        assert of_replica(r.digest for r in pair) == of_trainer([sender.sent])
+    for end in (*receivers, sender):
+        end.close()
