@@ -194,7 +194,7 @@ def grows() -> bool:
     gcs = ray.get_runtime_context().gcs_address
     if is_autoscaler_v2(fetch_from_server=True):
         status = get_cluster_status(gcs)
-        types = {node.node_id: node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
+        types = {node.node_id or "": node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
         return any(name not in ("", format_readonly_node_type(node)) for node, name in types.items())
     report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report") or {}
     # Where nothing starts machines, Ray's monitor still reports, and invents a type for each node.
