@@ -191,9 +191,8 @@ def _machines(group: PlacementGroup) -> Mapping[int, str]:
 
 def grows() -> bool:
     """Whether an autoscaler of Ray's starts machines of this cluster. How many it may start, Ray does not tell."""
-    gcs = ray.get_runtime_context().gcs_address
     if is_autoscaler_v2(fetch_from_server=True):
-        status = get_cluster_status(gcs)
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
         types = {node.node_id or "": node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
         return any(name not in ("", format_readonly_node_type(node)) for node, name in types.items())
     report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report") or {}
