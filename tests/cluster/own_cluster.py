@@ -47,12 +47,15 @@ class OwnCluster:
     def head(self, *arguments, **resources):
         return self._start("--head", f"--port={self._port}", "--include-dashboard=false", *arguments, **resources)
 
-    def growing_head(self, *, cpus, more_cpus, **resources):
-        """A head whose autoscaler starts one node more, here too, when something waits for its CPUs."""
+    def growing_head(self, *, cpus, more_cpus, nodes):
+        """A head whose autoscaler starts up to `nodes` more, here too, when something waits for their CPUs."""
         config = {
-            "cluster_name": "growing", "max_workers": 1, "idle_timeout_minutes": 60, "auth": {}, "upscaling_speed": 1.0,
-            "provider": {"type": "fake_multinode", "gcs_address": self.address},
-            "head_node_type": "ray.head.default", "head_node": {}, "worker_nodes": {}, "docker": {}, "file_mounts": {},
+            "cluster_name": "growing", "max_workers": nodes, "idle_timeout_minutes": 60, "upscaling_speed": 1.0,
+            "provider": {
+                "type": "fake_multinode", "gcs_address": self.address, "use_node_id_as_ip": True,
+                "disable_node_updaters": True,
+            },
+            "auth": {}, "head_node_type": "ray.head.default", "head_node": {}, "worker_nodes": {}, "docker": {}, "file_mounts": {},
             "cluster_synced_files": [], "file_mounts_sync_continuously": False, "rsync_exclude": [],
             "rsync_filter": [], "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
             "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
@@ -60,14 +63,14 @@ class OwnCluster:
                 "ray.head.default": {"resources": {"CPU": cpus}, "node_config": {}, "max_workers": 0},
                 "more": {
                     "resources": {"CPU": more_cpus, "object_store_memory": 80 << 20}, "node_config": {},
-                    "min_workers": 0, "max_workers": 1,
+                    "min_workers": 0, "max_workers": nodes,
                 },
             },
         }  # fmt: skip
         file = self.folder / "autoscaling.json"
         file.write_text(json.dumps(config))
         env = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-        return self.head(f"--autoscaling-config={file}", cpus=cpus, env=env, **resources)
+        return self.head(f"--autoscaling-config={file}", cpus=cpus, env=env)
 
     def node(self, **resources):
         return self._start(f"--address={self.address}", **resources)

@@ -25,9 +25,9 @@ def scale(folder, replicas):
 
 @pytest.fixture(scope="module")
 def growing(short_folder):
-    """Two CPUs, for the roles of the config; two more when something waits for them."""
+    """One CPU, and two more whenever something waits for them, up to five."""
     with OwnCluster(short_folder) as cluster:
-        cluster.growing_head(cpus=2, more_cpus=2)
+        cluster.growing_head(cpus=1, more_cpus=2, nodes=2)
         yield cluster
 
 
@@ -59,7 +59,10 @@ def test_a_replica_joins_by_command_where_the_autoscaler_starts_a_node_and_leave
         asked = scale(folder, 2)
         assert asked.returncode == 0, asked.stderr
         assert "1 -> 2 replicas; actor_infer-1 joins when devices and weights are there" in asked.stdout
-        assert len(growing.running(0, "ray::EngineReplica")) == 1, "the head has no CPU left"
+        asked = scale(folder, 4)
+        assert asked.returncode == 0 and "2 -> 4 replicas" in asked.stdout, "Ray does not tell how far it may grow"
+        asked = scale(folder, 2)
+        assert asked.returncode == 0 and "4 -> 2 replicas" in asked.stdout
         refused = scale(folder, 0)
         assert refused.returncode == 2 and "at least 1" in refused.stderr and "Traceback" not in refused.stderr
         reached("actor_infer-1 rejoined with version")
@@ -88,6 +91,8 @@ def test_a_replica_joins_by_command_where_the_autoscaler_starts_a_node_and_leave
     assert max(m["staleness/max"] for m in metrics) <= 1
     with_both = [m for m in metrics if m["rollout/engines"] == 2]
     assert all(m["weights/canary_alarms"] == m.get("weights/lag_zero_alarm", 0) == 0 for m in with_both)
+    waited = "the roles on CPU are 2 processes, and Ray has 1 CPUs: waiting for the autoscaler"
+    assert waited in (folder / "run.log").read_text()
     assert "actor_infer-1" in "".join((folder / "run.log").read_text().splitlines()[-200:])
     ended = scale(folder, 2)
     assert ended.returncode == 2 and "is not running" in ended.stderr
