@@ -54,15 +54,15 @@ class InProcessLLM:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = self._closed = False
         self._dead: EngineDeadError | None = None
-        threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, args=(threads,), name="vllm-core", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="vllm-core", daemon=True)
         self._thread.start()
 
-    def _run(self, threads: int) -> None:
+    def _run(self) -> None:
         """Run steps while there are requests; otherwise wait for a call."""
-        # A new thread takes torch's number at its first parallel operation only: vLLM's attention would be planned
-        # before it, for OpenMP's number, and refused after it.
-        torch.set_num_threads(threads)
+        # A new thread takes the process's number of threads when it is asked for it, or at its first parallel operation:
+        # vLLM's attention would be planned before that for OpenMP's number, and refused after it. Setting it does not
+        # help: vLLM's worker makes `torch.set_num_threads` do nothing.
+        torch.get_num_threads()
         try:
             while not self._closed:
                 idle = self._paused or not self._engine.has_unfinished_requests()

