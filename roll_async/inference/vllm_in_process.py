@@ -59,9 +59,9 @@ class InProcessLLM:
 
     def _run(self) -> None:
         """Run steps while there are requests; otherwise wait for a call."""
-        # A new thread takes the process's number of threads when it is asked for it, or at its first parallel operation:
-        # vLLM's attention would be planned before that for OpenMP's number, and refused after it. Setting it does not
-        # help: vLLM's worker makes `torch.set_num_threads` do nothing.
+        # A new thread takes the process's number of threads when asked for it or at its first parallel operation:
+        # vLLM's attention would be planned before that for OpenMP's number, and refused after it. Setting it is no way:
+        # vLLM's worker makes `torch.set_num_threads` do nothing.
         torch.get_num_threads()
         try:
             while not self._closed:
