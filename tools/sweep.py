@@ -55,6 +55,13 @@ class Sweep:
         return self._runner.run(self._run(config, RunClasses() if classes is None else classes, timeout_s))
 
     async def _run(self, config: RLVRConfig, classes: RunClasses, timeout_s: float) -> list[dict[str, float]]:
+        for name, reward in config.rewards.items():
+            started = self._config.rewards.get(name)
+            if name not in config.loss_parts and (started is None or started.type != reward.type):
+                found = "is not there" if started is None else f"is {started.type}"
+                raise ValueError(
+                    f"rewards.{name}: {reward.type} {found} in the first configuration, whose workers stay"
+                )
         folder = RunFolder(config.output_dir, config.exp_name)
         recorder = Recorder(folder, [], ProgressLine(config.max_steps), logging_steps=config.max_steps)
         workers = dict(config.roles())
