@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 
@@ -112,7 +113,7 @@ class NodePool:
         kind, each = ("GPU", sum(len(part.gpu_ids) for part in like.parts)) if like.gpu_ids else ("CPU", 1)
         used = sum(len(need.gpu_ids) for need in self._needs) if like.gpu_ids else self._num_cpu_processes
         have = max(sum(resources.get(kind, 0) for resources in there), most.get(kind, 0))
-        if used + num_processes * each > have and not grows():
+        if used + num_processes * each > have:
             raise ValueError(
                 f"the run has {used} {kind}s, {num_processes} replicas more need {num_processes * each}, and Ray has "
                 f"{have:.0f} {kind}s"
@@ -122,19 +123,16 @@ class NodePool:
         """Raises ValueError for nodes that neither this cluster nor its autoscaler has."""
         most, there = _resources()
         cpus = sum(resources.get("CPU", 0) for resources in there)
-        if self._num_cpu_processes > max(cpus, most.get("CPU", 0)):
+        if self._num_cpu_processes > cpus:
             problem = f"the roles on CPU are {self._num_cpu_processes} processes, and Ray has {cpus:.0f} CPUs"
-            if not grows():
+            if self._num_cpu_processes > most.get("CPU", 0):
                 raise ValueError(f"{problem}; lower their world_size or add nodes")
-            logger.warning("%s: waiting for the autoscaler", problem)
+            _say_waiting(problem, most["CPU"], "CPUs")
         problem = shortage(self._needs, [int(resources.get("GPU", 0)) for resources in there])
         if problem is None:
             return
         if most.get("GPU", 0) >= sum(len(need.gpu_ids) for need in self._needs):
-            logger.warning("%s: waiting for the autoscaler (at most %d GPUs)", problem, most["GPU"])
-            return
-        if not most and grows():
-            logger.warning("%s: waiting for the autoscaler", problem)
+            _say_waiting(problem, most["GPU"], "GPUs")
             return
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = f" (CUDA_VISIBLE_DEVICES={visible} here)" if visible is not None else ""
@@ -189,21 +187,27 @@ def _machines(group: PlacementGroup) -> Mapping[int, str]:
     return placement_group_table(group)["bundles_to_node_id"]
 
 
-def grows() -> bool:
-    """Whether an autoscaler of Ray's starts machines of this cluster. How many it may start, Ray does not tell."""
+def _say_waiting(problem: str, most: float, kind: str) -> None:
+    limit = "" if most == math.inf else f" (at most {most:.0f} {kind})"
+    logger.warning("%s: waiting for the autoscaler%s", problem, limit)
+
+
+def _resources() -> tuple[Mapping[str, float], list[dict[str, float]]]:
+    """(the most that an autoscaler may bring it to, what each node has)."""
+    most = cluster_state.get_max_resources_from_cluster_config()
+    if most is None:  # Ray's open builds do not tell
+        most = {"CPU": math.inf, "GPU": math.inf} if _grows() else {}
+    return most, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _grows() -> bool:
+    """Whether an autoscaler starts machines of this cluster. Without one Ray reports nodes of types that it invents."""
     if is_autoscaler_v2(fetch_from_server=True):
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         types = {node.node_id or "": node.ray_node_type_name for node in (*status.active_nodes, *status.idle_nodes)}
         return any(name not in ("", format_readonly_node_type(node)) for node, name in types.items())
     report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report") or {}
-    # Where nothing starts machines, Ray's monitor still reports, and invents a type for each node.
     return any(not name.startswith(format_readonly_node_type("")) for name in report.get("active_nodes", ()))
-
-
-def _resources() -> tuple[Mapping[str, float], list[dict[str, float]]]:
-    """(the most that an autoscaler may bring it to, what each node has)."""
-    most = cluster_state.get_max_resources_from_cluster_config() or {}
-    return most, [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @ray.remote

@@ -71,7 +71,12 @@ class OwnCluster:
         file = self.folder / "autoscaling.json"
         file.write_text(json.dumps(config))
         env = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-        return self.head(f"--autoscaling-config={file}", cpus=cpus, env=env)
+        process = self.head(f"--autoscaling-config={file}", cpus=cpus, env=env)
+        log, deadline = self.folder / "ray" / "session_latest" / "logs" / "monitor.log", time.monotonic() + _UP_WITHIN_S
+        while not (log.exists() and "Autoscaler status" in log.read_text()):
+            assert time.monotonic() < deadline, "the autoscaler does not report"
+            time.sleep(0.1)
+        return process
 
     def node(self, **resources):
         return self._start(f"--address={self.address}", **resources)
