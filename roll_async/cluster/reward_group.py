@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ _ANSWER_COALESCE_S = 0.02
 _CONCURRENT_CALLS = 64
 """Concurrent calls on the host: one collect, and one submit per batching window."""
 _FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 30.0
-Question = tuple[int, Prompt, Sample]
+Question = tuple[int, Prompt, array]
+"""(number, prompt, token ids of the response)."""
 Answer = tuple[int, Reward | None, str]
 """(number, reward, reason for None)."""
 
@@ -59,7 +61,7 @@ class RewardHost:
 
     async def submit(self, questions: Sequence[Question]) -> None:
         """Start scoring; returns at once."""
-        ids = [list(sample.response_token_ids) for _, _, sample in questions]
+        ids = [list(response) for _, _, response in questions]
         texts = self._decode(ids)
         for (number, prompt, _), text in zip(questions, texts, strict=True):
             task = asyncio.create_task(self._score(number, prompt, text))
@@ -144,7 +146,7 @@ class RayScorer:
             raise ConnectionError(self._gone)
         number, self._number = self._number, self._number + 1
         result = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._outbox.append((number, prompt, sample))
+        self._outbox.append((number, prompt, sample.response_token_ids))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send(), name="reward sender")
         try:

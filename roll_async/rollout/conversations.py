@@ -138,7 +138,6 @@ class Conversations:
         loop, options = asyncio.get_running_loop(), self._options
         if prompt.domain in options.unscored:
             return Reward(score=0.0)
-        sample = replace(sample, experts=None)  # often larger than all else, and no judge reads it
         patience_ends = loop.time() + options.outage_patience_s
         pause_s, errors = _FIRST_RETRY_S, 0
         where = f"reward of sample {sample.sample_id} (domain {prompt.domain})"

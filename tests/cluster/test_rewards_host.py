@@ -1,7 +1,9 @@
 """A reward host that is killed is an outage, and another one takes over; neither imports torch."""
 
+import asyncio
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("psutil")
 pytest.importorskip("transformers")
+
+from roll_async.schema import ExpertRecord, FinishReason, Prompt, Reward, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,3 +76,52 @@ def test_a_killed_reward_host_is_an_outage_and_comes_back(demo_assets):
     )
     assert "no torch" in done.stdout, "seconds of a core and 300 MB in a process that decodes text"
     assert "outages True scores {1.0} restarts 1 orphans 0" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+class Listening:
+    """A host that keeps what it is asked and answers with a score of 1."""
+
+    def __init__(self):
+        self.questions, self._answers = [], asyncio.Queue()
+
+    @property
+    def submit(self):
+        return Called(self._submit)
+
+    @property
+    def collect(self):
+        return Called(self._collect)
+
+    async def _submit(self, questions):
+        self.questions += questions
+        self._answers.put_nowait([(number, Reward(score=1.0), "") for number, *_ in questions])
+
+    async def _collect(self):
+        return await self._answers.get(), []
+
+
+class Called:
+    def __init__(self, function):
+        self.remote = function
+
+
+def test_a_question_carries_the_answer_and_nothing_that_no_judge_reads():
+    """Log-probs are as large as the tokens, and the record of a model's experts a hundred times that."""
+    from roll_async.cluster.reward_group import HostPlan, RayScorer
+
+    ids, layers = array("i", [5, 6, 7]), 48
+    sample = Sample(
+        sample_id="s", prompt_token_ids=array("i", [1]), response_token_ids=ids, loss_mask=b"\x01" * 3,
+        behaviour_logprobs=array("f", [0.0] * 3), version_runs=((0, 3),), finish_reason=FinishReason.STOP,
+        generation_s=0.0, experts=ExpertRecord(ids=array("B", bytes(3 * layers * 2)), num_layers=layers, top_k=2),
+    )  # fmt: skip
+    prompt = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
+
+    async def go():
+        host = Listening()
+        scorer = RayScorer(host, HostPlan(rewards={}, tokenizer_folder="", env={}, rpc_timeout_s=5.0))
+        assert (await scorer.score(prompt, sample)).score == 1
+        ((_, *asked),) = host.questions
+        assert asked == [prompt, ids]
+
+    asyncio.run(go())
