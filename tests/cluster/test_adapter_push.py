@@ -31,7 +31,6 @@ LAYOUTS = {
 }
 ENGINES = {
     "vllm": ("vllm", {}),
-    "vllm_tp2": ("vllm", {"tensor_parallel_size": 2}),
     "hf_infer": ("hf_infer", {}),
 }
 

@@ -22,12 +22,13 @@ from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.packing import TensorPart
 from roll_async.weight_sync.transports import open_sender
 
+# SGLang's cache holds 1,024 tokens, so that it takes requests back; vLLM with as little: test_kv_cache_load.py.
 VARIANTS = {
     "vllm": ("vllm", {}, "tied"),
     "vllm_core_process": ("vllm", {"core_in_process": False}, "untied"),
     "vllm_tp2": ("vllm", {"tensor_parallel_size": 2}, "untied"),
     "hf_infer": ("hf_infer", {}, "untied"),
-    "sglang": ("sglang", {}, "tied"),
+    "sglang": ("sglang", {"cpu_kv_cache_bytes": 1 << 20}, "tied"),
 }
 """Strategy and settings of each engine that keeps the protocol, and its model's head."""
 LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
@@ -653,6 +654,33 @@ def test_load_counts_what_runs_and_what_waits(replica):
         await replica.engine.abort([r.request_id for r in requests])
         idle = replica.engine.load()
         assert (idle.running, idle.waiting, idle.free_kv_fraction) == (0, 0, 1.0)
+
+    replica.runner.run(go())
+
+
+@pytest.mark.parametrize("shared", ["sglang"], indirect=True)
+def test_sglang_tells_of_its_cache_and_of_requests_that_it_took_back(replica):
+    """It admits requests for 0.7 of the answer that they may get, and takes one back when the cache is full."""
+
+    async def go():
+        engine = replica.engine
+        at_first, total = engine.load().kv.preemptions, engine.load().kv.total_tokens
+        requests = [replica.request([20 + i, *range(30, 50)], max_new_tokens=400, temperature=0.0) for i in range(6)]
+        tasks, seen = replica.start(*requests), []
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.02)
+            seen.append(load := engine.load())
+            assert load.kv.total_tokens == total and load.running + load.waiting == sum(not t.done() for t in tasks)
+        answers = [len(task.result().token_ids) for task in tasks]
+        assert max(load.kv.used_tokens for load in seen) > 0.9 * total, "it was nearly full"
+        assert max(load.running for load in seen) == 3 and seen[-1].kv.preemptions > at_first, answers
+        idle = engine.load()
+        assert (idle.running, idle.waiting, idle.kv.free_tokens) == (0, 0, total)
+        asked, hit = idle.kv.prefix_asked_tokens, idle.kv.prefix_hit_tokens
+        for _ in range(2):
+            await engine.generate(replica.request(range(30, 330), max_new_tokens=2))
+        again = engine.load().kv
+        assert again.prefix_asked_tokens - asked == 600 and again.prefix_hit_tokens - hit == 299, "all but the last one"
 
     replica.runner.run(go())
 

@@ -52,34 +52,6 @@ def test_the_load_tells_of_the_kv_cache_what_the_requests_must_hold(small_cache)
     small_cache.runner.run(go())
 
 
-def test_sglang_tells_of_its_cache_and_of_requests_that_it_took_back(sglang_stubs, tmp_path):
-    """It admits requests for 0.7 of the answer that they may get, and takes one back when the cache is full."""
-    small = Replica("sglang", tmp_path, True, cpu_kv_cache_bytes=1 << 20)
-
-    async def go():
-        engine = small.engine
-        total = engine.load().kv.total_tokens
-        requests = [small.request([20 + i, *range(30, 50)], max_new_tokens=400, temperature=0.0) for i in range(6)]
-        tasks, seen = small.start(*requests), []
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0.02)
-            seen.append(load := engine.load())
-            assert load.kv.total_tokens == total and load.running + load.waiting == sum(not t.done() for t in tasks)
-        answers = [len(task.result().token_ids) for task in tasks]
-        assert max(load.kv.used_tokens for load in seen) > 0.9 * total, "it was nearly full"
-        assert max(load.running for load in seen) == 3 and seen[-1].kv.preemptions >= 1, answers
-        idle = engine.load()
-        assert (idle.running, idle.waiting, idle.kv.free_tokens) == (0, 0, total)
-        asked, hit = idle.kv.prefix_asked_tokens, idle.kv.prefix_hit_tokens
-        for _ in range(2):
-            await engine.generate(small.request(range(30, 330), max_new_tokens=2))
-        again = engine.load().kv
-        assert again.prefix_asked_tokens - asked == 600 and again.prefix_hit_tokens - hit == 299, "all but the last one"
-
-    small.runner.run(go())
-    small.close()
-
-
 @pytest.mark.parametrize("small_cache", [True], indirect=True, ids=["core_in_process"])
 def test_an_error_that_no_future_takes_ends_its_call(small_cache):
     """vLLM raised StopIteration for an adapter without layers: the start waited for ever."""

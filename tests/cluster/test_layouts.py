@@ -72,14 +72,13 @@ def test_experts_on_two_ranks_and_the_hugging_face_engine(launcher, model_of):
     )
 
 
-def test_tensor_pipeline_and_data_parallel_trainers_and_two_replicas(launcher, model_of):
+def test_tensor_and_pipeline_parallel_trainers_and_two_replicas(launcher, model_of):
     metrics = agrees(
         launcher,
         f"pretrain={model_of('Qwen2')}",
-        "actor_train.world_size=8",
+        "actor_train.world_size=4",
         f"{MEGATRON}.tensor_model_parallel_size=2",
         f"{MEGATRON}.pipeline_model_parallel_size=2",
-        HALF,
         HF,
         "actor_infer.world_size=2",
     )

@@ -222,7 +222,7 @@ def test_the_schema_holds_under_fuzzing(service):
                 continue  # nothing of the request can be wrong
             fuzzed = given(case=operation.as_strategy(generation_mode=mode))(check)
             settings(
-                max_examples=26,
+                max_examples=13,
                 deadline=None,
                 derandomize=True,
                 database=None,
@@ -231,4 +231,4 @@ def test_the_schema_holds_under_fuzzing(service):
             )(fuzzed)()
     for path in ("/score", "/score/batch"):
         assert {(path, 200), (path, 422)} <= set(seen)
-    assert len(seen) >= 120 and max(code for _, code in seen) < 500
+    assert len(seen) >= 60 and max(code for _, code in seen) < 500

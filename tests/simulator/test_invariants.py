@@ -21,14 +21,14 @@ def many(count):
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=EVERY_SEED_COUNTS)
 
 
-@many(1000)
+@many(500)
 @given(seed=SEEDS)
 def test_invariants_hold_whatever_the_schedule_and_the_faults(seed):
     outcome = simulate(random_scenario(seed))
     assert not outcome.findings, (f"roll-async simulate --seed {seed}", outcome.end, outcome.findings)
 
 
-@many(200)
+@many(100)
 @given(seed=SEEDS)
 def test_invariants_hold_over_kills_at_random_instants(seed):
     outcome = simulate(random_killed_scenario(seed))

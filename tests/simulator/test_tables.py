@@ -9,7 +9,7 @@ from roll_async.simulator.figures import figures_of
 from roll_async.simulator.world import simulate
 from tools.simulated_worlds import OVERTAKING, OVERTAKING_SIZE, SAMPLES_PER_GROUP, overtaking_world
 
-SEED, STEPS = 0, 60
+SEED, STEPS = 0, 40
 """One seed for all rows, taken as it came. A step scatters with the longest of its samples; every comparison allows for
 the standard error of its own run. Means of many seeds: `tools/bench/simulated_tables.py --overtaking --steps 100
 --seeds 16`, and what they gave is in benchmarks.md.
