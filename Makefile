@@ -47,9 +47,9 @@ demo-agentic: setup
 	$(PY) examples/start_agentic_pipeline.py --config agentic_frozen_lake_async_cpu.yaml
 	$(PY) examples/start_agentic_pipeline.py --config agentic_calculator_cpu.yaml
 
-# Two files at a time, in order: the long ones of tests/cluster first.
+# Three files at a time keep two cores busy: runs also wait. In order: the long ones of tests/cluster first.
 test: setup
-	@$(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 
 test-unit: setup
 	@$(PY) -m pytest tests/unit -m "not slow" -n auto
