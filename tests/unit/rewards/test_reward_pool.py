@@ -16,6 +16,8 @@ from roll_async.schema import RewardStatus
 
 HERE = str(Path(__file__).parent)
 MISBEHAVING = "sample_rewards.Misbehaving"
+PATIENCE_S = 2.0
+"""Time limit of a reward: what a worker that does not hang may take on a machine that does four things at once."""
 
 
 @pytest.fixture
@@ -61,12 +63,12 @@ def test_a_hanging_reward_is_a_time_out_and_its_neighbours_are_unharmed(scoring)
         rewards = await ask(pool, "1", "hang", "2", "3", "hang", "4")
         return rewards, time.monotonic() - started, pool.timeouts, pool.crashes
 
-    rewards, seconds, timeouts, crashes = scoring(work, timeout_s=0.5)
+    rewards, seconds, timeouts, crashes = scoring(work, timeout_s=PATIENCE_S)
     ok, late = RewardStatus.OK, RewardStatus.TIMEOUT
     assert [r.status for r in rewards] == [ok, late, ok, ok, late, ok]
     assert [r.score for r in rewards if r.status is ok] == [1, 2, 3, 4]
-    assert "no verdict within 0.5 s" in rewards[1].reason
-    assert (timeouts, crashes) == (2, 0) and seconds < 8
+    assert "no verdict within 2 s" in rewards[1].reason
+    assert (timeouts, crashes) == (2, 0) and seconds < 12
 
 
 def test_a_hanging_reward_delays_only_its_own_worker(scoring):
@@ -85,7 +87,7 @@ def test_two_workers_that_hang_at_once_get_a_spare_each(scoring):
     async def work(pool):
         return await ask(pool, "hang", "hang", *"1234")
 
-    rewards = scoring(work, num_workers=2, timeout_s=0.5)
+    rewards = scoring(work, num_workers=2, timeout_s=PATIENCE_S)
     assert [r.status for r in rewards] == [RewardStatus.TIMEOUT] * 2 + [RewardStatus.OK] * 4
     assert [r.score for r in rewards[2:]] == [1, 2, 3, 4]
 
@@ -96,7 +98,7 @@ def test_long_texts_behind_a_hanging_one_do_not_suspend_its_time_out(scoring):
         long = [pool.score("1", "x" * 400_000, {}) for _ in range(3)]
         return await asyncio.gather(pool.score("hang", "42", {}), *long)
 
-    first, *rest = scoring(work, timeout_s=0.5)
+    first, *rest = scoring(work, timeout_s=PATIENCE_S)
     assert first.status is RewardStatus.TIMEOUT and {r.metrics["length"] for r in rest} == {400_000}
 
 
@@ -106,7 +108,7 @@ def test_workers_that_hang_at_the_same_moment_are_each_replaced_by_one_of_their_
         rewards = await ask(pool, *["hang"] * 6, *map(str, range(12)))
         return rewards, pool.timeouts
 
-    rewards, timeouts = scoring(work, num_workers=3, timeout_s=0.4)
+    rewards, timeouts = scoring(work, num_workers=3, timeout_s=PATIENCE_S)
     assert timeouts == 6 and [r.score for r in rewards[6:]] == list(range(12))
     assert all(r.status is RewardStatus.OK for r in rewards[6:]) and not _workers()
 
@@ -215,7 +217,7 @@ def test_what_a_reward_started_ends_with_its_worker(scoring, tmp_path):
         reward = await pool.score(f"spawn {tmp_path / 'pid'}", "", {})
         return reward.status, int((tmp_path / "pid").read_text())
 
-    status, child = scoring(work, timeout_s=0.5)
+    status, child = scoring(work, timeout_s=PATIENCE_S)
     assert status is RewardStatus.TIMEOUT
     deadline = time.monotonic() + 5
     while _alive(child) and time.monotonic() < deadline:
