@@ -427,7 +427,7 @@ def test_an_abort_right_after_the_start_is_not_lost(replica, delay_s):
             await asyncio.sleep(delay_s)
             started = time.monotonic()
             await replica.engine.abort([r.request_id for r in requests])
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < 3
             await asyncio.sleep(0)
             assert all(t.done() and len(t.result().token_ids) < 400 for t in tasks)
 
