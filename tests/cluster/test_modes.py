@@ -194,3 +194,11 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(train, output):
     last = metrics[-1]
     assert (last["rollout/lost_engines"], last["rollout/returned_engines"], last["rollout/engines"]) == (1, 1, 1)
     assert last["groups/failed"] == 0 and last["groups/trained"] == 8 * STEPS
+
+
+def test_a_reward_that_the_roles_were_not_started_with_is_refused(train):
+    """The workers of the first configuration would score by their own."""
+    with pytest.raises(ValueError, match="rewards.addition: exact_match is not there in the first configuration"):
+        train("other_reward", "rewards={addition: {type: exact_match}}")
+    with pytest.raises(ValueError, match="rewards.length: exact_match is .*LengthReward in the first configuration"):
+        train("other_type", "rewards={length: {type: exact_match}}")

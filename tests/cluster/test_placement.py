@@ -194,7 +194,7 @@ def test_a_cluster_that_can_grow_is_waited_for(joined, caplog):
     from ray._private.state import state
     from ray.core.generated import autoscaler_pb2
 
-    group = autoscaler_pb2.NodeGroupConfig(resources={"GPU": 8, "CPU": 8}, min_count=0, max_count=1, name="big")
+    group = autoscaler_pb2.NodeGroupConfig(resources={"GPU": 8, "CPU": 100}, min_count=0, max_count=1, name="big")
     config = autoscaler_pb2.ClusterConfig(node_group_configs=[group])
     state._connect_and_get_accessor()
     client = ray._private.worker.global_worker.gcs_client
@@ -209,6 +209,9 @@ def test_a_cluster_that_can_grow_is_waited_for(joined, caplog):
         )
 
     async def scenario():
+        with pytest.raises(ValueError, match="the roles on CPU are 101 processes, and Ray has 30 CPUs; lower"):
+            await NodePool(placed(None, 101)).reserve(1)
+        await NodePool(placed(None, 100)).reserve(1)  # nothing to reserve: its processes wait one by one
         pool = NodePool(placed(tuple(range(8)), 8))
         waiting = asyncio.create_task(pool.reserve(120))
         await asyncio.sleep(0.5)
@@ -226,6 +229,7 @@ def test_a_cluster_that_can_grow_is_waited_for(joined, caplog):
             False,
             ray._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(),
         )
+    assert "100 processes, and Ray has 30 CPUs: waiting for the autoscaler (at most 100 CPUs)" in caplog.text
     assert "waiting for the autoscaler (at most 8 GPUs)" in caplog.text
 
 

@@ -43,8 +43,8 @@ def start_service(free_port):
 
 @pytest.fixture(scope="session")
 def service(start_service):
-    """One that asks for a token, is small and gives up after three seconds: a worker that does not hang needs one on a
-    machine that does four things at once.
+    """One that asks for a token, is small and gives up after three seconds: a worker that does not hang may need
+    one on a machine that does four things at once.
     """
     return start_service(
         "--timeout", "3", "--max-request-bytes", "1000000", "--max-in-flight", "1024",

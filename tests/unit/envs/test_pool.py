@@ -89,7 +89,7 @@ def test_worlds_that_sleep_in_one_process_do_not_wait_for_one_another():
         assert len(pids) == 1
         started = time.monotonic()
         await asyncio.gather(*(w.step("x") for w in worlds))
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 1.2
 
     with_pool(work, step_timeout_s=20)
 
@@ -130,7 +130,7 @@ def test_nobody_waits_for_a_world_to_close_and_what_it_raises_harms_nobody(name,
         await world.reset(0)
         started = time.monotonic()
         pool.close_soon(world)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 0.5
         await asyncio.sleep(0.3)
 
     with_pool(work, step_timeout_s=0.2)
