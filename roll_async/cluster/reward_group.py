@@ -1,8 +1,8 @@
 """Reward workers behind a Ray actor: text is decoded and scored there, never in the driver.
 
-Traffic is batched both ways, like that of the engines: `submit` carries samples that finished at the same time,
-`collect` returns all that are scored. A slow sample or domain does not delay others, because an answer need not come
-with the answers to the questions it was submitted with.
+Traffic is batched both ways, like that of the engines: `submit` carries samples that finished at the same time and
+returns the scores that are there at once, `collect` the others. A slow sample or domain does not delay others, because
+an answer need not come with the answers to the questions it was submitted with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COALESCE_S = 0.005
 _ANSWER_COALESCE_S = 0.02
 """Batching window of answers while others are being scored: a message costs a millisecond of a core."""
 _CONCURRENT_CALLS = 64
-"""Concurrent calls on the host: one collect, and one submit per batching window."""
+"""Concurrent calls on the host: one collect, one submit, and the calls of control."""
 _FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 30.0
 Question = tuple[int, Prompt, array]
 """(number, prompt, token ids of the response)."""
@@ -45,9 +45,11 @@ class RewardHost:
     def __init__(self, rewards: Mapping[str, RewardConfig]) -> None:
         open_role_log()
         self._rewards = rewards
+        self._late: set[asyncio.Task[Answer]] = set()
+        """Of questions whose call has returned."""
         self._answers: list[Answer] = []
+        """Theirs."""
         self._news = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, decode: BatchDecode) -> None:
         """Start the worker processes of every domain. `decode` comes from the caller, because finding a tokenizer's
@@ -59,31 +61,44 @@ class RewardHost:
         self._router = RewardRouter(self._rewards)
         await self._router.start()
 
-    async def submit(self, questions: Sequence[Question]) -> None:
-        """Start scoring; returns at once."""
+    async def submit(self, questions: Sequence[Question]) -> tuple[list[Answer], list[str]]:
+        """Score these. Returns, after one batching window at the latest, the answers that are there, and warnings for
+        the user; the other answers come with `collect`.
+        """
         ids = [list(response) for _, _, response in questions]
         texts = self._decode(ids)
-        for (number, prompt, _), text in zip(questions, texts, strict=True):
-            task = asyncio.create_task(self._score(number, prompt, text))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        tasks = [
+            asyncio.create_task(self._score(number, prompt, text))
+            for (number, prompt, _), text in zip(questions, texts, strict=True)
+        ]
+        done, late = await asyncio.wait(tasks, timeout=_ANSWER_COALESCE_S)
+        self._late |= late
+        for task in late:
+            task.add_done_callback(self._ended_late)
+        return [task.result() for task in done], self._take_notices()
 
-    async def _score(self, number: int, prompt: Prompt, text: str) -> None:
+    async def _score(self, number: int, prompt: Prompt, text: str) -> Answer:
         try:
-            answer: Answer = (number, await self._router.score(prompt, text), "")
+            return number, await self._router.score(prompt, text), ""
         except ConnectionError as error:
-            answer = (number, None, str(error))
-        self._answers.append(answer)
+            return number, None, str(error)
+
+    def _ended_late(self, task: asyncio.Task[Answer]) -> None:
+        self._late.discard(task)
+        self._answers.append(task.result())
         self._news.set()
 
     async def collect(self) -> tuple[list[Answer], list[str]]:
-        """Wait for at least one answer, and one batching window for more. Returns also warnings for the user."""
+        """Wait for at least one answer that came too late for `submit`, and one batching window for more."""
         await self._news.wait()
-        await asyncio.sleep(_ANSWER_COALESCE_S if self._tasks else 0)
+        await asyncio.sleep(_ANSWER_COALESCE_S if self._late else 0)
         self._news.clear()
         answers, self._answers = self._answers, []
+        return answers, self._take_notices()
+
+    def _take_notices(self) -> list[str]:
         notices, self._router.notices = self._router.notices, []
-        return answers, notices
+        return notices
 
     async def close(self) -> None:
         await self._router.close()
@@ -160,10 +175,13 @@ class RayScorer:
             batch, self._outbox = self._outbox, []
             try:
                 submitted = self._host.submit.remote(batch)
-                await call("rewards", "submit", submitted, timeout_s=self._plan.rpc_timeout_s)
+                self._answer(*await call("rewards", "submit", submitted, timeout_s=self._plan.rpc_timeout_s))
             except StallError:
                 ray.kill(self._host)  # it does not answer; the reader sees it die, and starts another
-            except ConnectionError as error:  # the reader sees the host die, too, and starts another
+            except (
+                ConnectionError,
+                RoleFailed,
+            ) as error:  # of a host that dies the reader hears, too: it starts another
                 self._answer([(number, None, str(error)) for number, _, _ in batch])
 
     async def _read(self) -> None:
@@ -174,15 +192,14 @@ class RayScorer:
             try:
                 while True:
                     collected = self._host.collect.remote()
-                    answers, notices = await call("rewards", "collect", collected, timeout_s=None)
-                    self._answer(answers)
-                    for notice in notices:
-                        logger.warning("%s", notice)
+                    self._answer(*await call("rewards", "collect", collected, timeout_s=None))
             except ConnectionError as error:
                 self._lose(str(error))
             await self._restart()
 
-    def _answer(self, answers: Sequence[Answer]) -> None:
+    def _answer(self, answers: Sequence[Answer], notices: Sequence[str] = ()) -> None:
+        for notice in notices:
+            logger.warning("%s", notice)
         for number, reward, problem in answers:
             result = self._waiting.get(number)
             if result is None or result.done():

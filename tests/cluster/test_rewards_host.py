@@ -1,6 +1,9 @@
-"""A reward host that is killed is an outage, and another one takes over; neither imports torch."""
+"""A reward host answers at once what it can and the rest later. One that is killed is an outage, and another one takes
+over; neither imports torch.
+"""
 
 import asyncio
+import os
 import subprocess
 import sys
 from array import array
@@ -19,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import asyncio, sys
 from array import array
+from dataclasses import replace
 import psutil
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import ray_runtime
@@ -40,9 +44,14 @@ def maps(process):
 async def main(folder):
     ids = load_tokenizer(folder).encode("=7", add_special_tokens=False)
     prompt = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
-    rewards = {"a": RewardConfig(type="exact_match")}
+    rewards = {"a": RewardConfig(type="exact_match"), "slow": RewardConfig(type="slow_reward.slow")}
     scorer = await RayScorer.start(HostPlan(rewards=rewards, tokenizer_folder=folder, env={}, rpc_timeout_s=100.0))
-    assert (await scorer.score(prompt, sample(ids, "0"))).score == 1
+    order = []
+    async def ask(domain):
+        score = (await scorer.score(replace(prompt, domain=domain), sample(ids, domain))).score
+        order.append((domain, score))
+    await asyncio.gather(ask("slow"), ask("slow"), ask("a"))
+    print("order", order, flush=True)
     # Only among the processes of this driver: other runs on the machine have reward hosts, too.
     mine = psutil.Process().children(recursive=True)
     host = next(p for p in mine if "ray::RewardHost" in " ".join(p.cmdline()))
@@ -65,24 +74,36 @@ with ray_runtime(num_processes=2, env={}):
     asyncio.run(main(sys.argv[1]))
 """
 
+SLOW_REWARD = """
+import time
+from roll_async.rewards.verdict import Verdict
 
-def test_a_killed_reward_host_is_an_outage_and_comes_back(demo_assets):
+def slow(text, ground_truth, extra):
+    time.sleep(0.5)
+    return Verdict(score=0.25, acc=0.0)
+"""
+
+
+def test_slow_answers_delay_no_others_and_a_killed_reward_host_comes_back(demo_assets, tmp_path):
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(demo_assets / "model")],
         capture_output=True,
         text=True,
         timeout=180,
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
     )
+    assert "order [('a', 1.0), ('slow', 0.25), ('slow', 0.25)]" in done.stdout, done.stdout + done.stderr[-3000:]
     assert "no torch" in done.stdout, "seconds of a core and 300 MB in a process that decodes text"
     assert "outages True scores {1.0} restarts 1 orphans 0" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
 class Listening:
-    """A host that keeps what it is asked and answers with a score of 1."""
+    """A host that keeps what it is asked and answers with a score of 1, at once."""
 
     def __init__(self):
-        self.questions, self._answers = [], asyncio.Queue()
+        self.questions = []
 
     @property
     def submit(self):
@@ -94,10 +115,10 @@ class Listening:
 
     async def _submit(self, questions):
         self.questions += questions
-        self._answers.put_nowait([(number, Reward(score=1.0), "") for number, *_ in questions])
+        return [(number, Reward(score=1.0), "") for number, *_ in questions], ["one notice"]
 
     async def _collect(self):
-        return await self._answers.get(), []
+        await asyncio.Event().wait()
 
 
 class Called:
@@ -105,23 +126,50 @@ class Called:
         self.remote = function
 
 
-def test_a_question_carries_the_answer_and_nothing_that_no_judge_reads():
-    """Log-probs are as large as the tokens, and the record of a model's experts a hundred times that."""
+PROMPT = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
+
+
+def sample_of(ids, experts=None):
+    return Sample(
+        sample_id="s", prompt_token_ids=array("i", [1]), response_token_ids=ids, loss_mask=b"\x01" * len(ids),
+        behaviour_logprobs=array("f", [0.0] * len(ids)), version_runs=((0, len(ids)),),
+        finish_reason=FinishReason.STOP, generation_s=0.0, experts=experts,
+    )  # fmt: skip
+
+
+def test_a_question_carries_the_answer_and_nothing_that_no_judge_reads(caplog):
+    """Log-probs are as large as the tokens, and the record of a model's experts a hundred times that. What is scored at
+    once comes with the call that asked: a message costs a millisecond of a core.
+    """
     from roll_async.cluster.reward_group import HostPlan, RayScorer
 
     ids, layers = array("i", [5, 6, 7]), 48
-    sample = Sample(
-        sample_id="s", prompt_token_ids=array("i", [1]), response_token_ids=ids, loss_mask=b"\x01" * 3,
-        behaviour_logprobs=array("f", [0.0] * 3), version_runs=((0, 3),), finish_reason=FinishReason.STOP,
-        generation_s=0.0, experts=ExpertRecord(ids=array("B", bytes(3 * layers * 2)), num_layers=layers, top_k=2),
-    )  # fmt: skip
-    prompt = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
+    experts = ExpertRecord(ids=array("B", bytes(3 * layers * 2)), num_layers=layers, top_k=2)
 
     async def go():
         host = Listening()
         scorer = RayScorer(host, HostPlan(rewards={}, tokenizer_folder="", env={}, rpc_timeout_s=5.0))
-        assert (await scorer.score(prompt, sample)).score == 1
+        assert (await scorer.score(PROMPT, sample_of(ids, experts))).score == 1
         ((_, *asked),) = host.questions
-        assert asked == [prompt, ids]
+        assert asked == [PROMPT, ids]
+
+    asyncio.run(go())
+    assert "one notice" in caplog.text
+
+
+class Failing(Listening):
+    async def _submit(self, questions):
+        from roll_async.cluster.errors import RoleFailed
+
+        raise RoleFailed("rewards: TypeError: no text")
+
+
+def test_a_host_that_can_not_score_leaves_no_question_without_an_answer():
+    from roll_async.cluster.reward_group import HostPlan, RayScorer
+
+    async def go():
+        scorer = RayScorer(Failing(), HostPlan(rewards={}, tokenizer_folder="", env={}, rpc_timeout_s=5.0))
+        with pytest.raises(ConnectionError, match="TypeError: no text"):
+            await scorer.score(PROMPT, sample_of(array("i", [5])))
 
     asyncio.run(go())
