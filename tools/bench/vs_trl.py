@@ -172,13 +172,14 @@ def run_ours(row: Row, side: str, assets: Path, output: Path, args: argparse.Nam
     }
 
 
-def assets_of(row: Row, folder: Path) -> Path:
-    """Model, tokenizer and problems of a size and a tail; made when they are missing."""
+def assets_of(row: Row, folder: Path, warm_steps: int) -> Path:
+    """Model, tokenizer and problems of a size and a tail; made when they are missing. 0 warm steps: the usual ones."""
     _, size, tail = row
     assets = (folder / f"{size}_{tail}").resolve()
     if not (assets / "manifest.json").is_file():
         make = [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", str(assets), "--size", size]
-        subprocess.run([*make, *(["--heavy-tail"] if tail == "heavy" else [])], check=True, stdout=sys.stderr)
+        make += ["--warm-steps", str(warm_steps), *(["--heavy-tail"] if tail == "heavy" else [])]
+        subprocess.run(make, check=True, stdout=sys.stderr)
     return assets
 
 
@@ -186,7 +187,7 @@ def measured(row: Row, side: str, args: argparse.Namespace) -> dict:
     """One run and the accuracy of its last model."""
     from tools.check_demo_result import accuracy
 
-    assets = assets_of(row, Path(args.assets))
+    assets = assets_of(row, Path(args.assets), args.warm_steps)
     with tempfile.TemporaryDirectory() as scratch:
         if side == "trl":
             found = run_trl(row, assets, Path(scratch) / "trl", args)
@@ -270,6 +271,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skipped", type=int, default=5, help="first steps that are not counted")
     parser.add_argument("--draws", type=int, default=5, help="samples per held-out problem")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate at 0.6M; less by width for others")
+    parser.add_argument("--warm-steps", type=int, default=0, help="supervised steps of models that are missing")
     parser.add_argument("--only", type=one_row, metavar="DTYPE,SIZE,TAIL", help="this row alone")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
