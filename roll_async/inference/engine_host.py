@@ -16,6 +16,8 @@ _COALESCE_S = 0.02
 """The batching window of `collect`: so long after the first result others may join it, while other requests run. It is
 a step or two of a small model. A message costs a millisecond of a core, which a busy machine has better use for.
 """
+_BACKLOG_WINDOWS = 5
+"""So many windows at most while requests wait in the engine: it does not need the next ones yet."""
 
 PROGRESS_INTERVAL_S = 5.0
 """Interval of progress reports of running requests. When a replica dies, the tokens since its last report are lost."""
@@ -109,12 +111,12 @@ class EngineHost:
         self._news.set()
 
     async def collect(self) -> EngineReport:
-        """Wait for at least one result, then for the batching window; or for the next report of what running requests
+        """Wait for at least one result, then for others to join it; or for the next report of what running requests
         have generated. Raises ConnectionError when the engine is dead.
         """
         while True:
             await self._news.wait()
-            await asyncio.sleep(_COALESCE_S if self._tasks else 0)
+            await self._others_join()
             if self._dead is not None and not self._completions:
                 raise self._dead
             self._news.clear()
@@ -130,6 +132,14 @@ class EngineHost:
                     load=self._load(),
                     progress=tuple(progress),
                 )
+
+    async def _others_join(self) -> None:
+        """Return after the batching window, or after several while the engine has enough to do."""
+        await asyncio.sleep(_COALESCE_S if self._tasks else 0)
+        for _ in range(_BACKLOG_WINDOWS - 1):
+            if self._dead is not None or not self._tasks or not self._engine.load().waiting:
+                return
+            await asyncio.sleep(_COALESCE_S)
 
     def _progress(self) -> list[Progress]:
         """The tokens that running requests generated since the last progress report."""

@@ -114,6 +114,46 @@ def test_results_that_come_together_travel_together_with_the_load(run):
     run(go())
 
 
+class OneAtATime(FakeEngine):
+    """Each request takes as many milliseconds as it may have tokens, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn, self.waiting = asyncio.Lock(), 0
+
+    async def generate(self, request):
+        self.waiting += 1
+        async with self.turn:
+            self.waiting -= 1
+            await asyncio.sleep(request.sampling.max_new_tokens / 1000)
+            return answer(request, FinishReason.LENGTH)
+
+    def load(self):
+        return EngineLoad(running=1, waiting=self.waiting, free_kv_fraction=1.0)
+
+
+def test_an_engine_with_requests_waiting_tells_of_more_results_at_once(run):
+    """Whoever sends it the next ones is not needed at once; one that ran dry is reported in the short window."""
+
+    async def told(tokens):
+        host, reports = EngineHost(OneAtATime()), []
+        await host.submit([ask(i, tokens=ms) for i, ms in enumerate(tokens)])
+        while sum(map(len, reports)) < len(tokens):
+            reports.append([c.request_id for c in (await host.collect()).completions])
+        return reports, asyncio.get_running_loop().time()
+
+    async def go():
+        reports, _ = await told([30] * 8)
+        assert reports == [["0", "1", "2", "3"], ["4", "5", "6"], ["7"]]
+        began = asyncio.get_running_loop().time()
+        reports, ended = await told([30, 30])
+        assert reports == [["0"], ["1"]] and ended - began == pytest.approx(0.06, abs=0.005), (
+            "no end waits for a window"
+        )
+
+    run(go())
+
+
 def test_collect_waits_when_there_is_nothing_to_tell(run):
     async def go():
         host = EngineHost(FakeEngine())
