@@ -46,9 +46,9 @@ class RewardHost:
         open_role_log()
         self._rewards = rewards
         self._late: set[asyncio.Task[Answer]] = set()
-        """Of questions whose call has returned."""
+        """Scoring that goes on after the `submit` that asked for it has returned."""
         self._answers: list[Answer] = []
-        """Theirs."""
+        """Of late scoring, for the next `collect`."""
         self._news = asyncio.Event()
 
     async def start(self, decode: BatchDecode) -> None:
@@ -178,10 +178,7 @@ class RayScorer:
                 self._answer(*await call("rewards", "submit", submitted, timeout_s=self._plan.rpc_timeout_s))
             except StallError:
                 ray.kill(self._host)  # it does not answer; the reader sees it die, and starts another
-            except (
-                ConnectionError,
-                RoleFailed,
-            ) as error:  # of a host that dies the reader hears, too: it starts another
+            except (ConnectionError, RoleFailed) as error:  # if the host died, the reader starts another
                 self._answer([(number, None, str(error)) for number, _, _ in batch])
 
     async def _read(self) -> None:

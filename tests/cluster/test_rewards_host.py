@@ -45,6 +45,7 @@ async def main(folder):
     ids = load_tokenizer(folder).encode("=7", add_special_tokens=False)
     prompt = Prompt(row_id="r", token_ids=array("i", [1]), domain="a", ground_truth="7")
     rewards = {"a": RewardConfig(type="exact_match"), "slow": RewardConfig(type="slow_reward.slow")}
+    rewards["boxed"] = RewardConfig(type="qa", answer_format="boxed")
     scorer = await RayScorer.start(HostPlan(rewards=rewards, tokenizer_folder=folder, env={}, rpc_timeout_s=100.0))
     order = []
     async def ask(domain):
@@ -52,6 +53,7 @@ async def main(folder):
         order.append((domain, score))
     await asyncio.gather(ask("slow"), ask("slow"), ask("a"))
     print("order", order, flush=True)
+    await asyncio.gather(*(ask("boxed") for _ in range(20)))
     # Only among the processes of this driver: other runs on the machine have reward hosts, too.
     mine = psutil.Process().children(recursive=True)
     host = next(p for p in mine if "ray::RewardHost" in " ".join(p.cmdline()))
@@ -95,6 +97,7 @@ def test_slow_answers_delay_no_others_and_a_killed_reward_host_comes_back(demo_a
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
     )
     assert "order [('a', 1.0), ('slow', 0.25), ('slow', 0.25)]" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "rewards.boxed: the first 16 scored responses hold no readable answer" in done.stderr, done.stderr[-3000:]
     assert "no torch" in done.stdout, "seconds of a core and 300 MB in a process that decodes text"
     assert "outages True scores {1.0} restarts 1 orphans 0" in done.stdout, done.stdout + done.stderr[-3000:]
 
