@@ -61,8 +61,9 @@ def test_the_table_against_trl_has_twelve_rows_of_three_runs_and_each_config_loa
     path = str(ROOT / "configs" / "rlvr_config_async_cpu.yaml")
     for row in rows:
         plain, best = (
-            load(path, vs_trl.overrides_of(row, side, tmp_path, args), "rlvr") for side in ("defaults", "best")
+            load(path, vs_trl.overrides_of(row, side, 43, tmp_path, args), "rlvr") for side in ("defaults", "best")
         )
+        assert plain.seed == best.seed == 43
         assert plain.actor_train.model_args.dtype == plain.actor_infer.model_args.dtype == row[0]
         assert plain.actor_train.training_args.learning_rate == args.rate / 2, "the narrowest is 128 wide"
         assert plain.response_length == best.response_length == (256 if row[2] == "heavy" else 96)
@@ -74,22 +75,29 @@ def test_the_table_against_trl_has_twelve_rows_of_three_runs_and_each_config_loa
 
 def test_a_row_is_read_back_and_judged_by_the_budget_of_its_tail_and_processor(tmp_path):
     row = ("fp32", "0.6M", "light")
-    same = {"row": list(row), "steps": 40, "reward_last_5": 0.8, "accuracy": 0.88, "warm_start": "500 steps"}
-    trl = {**same, "side": "trl", "samples_per_s": 200.0, "precision": "float32"}
+    same = {"row": list(row), "steps": 40, "seed": 42, "rewards": [0.5, 0.8], "warm_start": "500 steps"}
+    trl = {**same, "side": "trl", "samples_per_s": 200.0, "precision": "float32", "accuracy": 0.88}
     ours = {
         **same, "side": "best", "samples_per_s": 250.0, "precision": "fp32", "settings": [], "staleness_mean": 0.9,
-        "length_mean": 20.0, "length_max": 45.0, "idle_trainer": 0.1,
+        "length_mean": 20.0, "length_max": 45.0, "idle_trainer": 0.1, "accuracy": 0.88,
     }  # fmt: skip
     runs = tmp_path / "runs.jsonl"
     assert vs_trl.read(runs) == {}
     runs.write_text("".join(json.dumps(one) + "\n" for one in (trl, ours)))
     done = vs_trl.read(runs)
-    assert set(done) == {(row, "trl", 40), (row, "best", 40)}
-    line = vs_trl.line_of(row, done[row, "best", 40], done[row, "trl", 40], cpu="a cpu", bf16_native=False)
-    assert line["ratio"] == 1.25 and line["budget"] == 1.2 and line["ok"]
-    assert not vs_trl.line_of(row, ours, trl, cpu="a cpu", bf16_native=True)["ok"], "1.5 where bfloat16 is native"
+    assert set(done) == {(row, "trl", 40, 42), (row, "best", 40, 42)}
+
+    def line(ours, trl, *, bf16_native=False):
+        return vs_trl.line_of(row, ours, trl, cpu="a cpu", bf16_native=bf16_native)
+
+    read_back = line([done[row, "best", 40, 42]], [done[row, "trl", 40, 42]])
+    assert read_back["ratio"] == 1.25 and read_back["budget"] == 1.2 and read_back["ok"]
+    assert not line([ours], [trl], bf16_native=True)["ok"], "1.5 where bfloat16 is native"
     assert vs_trl.budget("heavy", bf16_native=False) == vs_trl.budget("heavy", bf16_native=True) == 2.0
-    assert not vs_trl.line_of(row, {**ours, "accuracy": 0.87}, trl, cpu="a cpu", bf16_native=False)["ok"]
+    worse, better = {**ours, "accuracy": 0.87}, {**ours, "accuracy": 0.90, "samples_per_s": 270.0}
+    assert not line([worse], [trl])["ok"]
+    both = line([worse, better], [trl, trl])
+    assert both["ok"] and both["accuracies"] == [0.87, 0.9] and both["accuracy"] == 0.885 and both["value"] == 260.0
 
 
 def test_a_heavy_tail_has_answers_of_several_times_the_mean():

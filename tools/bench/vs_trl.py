@@ -2,7 +2,7 @@
 in turn. A table: precision x size of the model x tail of the answers' lengths, ours with defaults and at its best.
 
     python tools/bench/vs_trl.py [--steps 40] [--only DTYPE,SIZE,TAIL] [--dtypes fp32] [--sizes 0.6M 5M] [--tails light]
-                                 [--sides trl defaults best] [--venv FOLDER] [KEY=VALUE ...]
+                                 [--sides trl defaults best] [--seeds 42 43 44] [--venv FOLDER] [KEY=VALUE ...]
 
 TRL gets a virtual environment of its own, made here. Both sides use all cores, start from the same warm-started model
 and have the precision of the row: TRL by autocast over float32 weights, ours as dtype of trainer and engine over
@@ -11,9 +11,10 @@ heavy tail: sums of numbers of up to 24 digits, few of them long (`make_demo_ass
 tokens instead of 96.
 
 samples/s leave out start-up and the first 5 steps; accuracy is measured afterwards by the same code for all:
-temperature 1 on the held-out problems, 5 samples each. The three runs of a row follow one another. Finished runs are
-kept in runs.jsonl and not repeated, so the script may be stopped and started again. A row's line is printed once TRL
-and one of ours have run; it names processor, precision and warm start of both.
+temperature 1 on the held-out problems, 5 samples each. The three runs of a row follow one another, once per seed.
+Finished runs are kept in runs.jsonl and not repeated, so the script may be stopped and started again. A row's line is
+printed once TRL and one of ours have run; it has means over the seeds that both have, and names processor, precision
+and warm start of both.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +42,8 @@ LONGEST = {"light": 96, "heavy": 256}
 LONGEST_PROMPT = {"light": 24, "heavy": 56}
 Row = tuple[str, str, str]
 """Precision, size, tail."""
+Run = tuple[Row, str, int, int]
+"""Row, side, steps, seed."""
 
 BEST = (
     "algorithm.proximal_logprobs=behaviour",  # one optimizer step a batch: TRL computes no old log-probs either
@@ -57,7 +62,7 @@ from trl import GRPOConfig, GRPOTrainer
 from roll_async.rewards.exact_match import ExactMatch
 
 assets, output, steps, rate = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-bf16, length, folder = sys.argv[5] == "bf16", int(sys.argv[6]), sys.argv[7]
+bf16, length, folder, seed = sys.argv[5] == "bf16", int(sys.argv[6]), sys.argv[7], int(sys.argv[8])
 torch.set_num_threads(os.cpu_count())
 rows = [json.loads(line) for line in open(f"{assets}/train.jsonl")]
 data = Dataset.from_list([{"prompt": r["messages"][0]["content"], "ground_truth": r["ground_truth"]} for r in rows])
@@ -76,7 +81,7 @@ config = GRPOConfig(
     output_dir=output, per_device_train_batch_size=256, gradient_accumulation_steps=1, num_generations=8,
     max_completion_length=length, temperature=1.0, learning_rate=rate, lr_scheduler_type="constant", max_steps=steps,
     beta=0.0, use_cpu=True, bf16=bf16, logging_steps=1, save_strategy="no",
-    report_to="none", gradient_checkpointing=False, seed=42, disable_tqdm=True,
+    report_to="none", gradient_checkpointing=False, seed=seed, disable_tqdm=True,
 )
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -98,12 +103,12 @@ def rate_of(assets: Path, args: argparse.Namespace) -> float:
     return args.rate * NARROWEST / width
 
 
-def run_trl(row: Row, assets: Path, output: Path, args: argparse.Namespace) -> dict:
+def run_trl(row: Row, seed: int, assets: Path, output: Path, args: argparse.Namespace) -> dict:
     """samples/s, reward curve and folder of TRL's run."""
     dtype, _, tail = row
     python = trl_python(Path(args.venv))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count())}
-    words = [assets, output, args.steps, rate_of(assets, args), dtype, LONGEST[tail], assets / "model"]
+    words = [assets, output, args.steps, rate_of(assets, args), dtype, LONGEST[tail], assets / "model", seed]
     done = subprocess.run([python, "-c", TRL_RUN, *map(str, words)], env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -112,7 +117,7 @@ def run_trl(row: Row, assets: Path, output: Path, args: argparse.Namespace) -> d
     times, skipped = result["times"], args.skipped
     return {
         "samples_per_s": (len(times) - 1 - skipped) * SAMPLES / (times[-1] - times[skipped]),
-        "reward_last_5": sum(result["rewards"][-5:]) / 5,
+        "rewards": [round(reward, 4) for reward in result["rewards"]],
         "precision": "float32" if dtype == "fp32" else "bfloat16 autocast over float32 weights",
         "folder": str(output / "final"),
     }
@@ -129,7 +134,7 @@ def trl_python(venv: Path) -> str:
     return str(python.absolute())
 
 
-def overrides_of(row: Row, side: str, assets: Path, args: argparse.Namespace) -> list[str]:
+def overrides_of(row: Row, side: str, seed: int, assets: Path, args: argparse.Namespace) -> list[str]:
     """What a run of ours changes in the demo's file."""
     dtype, _, tail = row
     return [
@@ -141,6 +146,7 @@ def overrides_of(row: Row, side: str, assets: Path, args: argparse.Namespace) ->
         f"response_length={LONGEST[tail]}",
         f"prompt_length={LONGEST_PROMPT[tail]}",
         f"max_steps={args.steps}",
+        f"seed={seed}",
         f"actor_train.training_args.learning_rate={rate_of(assets, args)}",
         "eval_steps=0",
         "save_steps=0",
@@ -148,11 +154,11 @@ def overrides_of(row: Row, side: str, assets: Path, args: argparse.Namespace) ->
     ]
 
 
-def run_ours(row: Row, side: str, assets: Path, output: Path, args: argparse.Namespace) -> dict:
+def run_ours(row: Row, side: str, seed: int, assets: Path, output: Path, args: argparse.Namespace) -> dict:
     """The same of our run."""
     command = [
         sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", "rlvr_config_async_cpu.yaml",
-        f"output_dir={output}", "exp_name=ours", *overrides_of(row, side, assets, args),
+        f"output_dir={output}", "exp_name=ours", *overrides_of(row, side, seed, assets, args),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -161,7 +167,7 @@ def run_ours(row: Row, side: str, assets: Path, output: Path, args: argparse.Nam
     counted = metrics[args.skipped :]
     return {
         "samples_per_s": SAMPLES * (len(counted) - 1) / (counted[-1]["time_s"] - counted[0]["time_s"]),
-        "reward_last_5": sum(m["reward/mean"] for m in metrics[-5:]) / 5,
+        "rewards": [round(m["reward/mean"], 4) for m in metrics],
         "precision": f"trainer and engine {row[0]}, float32 main weights",
         "staleness_mean": sum(m["staleness/mean"] for m in counted) / len(counted),
         "length_mean": sum(m["response/length_mean"] for m in counted) / len(counted),
@@ -183,33 +189,34 @@ def assets_of(row: Row, folder: Path, warm_steps: int) -> Path:
     return assets
 
 
-def measured(row: Row, side: str, args: argparse.Namespace) -> dict:
+def measured(row: Row, side: str, seed: int, args: argparse.Namespace) -> dict:
     """One run and the accuracy of its last model."""
     from tools.check_demo_result import accuracy
 
     assets = assets_of(row, Path(args.assets), args.warm_steps)
     with tempfile.TemporaryDirectory() as scratch:
         if side == "trl":
-            found = run_trl(row, assets, Path(scratch) / "trl", args)
+            found = run_trl(row, seed, assets, Path(scratch) / "trl", args)
         else:
-            found = run_ours(row, side, assets, Path(scratch), args)
+            found = run_ours(row, side, seed, assets, Path(scratch), args)
         folder, data, longest = found.pop("folder"), str(assets / "test.jsonl"), LONGEST[row[2]]
-        scores = [accuracy(folder, data, 1.0, seed, max_new_tokens=longest) for seed in range(args.draws)]
+        scores = [accuracy(folder, data, 1.0, draw, max_new_tokens=longest) for draw in range(args.draws)]
     made = json.loads((assets / "manifest.json").read_text())
     return {
         "row": list(row),
         "side": side,
         "steps": args.steps,
+        "seed": seed,
         **found,
         "accuracy": sum(scores) / len(scores),
         "warm_start": f"{made['warm_start_steps']} supervised steps, loss {made['warm_start_loss']:.3f}",
     }
 
 
-def read(runs: Path) -> dict[tuple[Row, str, int], dict]:
-    """Finished runs by row, side and number of steps; of one that was repeated by hand, the last."""
+def read(runs: Path) -> dict[Run, dict]:
+    """Finished runs; of one that was repeated by hand, the last."""
     lines = [json.loads(line) for line in runs.read_text().splitlines()] if runs.exists() else []
-    return {(tuple(line["row"]), line["side"], line["steps"]): line for line in lines}
+    return {(tuple(line["row"]), line["side"], line["steps"], line["seed"]): line for line in lines}
 
 
 def budget(tail: str, *, bf16_native: bool) -> float:
@@ -217,33 +224,40 @@ def budget(tail: str, *, bf16_native: bool) -> float:
     return 2.0 if tail == "heavy" else 1.5 if bf16_native else 1.2
 
 
-def line_of(row: Row, ours: dict, trl: dict, *, cpu: str, bf16_native: bool) -> dict[str, object]:
-    """A row of the table, one of our two settings against TRL."""
-    ratio, wanted = ours["samples_per_s"] / trl["samples_per_s"], budget(row[2], bf16_native=bf16_native)
+def line_of(row: Row, ours: Sequence[dict], trl: Sequence[dict], *, cpu: str, bf16_native: bool) -> dict[str, object]:
+    """A row of the table, one of our two settings against TRL: runs of the same seeds, in the same order."""
+
+    def mean(runs: Sequence[dict], name: str) -> float:
+        return statistics.mean(run[name] for run in runs)
+
+    ratio, wanted = mean(ours, "samples_per_s") / mean(trl, "samples_per_s"), budget(row[2], bf16_native=bf16_native)
     return {
-        "name": f"vs_trl/{'/'.join(row)}/{ours['side']}",
-        "value": round(ours["samples_per_s"], 1),
+        "name": f"vs_trl/{'/'.join(row)}/{ours[0]['side']}",
+        "value": round(mean(ours, "samples_per_s"), 1),
         "unit": "samples/s",
-        "trl_samples_per_s": round(trl["samples_per_s"], 1),
+        "trl_samples_per_s": round(mean(trl, "samples_per_s"), 1),
         "ratio": round(ratio, 3),
         "budget": wanted,
-        "accuracy": round(ours["accuracy"], 3),
-        "trl_accuracy": round(trl["accuracy"], 3),
-        "reward_last_5": round(ours["reward_last_5"], 3),
-        "trl_reward_last_5": round(trl["reward_last_5"], 3),
-        "ok": ratio >= wanted and ours["accuracy"] >= trl["accuracy"],
-        "steps": ours["steps"],
+        "accuracy": round(mean(ours, "accuracy"), 3),
+        "trl_accuracy": round(mean(trl, "accuracy"), 3),
+        "accuracies": [round(run["accuracy"], 3) for run in ours],
+        "trl_accuracies": [round(run["accuracy"], 3) for run in trl],
+        "rewards": [run["rewards"] for run in ours],
+        "trl_rewards": [run["rewards"] for run in trl],
+        "ok": ratio >= wanted and mean(ours, "accuracy") >= mean(trl, "accuracy"),
+        "steps": ours[0]["steps"],
+        "seeds": [run["seed"] for run in ours],
         "cpu": cpu,
         "bf16": "native" if bf16_native else "emulated",
-        "precision": ours["precision"],
-        "trl_precision": trl["precision"],
-        "warm_start": ours["warm_start"],
-        "trl_warm_start": trl["warm_start"],
-        "length_mean": round(ours["length_mean"], 1),
-        "length_max": round(ours["length_max"], 1),
-        "staleness_mean": round(ours["staleness_mean"], 2),
-        "idle_trainer": round(ours["idle_trainer"], 3),
-        "settings": ours["settings"],
+        "precision": ours[0]["precision"],
+        "trl_precision": trl[0]["precision"],
+        "warm_start": ours[0]["warm_start"],
+        "trl_warm_start": trl[0]["warm_start"],
+        "length_mean": round(mean(ours, "length_mean"), 1),
+        "length_max": round(mean(ours, "length_max"), 1),
+        "staleness_mean": round(mean(ours, "staleness_mean"), 2),
+        "idle_trainer": round(mean(ours, "idle_trainer"), 3),
+        "settings": ours[0]["settings"],
     }
 
 
@@ -277,6 +291,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--tails", nargs="+", choices=TAILS, default=list(TAILS))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="of both sides; a row's line has their mean")
     parser.add_argument("--output", default="output/bench_trl", help="runs.jsonl and assets")
     parser.add_argument("--venv", default="output/bench_trl/venv")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="more settings of ours, for side best")
@@ -299,16 +314,17 @@ def main() -> None:
     runs = Path(args.output) / "runs.jsonl"
     runs.parent.mkdir(parents=True, exist_ok=True)
     for row in rows_of(args):
-        for side in args.sides:
-            if (row, side, args.steps) not in read(runs):
-                found = measured(row, side, args)
+        for seed, side in itertools.product(args.seeds, args.sides):
+            if (row, side, args.steps, seed) not in read(runs):
+                found = measured(row, side, seed, args)
                 with runs.open("a") as out:
                     out.write(json.dumps(found) + "\n")
         done = read(runs)
-        trl = done.get((row, "trl", args.steps))
         for side in SIDES[1:]:
-            ours = done.get((row, side, args.steps))
-            if trl is not None and ours is not None:
+            pairs = [[done.get((row, s, args.steps, seed)) for s in (side, "trl")] for seed in args.seeds]
+            both = [pair for pair in pairs if None not in pair]
+            if both:
+                ours, trl = zip(*both, strict=True)
                 print(json.dumps(line_of(row, ours, trl, cpu=cpu, bf16_native=native)), flush=True)
 
 
