@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,16 +13,20 @@ from roll_async.inference.stop_strings import safe_end
 from roll_async.observe.memory import peak_bytes
 from roll_async.schema import Completion, ExpertRecord, FinishReason, GenerateRequest, cut_runs
 
-_COALESCE_S = 0.02
+_WINDOW_S = 0.02
 """The batching window of `collect`: so long after the first result others may join it, while other requests run. It is
-a step or two of a small model. A message costs a millisecond of a core, which a busy machine has better use for.
+a step or two of a small model.
 """
-_BACKLOG_WINDOWS = 5
-"""So many windows at most while requests wait in the engine: it does not need the next ones yet."""
+_MOST_WINDOWS = 5
+"""So many windows at most. That many while requests wait in the engine: it does not need the next ones yet."""
+_MESSAGE_S = 0.002
+"""What a report and the requests that answer it take from an engine in this process, however many they are."""
 
 PROGRESS_INTERVAL_S = 5.0
 """Interval of progress reports of running requests. When a replica dies, the tokens since its last report are lost."""
 
+_AVERAGED = 64
+"""Number of requests, about, whose seconds are averaged."""
 _ABORT_AGAIN_S = 0.5
 _ABORT_WITHIN_S = 10.0
 """A request that its engine has not ended by then is cancelled."""
@@ -46,6 +51,8 @@ class EngineHost:
         self._news = asyncio.Event()
         self._told: dict[str, int] = {}
         """Number of reported tokens of each running request."""
+        self._num_completed, self._mean_s = 0, 0.0
+        """Seconds that the last requests generated, on average."""
         self._timer: asyncio.TimerHandle | None = None
         self._progress_due = False
         self._peak_bytes, self._peak_due_s = 0, 0.0
@@ -95,6 +102,8 @@ class EngineHost:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self._completions.append(task.result())
+            self._num_completed += 1
+            self._mean_s += (task.result().generation_s - self._mean_s) / min(self._num_completed, _AVERAGED)
         elif isinstance(error, ConnectionError):
             self._dead = error
         else:
@@ -134,12 +143,20 @@ class EngineHost:
                 )
 
     async def _others_join(self) -> None:
-        """Return after the batching window, or after several while the engine has enough to do."""
-        await asyncio.sleep(_COALESCE_S if self._tasks else 0)
-        for _ in range(_BACKLOG_WINDOWS - 1):
-            if self._dead is not None or not self._tasks or not self._engine.load().waiting:
+        """Return after as many batching windows as there are to wait for, or when nothing runs that could join."""
+        for waited in range(_MOST_WINDOWS):
+            if self._dead is not None or not self._tasks or waited >= self._windows():
                 return
-            await asyncio.sleep(_COALESCE_S)
+            await asyncio.sleep(_WINDOW_S)
+
+    def _windows(self) -> int:
+        """Where no request waits in the engine, the place of one that has ended stays empty for half of the time
+        between two reports, out of every `_mean_s`. That and the reports' cost are together least at the root of twice
+        the product (Harris, "How many parts to make at once", 1913).
+        """
+        if self._engine.load().waiting:
+            return _MOST_WINDOWS
+        return min(_MOST_WINDOWS, max(1, round(math.sqrt(2 * _MESSAGE_S * self._mean_s) / _WINDOW_S)))
 
     def _progress(self) -> list[Progress]:
         """The tokens that running requests generated since the last progress report."""

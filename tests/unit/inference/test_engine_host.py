@@ -125,8 +125,9 @@ class OneAtATime(FakeEngine):
         self.waiting += 1
         async with self.turn:
             self.waiting -= 1
-            await asyncio.sleep(request.sampling.max_new_tokens / 1000)
-            return answer(request, FinishReason.LENGTH)
+            seconds = request.sampling.max_new_tokens / 1000
+            await asyncio.sleep(seconds)
+            return replace(answer(request, FinishReason.LENGTH), generation_s=seconds)
 
     def load(self):
         return EngineLoad(running=1, waiting=self.waiting, free_kv_fraction=1.0)
@@ -150,6 +151,55 @@ def test_an_engine_with_requests_waiting_tells_of_more_results_at_once(run):
         assert reports == [["0"], ["1"]] and ended - began == pytest.approx(0.06, abs=0.005), (
             "no end waits for a window"
         )
+
+    run(go())
+
+
+class Full(FakeEngine):
+    """Each request takes as many milliseconds as it may have tokens, beside all others; none waits."""
+
+    def progress(self, request_id, start):
+        return None
+
+    async def generate(self, request):
+        seconds = request.sampling.max_new_tokens / 1000
+        await asyncio.sleep(seconds)
+        return replace(answer(request, FinishReason.LENGTH), generation_s=seconds)
+
+
+@pytest.mark.parametrize(("milliseconds", "most", "least"), [(200, 50, 30), (1_500, 13, 10), (10_000, 11, 8)])
+def test_the_longer_answers_take_the_fewer_messages_tell_of_their_ends(run, milliseconds, most, least):
+    """A message costs milliseconds of the engine, and a place stays empty for half of the time between two of them: the
+    sum of both is least at the square root of twice their product.
+    """
+
+    async def go():
+        host, number = EngineHost(Full()), 0
+        loop = asyncio.get_running_loop()
+        for number in range(milliseconds // 10):
+            await host.submit([ask(number, tokens=milliseconds)])
+            await asyncio.sleep(0.01)  # they end one by one
+        reports = 0
+        while loop.time() < 5 * milliseconds / 1000:
+            report, reports = await host.collect(), reports + 1
+            for _ in report.completions:
+                number += 1
+                await host.submit([ask(number, tokens=milliseconds)])
+        assert least < reports / (4 * milliseconds / 1000) < most
+
+    run(go())
+
+
+def test_the_last_result_does_not_wait_for_a_long_window(run):
+    async def go():
+        host, loop = EngineHost(Full()), asyncio.get_running_loop()
+        await host.submit([ask("first", tokens=9_000)])
+        await host.collect()
+        began = loop.time()
+        await host.submit([ask("short", tokens=100), ask("last", tokens=125)])
+        report = await host.collect()
+        assert [c.request_id for c in report.completions] == ["short", "last"]
+        assert loop.time() - began == pytest.approx(0.14, abs=0.005), "and not 0.2"
 
     run(go())
 
