@@ -624,11 +624,14 @@ def small_caches(seed):
 
 
 def validations_apart(seed):
-    """Validations on replicas of their own that take longer than a step, between pushes and with them."""
+    """Validations on replicas of their own that take longer than a step, between pushes and with them. Twenty times as
+    slow, they may need more than half a minute for a token, and are not silent.
+    """
     base = shared_validations(seed)
     return replace(
         base,
         validation_mode="replicas",
+        manager=replace(base.manager, silence_s=600.0),
         plan=replace(base.plan, validation_mode="replicas", eval_every=1),
         validation_engines=(EngineFaults(slow_factor=20.0),) * (1 + seed % 2),
         max_restarts=0,
