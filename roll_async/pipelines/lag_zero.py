@@ -7,8 +7,9 @@ are right, and the trainer scores another text than the engine continued.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 
 from roll_async.config.schema import PipelineConfig
@@ -46,15 +47,30 @@ class LagZeroOptions:
 
 
 class LagZero:
-    """Keeps what the last canary said, to tell the suspects apart."""
+    """Keeps what the last canary found, to tell the suspects apart."""
 
     def __init__(self, options: LagZeroOptions | None) -> None:
         self._options = options
+        self._asked: asyncio.Future[CanaryReport | None] | None = None
         self._canary: CanaryReport | None = None
 
-    def pushed(self, canary: CanaryReport | None) -> None:
-        """Engines serve the next version; None = nobody looked."""
-        self._canary = canary
+    def pushed(self, checked: Awaitable[CanaryReport | None]) -> None:
+        """Engines serve the next version, and answer the canary beside the next step."""
+        self._asked = asyncio.ensure_future(checked)
+
+    async def canary(self) -> CanaryReport | None:
+        """What the canary of the last push found, once. None: it has been told, or nobody asked."""
+        if self._asked is None:
+            return None
+        self._canary = await self._asked
+        self._asked = None
+        return self._canary
+
+    async def close(self) -> None:
+        """Nobody waits for the answers any more."""
+        if self._asked is not None:
+            self._asked.cancel()
+            await asyncio.wait({self._asked})
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`weights/lag_zero_alarm`, 1 for a mismatch in the batch of a step; empty when it had no token of lag 0."""

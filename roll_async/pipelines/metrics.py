@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
+from roll_async.pipelines.protocol import Observes
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, Reward
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.canary import CanaryReport
 from roll_async.weight_sync.synchronizer import SyncReport
 
 _GROUP_COUNTS = (
@@ -45,6 +47,14 @@ class StepClock:
     def total_s(self) -> float:
         """Seconds since the step began."""
         return self._loop.time() - self._started
+
+
+def trace_step(observer: Observes, step: int, groups: Sequence[Group], clock: StepClock) -> None:
+    """The trace's spans of one training step."""
+    for name, started, ended in clock.spans:
+        observer.span("trainer", name, started, ended, step=step)
+    for group in groups:
+        observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=step)
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -168,15 +178,20 @@ def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int
 
 
 def _push_metrics(sync: SyncReport | None, push_s: float) -> dict[str, float]:
-    """For a step with a push: what was sent, and the difference between the log-probs of engines and trainer."""
+    """For a step with a push: what was sent."""
     if sync is None:
         return {}
     metrics = {"weights/sent_bytes": float(sync.num_bytes), "weights/sent_share": sync.sent_share}
     if push_s > 0:
         metrics["weights/gb_per_s"] = sync.num_bytes / push_s / 1e9
-    if (found := sync.canary) is None:
-        return metrics
-    metrics["weights/canary_alarms"] = float(len(found.alarms))
+    return metrics
+
+
+def canary_metrics(found: CanaryReport | None) -> dict[str, float]:
+    """The difference between the log-probs of engines and trainer after a push."""
+    if found is None:
+        return {}
+    metrics = {"weights/canary_alarms": float(len(found.alarms))}
     if found.difference:
         metrics["weights/canary_difference"] = max(found.difference.values())
     if found.moved is not None:

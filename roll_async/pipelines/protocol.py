@@ -18,6 +18,7 @@ from roll_async.pipelines.lag_zero import LagZeroOptions
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.canary import CanaryReport
 from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
 
 
@@ -53,6 +54,8 @@ class Pushes(Protocol):
     """`weight_sync/synchronizer.py`, seen from the train loop."""
 
     async def push(self, version: WeightVersion) -> SyncReport: ...
+
+    async def checked(self) -> CanaryReport | None: ...
 
     async def wait_for_returned(self) -> None: ...
 

@@ -22,6 +22,7 @@ next push, which would change the weights, waits for the rest of it. In mode rep
 get the weights of its step and keep them: nothing waits, and a step that is due while one still runs is skipped and
 counted. The last model's validation is always waited for.
 
+The canary of a push is answered beside the next step, whose record has its result; that of the last push is waited for.
 The metrics of a step are published before it is saved: a run that is killed in between repeats the step, one that is
 killed afterwards has published all of it. When another role fails, a step whose groups have all been taken is finished
 and published without a push, so that it can be saved (`abandon`, `rescue`). While the trainer waits for groups,
@@ -41,7 +42,7 @@ from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.lag_zero import LagZero
-from roll_async.pipelines.metrics import StepClock, merged_reports, step_metrics
+from roll_async.pipelines.metrics import StepClock, canary_metrics, merged_reports, step_metrics, trace_step
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
 from roll_async.schema import Group
 from roll_async.trainer.protocol import StepReport
@@ -114,8 +115,7 @@ class RLVRPipeline:
 
     async def _train(self) -> RunEnd:
         """The first weights, then the train loop."""
-        first = await self._parts.synchronizer.push(self.trainer.trained)
-        self.trainer.lag_zero.pushed(first.canary)
+        await self.trainer.push(self.trainer.trained)
         return await self.trainer.run()
 
     async def _run_beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
@@ -225,10 +225,18 @@ class TrainLoop:
                 end, step = await self._step(step), step + 1
             if not self._abandoned:
                 self._tell(await self._validated())
+                await self.lag_zero.canary()
             return end or RunEnd.FINISHED
         finally:
             self.state = TrainerState.STOPPED
             await self._drop_validation()
+            await self.lag_zero.close()
+
+    async def push(self, version: WeightVersion) -> SyncReport:
+        """The trainer's weights to all engines."""
+        report = await self._parts.synchronizer.push(version)
+        self.lag_zero.pushed(self._parts.synchronizer.checked())
+        return report
 
     async def save(self) -> None:
         """Save the last whole step, unless it is saved, or the weights contain a part of the next one."""
@@ -255,11 +263,15 @@ class TrainLoop:
         self.trained, self.mid_step = step, False  # the weights contain it, whether recording it succeeds or not
         self.num_samples += report.num_samples
         ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
-        sync, results, agreement = None, [], self.lag_zero.check(step, report.metrics)
+        sync, results, agreement = None, [], {}
         try:
             with clock.measure("record"):
                 ages = await parts.queue.freshness(step)
                 await parts.queue.step_trained(step)
+            if not self._abandoned:
+                with clock.measure("weight_sync"):
+                    agreement = canary_metrics(await self.lag_zero.canary())
+            agreement |= self.lag_zero.check(step, report.metrics)
             self.lag_zero.stop(step, report.metrics)
             measures = self._eval_due(step)
             if not self._abandoned and (self._push_due(step) or measures):
@@ -268,6 +280,8 @@ class TrainLoop:
                     measures = measures and await self._can_measure(step)
                 with clock.measure("weight_sync"):
                     sync = await self._push(step, measures=measures)
+                    if self._is_last(step):
+                        agreement |= canary_metrics(await self.lag_zero.canary())
             if not self._abandoned:
                 with clock.measure("validation"):
                     results.append(await self._validated(wait=False))
@@ -278,7 +292,7 @@ class TrainLoop:
             for result in earlier:  # one record holds one validation: the last model's
                 self._tell(result)
             parts.observer.step(step, {**metrics, **agreement, **validation})
-            self._trace(step, groups, clock)
+            trace_step(parts.observer, step, groups, clock)
             if parts.dump is not None:
                 parts.dump(step, groups)
         if self._data_ended:
@@ -290,6 +304,7 @@ class TrainLoop:
         parts, step, self._data_ended = self._parts, self.trained, True
         if self._abandoned or step < self._plan.first_step:
             return
+        await self.lag_zero.canary()  # before a validation sets its engines aside
         measures = self._validated_until < step and self._eval_due(step)
         if parts.synchronizer.status().version != step or (measures and self._validates_apart):
             self._tell(await self._validated())
@@ -302,9 +317,7 @@ class TrainLoop:
         """The weights of a step to all engines, if they are due there, else to those of the validation alone."""
         synchronizer, self.state = self._parts.synchronizer, TrainerState.SYNCHRONIZING
         if self._push_due(step) and synchronizer.status().version != step:
-            report = await synchronizer.push(step)
-            self.lag_zero.pushed(report.canary)
-            return report
+            return await self.push(step)
         if measures and self._validates_apart:
             await synchronizer.resync_returned(step)
         return None
@@ -423,13 +436,6 @@ class TrainLoop:
     def _compute_custom_metrics(self, batch: Sequence[Group]) -> Mapping[str, float] | None:
         """Hook: more metrics of a step, by key, from the groups that it trained. They are published like all others."""
         return None
-
-    def _trace(self, step: int, groups: Sequence[Group], clock: StepClock) -> None:
-        observer = self._parts.observer
-        for name, started, ended in clock.spans:
-            observer.span("trainer", name, started, ended, step=step)
-        for group in groups:
-            observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=step)
 
     async def _validate(self, step: int) -> Mapping[str, float]:
         """Begin the validation of a due step. Its result, if it is waited for at once: else nothing yet."""

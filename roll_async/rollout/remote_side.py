@@ -20,6 +20,7 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
 from roll_async.rollout.rollouter import Rollouter, RollouterStats
 from roll_async.schema import Group, WeightVersion
+from roll_async.weight_sync.canary import CanaryReport
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport, SyncStatus
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class HostedSide:
             "resume": rollouter.resume,
             "stop": rollouter.stop,
             "push": synchronizer.push,
+            "checked": synchronizer.checked,
             "resync_returned": synchronizer.resync_returned,
             "counters": self._nothing,
         }
@@ -249,6 +251,9 @@ class SynchronizerClient:
 
     async def push(self, version: WeightVersion) -> SyncReport:
         return await self._border.wait("push", version)
+
+    async def checked(self) -> CanaryReport | None:
+        return await self._border.wait("checked")
 
     async def wait_for_returned(self) -> None:
         await self._border.returned.wait()

@@ -5,7 +5,11 @@ adapter that was never merged, experts in another order, a tied head that kept i
 ignored all pass it, and the run then learns from samples of another policy.
 
     begin(version): the trainer scores the canary before it exports
-    check(version): engines score it after the swap -> CanaryReport, with an alarm for each replica that differs
+    start(version): engines are asked after the swap; they answer when it is their requests' turn
+    found():        what they answered -> CanaryReport, with an alarm for each replica that differs
+
+Engines may have hundreds of requests to run before it, so the trainer does not wait for them: it trains the next step
+meanwhile. The next push waits for the answers, because they are of these weights.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import fsum
 
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.protocol import UpdatedReplica, WeightSource
 
@@ -54,6 +58,8 @@ class CanaryOptions:
     """Largest mean |difference| in nats."""
     stop: bool = False
     """An engine beyond the band ends the run; False = a warning."""
+    at_once: bool = False
+    """`start` waits for the answers. With `stop` always, so that no sample of an engine is trained before its check."""
     adapter: bool = False
     """The trainer trains an adapter, which the export merges."""
     timeout_s: float = 60.0
@@ -70,6 +76,7 @@ class CanaryOptions:
             prompts=push.canary_prompts,
             band=band_of(config),
             stop=push.on_mismatch == "stop",
+            at_once=bool(roles_on_engine_devices(config)),  # engines that sleep in the next step do not answer in it
             adapter=bool(config.actor_train.model_args.lora_rank),
             timeout_s=config.async_training.sync_timeout,
         )
@@ -108,13 +115,30 @@ class Canary:
         self._trainer: _Scores | None = None
         self._before: _Scores | None = None
         self._engines: dict[str, _Scores] = {}
+        self._check: asyncio.Task[CanaryReport] | None = None
 
     async def begin(self, version: WeightVersion) -> None:
-        """Score with the trainer under `version`, before it exports, while its weights are on its devices."""
+        """Score with the trainer under `version`, before it exports, while its weights are on its devices. Engines
+        still hold the weights before: what they are asked about these is answered first.
+        """
+        if self._check is not None:
+            await asyncio.wait({self._check})
         values = _flat(await self._source.score(self._rows))
         if self._trainer is None or self._trainer.version != version:
             self._before = self._trainer
         self._trainer = _Scores(version=version, values=values)
+
+    async def start(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> None:
+        """Begin the check of replicas that serve `version`; `found` has its result."""
+        self._check = asyncio.create_task(self.check(version, tuple(replicas)), name=f"canary of version {version}")
+        if self._options.stop or self._options.at_once:
+            await self._check
+
+    async def found(self) -> CanaryReport | None:
+        """The result of the check that `start` began last; None before the first. Waits for it, and cancels it when it
+        is cancelled.
+        """
+        return None if self._check is None else await self._check
 
     async def check(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> CanaryReport:
         """Compare replicas that serve `version`. A replica that does not answer is warned of only: the server manager

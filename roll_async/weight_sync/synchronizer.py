@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 _STRAGGLER_S = 30.0
 _LIVENESS_INTERVAL_S = 1.0
 """How often a push checks that the replicas it waits for are alive."""
-
 
 Replica = TypeVar("Replica", bound=UpdatedReplica)
 """The owner's type of replicas; `readmit` is called with the same objects."""
@@ -102,8 +101,6 @@ class SyncReport:
     attempts: int
     replicas: int
     """Replicas that serve the version."""
-    canary: CanaryReport | None = None
-    """The functional check of the version; None = not made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,12 +260,16 @@ class ParameterSynchronizer(Generic[Replica]):
             self.param_sync_count += 1
             self._weights_held(version)
             report = self._report(push)
-            if self._canary is None:
-                return report
-            return replace(report, canary=await self._canary.check(version, push.serving))
+            if self._canary is not None:
+                await self._canary.start(version, push.serving)
+            return report
         finally:
             self._push = None
             self._enter(SyncState.IDLE)
+
+    async def checked(self) -> CanaryReport | None:
+        """What the canary of the last push found; waits for the engines' answers. None: nobody asked them."""
+        return None if self._canary is None else await self._canary.found()
 
     async def _transfer_and_commit(self, push: _Push[Replica]) -> None:
         """Transfer with retries, then swap. A replica whose swap fails is given the weights again while attempts are

@@ -74,6 +74,8 @@ class Synchronizer:
         self.queue.weights_held(version)
         self.returning = version == 1
         return f"report {version}"
+    async def checked(self):
+        return "canary"
     async def resync_returned(self, version):
         logging.getLogger("roll_async.here").warning("engine %d is back", version)
         self.returning = False
@@ -107,7 +109,7 @@ async def main():
     await asyncio.sleep(0.5)
     asked.cancel()
     await asyncio.wait([asked])
-    assert await synchronizer.push(0) == "report 0"
+    assert await synchronizer.push(0) == "report 0" and await synchronizer.checked() == "canary"
     first = await queue.take_batch(1)
     assert [g.prompt.row_id for g in first] == ["0", "1"], "a question that was taken back took no batch"
     assert (await queue.freshness(1)).mean_age_s >= 0

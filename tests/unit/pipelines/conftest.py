@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from contextlib import AsyncExitStack
 
 import pytest
@@ -84,13 +85,14 @@ class Run:
         pool=None,
         position=None,
         scorer=None,
+        canary=None,
         **plan,
     ):
         self.build, self.replica_class = build, replica_class
         self.learned, self.saved, self.published, self.events = [], [], [], []
         self.positions = {}
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
-        self.collation_s = self.push_s = self.validation_s = 0.0
+        self.collation_s = self.push_s = self.validation_s = self.answer_s = 0.0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
         self.engines = connect(self.replicas, Starter(self), engines)
@@ -128,6 +130,7 @@ class Run:
             stop_timeout_s=30.0,
             validation={name: SetSampling(sampling=SamplingParams(max_new_tokens=5)) for name in validation_sets},
             validation_mode=plan.get("validation_mode", "pause"),
+            canary=canary,
         )
         self.side = wire_rollout(roles, options)
         self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
@@ -161,6 +164,13 @@ class Run:
         async def commit(version):
             replica.version = version
 
+        async def score(rows):
+            version = replica.version
+            await asyncio.sleep(self.answer_s)
+            assert replica.version == version, "the weights changed while the canary was scored"
+            return [array("f", [-1.0 - version] * (len(row) - 1)) for row in rows]
+
+        replica.score = score
         replica.begin_update = replica.load_bucket = nothing
         replica.finish_update, replica.commit = finish, commit
         return replica
@@ -181,6 +191,9 @@ class Run:
             metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=self.collation_s, num_samples=2 * len(groups),
             num_tokens=40,
         )  # fmt: skip
+
+    async def score(self, rows):
+        return [array("f", [-1.0 - len(self.learned)] * (len(row) - 1)) for row in rows]
 
     async def export_weights(self, plan):
         await asyncio.sleep(self.push_s)

@@ -7,7 +7,8 @@ import pytest
 
 from roll_async.config.api import load
 from roll_async.pipelines.lag_zero import DIFFERENCE, LagZero, LagZeroOptions
-from roll_async.weight_sync.canary import CanaryReport, EngineMismatch
+from roll_async.pipelines.protocol import RunEnd
+from roll_async.weight_sync.canary import CanaryOptions, CanaryReport, EngineMismatch
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from roll_async.weight_sync.canary import CanaryReport, EngineMismatch
 def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
     caplog.set_level(logging.WARNING, "roll_async")
     look = LagZero(LagZeroOptions(band=1e-3))
-    look.pushed(canary)
+    look._canary = canary
     assert look.check(1, {DIFFERENCE: 5e-4}) == {"weights/lag_zero_alarm": 0.0} and not caplog.text
     assert look.check(2, {}) == {}, "no token of lag 0"
     assert look.check(3, {DIFFERENCE: 0.25}) == {"weights/lag_zero_alarm": 1.0}
@@ -66,3 +67,47 @@ def test_a_mismatch_ends_the_run_after_its_step_is_published(a_run, run):
         assert [m["weights/lag_zero_alarm"] for m in job.published] == [0.0, 1.0] and job.saved == [2]
 
     run(go())
+
+
+@pytest.mark.parametrize(
+    ("answer_s", "waits_s", "where"),
+    [(0.0, 0.0, {}), (6.0, 0.0, {}), (20.0, 12.0, {}), (6.0, 6.0, {"stop": True}), (6.0, 6.0, {"at_once": True})],
+)
+def test_engines_answer_the_canary_of_a_push_beside_the_next_step_whose_record_has_it(
+    a_run, run, answer_s, waits_s, where
+):
+    """A step learns for 8 s. Answers that take longer hold up the next push: they are of the weights before it."""
+    done = a_run(ratio=2.0, speeds=(0.1, 0.1), canary=CanaryOptions(prompts=2, band=0.1, **where))
+    done.answer_s = answer_s
+    assert run(done.go()) is RunEnd.FINISHED
+    assert [m["weights/canary_difference"] for m in done.published] == [0.0] * 4
+    assert [m.get("weights/canary_moved") for m in done.published] == [None, 1.0, 1.0, 1.0]
+    second = done.published[1]
+    assert second["time/weight_sync_s"] == pytest.approx(waits_s, abs=0.1)
+    assert second["time/step_s"] == pytest.approx(8.0 + waits_s, abs=0.1)
+
+
+@pytest.mark.parametrize("end", ["stop", "data", "error"])
+def test_a_run_that_ends_leaves_no_canary_without_a_listener(a_run, run, end):
+    """`go` checks that no task is left."""
+
+    async def go():
+        job = a_run(steps=9, canary=CanaryOptions(prompts=2, band=0.1))
+        job.answer_s, job.size = 30.0, 8 if end == "data" else 10**9
+        learn = job.learn
+
+        async def learns(groups, step):
+            if step == 2 and end == "error":
+                raise RuntimeError("a rank died")
+            if step == 2:
+                job.pipeline.request_stop()
+            return await learn(groups, step)
+
+        job.learn = learns if end != "data" else learn
+        try:
+            return await job.go()
+        except BaseExceptionGroup as errors:
+            return errors.exceptions[0]
+
+    result = run(go())
+    assert result in (RunEnd.INTERRUPTED, RunEnd.END_OF_DATA) if end != "error" else "a rank died" in str(result)
