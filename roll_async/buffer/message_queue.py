@@ -244,8 +244,9 @@ class MessageQueue:
                 raise QueueClosed("the queue was closed", leftovers=len(self._book.buffered_ids))
             chosen = self._choose(step, wanted)
             if chosen is not None:
+                now = self._now()  # one time for all: the groups of a part are told by it
                 for entry in chosen:
-                    entry.asked_s, entry.taken_s = self._waits_since_s, self._now()
+                    entry.asked_s, entry.taken_s = self._waits_since_s, now
                     self._book.move(entry, GroupState.TRAINING)
                 self._last_taken = step
                 self._notify()

@@ -44,7 +44,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.lag_zero import LagZero
 from roll_async.pipelines.metrics import StepClock, canary_metrics, merged_reports, step_metrics, trace_step
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
-from roll_async.schema import Group
+from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import SyncReport
 

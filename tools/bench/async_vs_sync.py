@@ -13,7 +13,8 @@ step. `bound` = (T_gen + T_train) / max(T_gen, T_train) is what perfect overlap 
 speedup / bound. It may exceed 1: with a long tail an engine that is given new requests while the last ones end needs
 less than T_gen. `waited_async_s` is what the trainer still waits for a batch; where that is nothing and the ratio is
 below 1, two busy cores are slower than one, each: shared caches and memory, and the driver, Ray and the reward host
-beside them. Uses the tokenizer and data of the demo assets (`make demo-assets`).
+beside them. `busy_core` is what two loops of matrix products, which share nothing else, leave each other on this
+machine just before the runs. Uses the tokenizer and data of the demo assets (`make demo-assets`).
 """
 
 from __future__ import annotations
@@ -109,9 +110,10 @@ def main() -> None:
     parser.add_argument("--setting", choices=list(SETTINGS), default="long_tail")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    from tools.machine import machine_line
+    from tools.machine import busy_core, machine_line
 
     print(machine_line(args), flush=True)
+    shares = busy_core()
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(args.assets), Path(scratch) / "model")
         args.overrides = [f"pretrain={scratch}/model", *COMMON, *SETTINGS[args.setting], *args.overrides]
@@ -137,6 +139,7 @@ def main() -> None:
         "step_sync_s": round(step_sync, 3),
         "step_async_s": round(step_async, 3),
         "waited_async_s": round(statistics.mean(m["time/wait_batch_s"] for m in overlapped), 3),
+        "busy_core": shares,
         "steps": len(sync),
         "staleness_max": max(m["staleness/max"] for m in overlapped),
     }

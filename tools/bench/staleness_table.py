@@ -328,9 +328,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    from tools.machine import machine_line
+    from tools.machine import busy_core, machine_line
 
     print(machine_line(args), flush=True)
+    print(json.dumps({"name": "busy_core", "value": busy_core(), "unit": "of a core alone"}), flush=True)
     make = [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", args.assets]
     if not (Path(args.assets) / "manifest.json").is_file():
         deeper = [] if args.forced else ["--deeper", str(DEEPER)]

@@ -548,3 +548,30 @@ def test_the_data_may_end_inside_of_a_step_that_is_taken_in_parts(run, finish):
         assert queue.stats().trained == 1, "what was learned of it is the step"
 
     run(go())
+
+
+class Ticking(asyncio.SelectorEventLoop):
+    """Its clock moves between any two looks at it, as a real one does."""
+
+    looks = 0
+
+    def time(self):
+        self.looks += 1
+        return super().time() + 1e-5 * self.looks
+
+
+def test_the_wait_for_scores_is_told_from_that_for_answers_on_a_clock_that_never_stands_still(build):
+    """The last answer of the batch is there half a second after the trainer asked, its score at once."""
+
+    async def go():
+        queue, loop = make_queue(groups_per_batch=4), asyncio.get_running_loop()
+        slots = await queue.reserve(4)
+        taking = asyncio.create_task(queue.take_batch(1))
+        for slot in slots:
+            await asyncio.sleep(0.5 if slot is slots[-1] else 0.0)
+            await queue.put(build.group(slot.group_id, generated_s=loop.time()))
+        await taking
+        return (await queue.freshness(1)).reward_wait_s
+
+    with asyncio.Runner(loop_factory=Ticking) as runner:
+        assert runner.run(go()) < 0.25
