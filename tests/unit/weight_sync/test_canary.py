@@ -112,3 +112,25 @@ def test_a_push_that_is_tried_again_compares_with_the_version_before_not_with_it
 def test_rows_are_the_prompts_with_two_tokens_cut_to_the_limit():
     options = CanaryOptions(prompts=3, band=1, max_tokens=3)
     assert canary_rows([array("i", [1]), array("i", range(9)), array("i", [5, 6])], options) == [[0, 1, 2], [5, 6]]
+
+
+def test_the_next_push_waits_for_the_answers_that_are_about_the_weights_before_it(run):
+    class Slow(Engine):
+        async def score(self, rows):
+            await asyncio.sleep(5.0)
+            return await super().score(rows)
+
+    async def go():
+        loop, trainer = asyncio.get_running_loop(), Trainer([-1, -2, -3])
+        canary = Canary(ROWS, trainer, CanaryOptions(prompts=2, band=0.1))
+        assert await canary.found() is None
+        await canary.begin(1)
+        await canary.start(1, [Slow("a", [-1, -2, -3])])
+        started_s = loop.time()
+        trainer.values = [-2, -3, -4]
+        await canary.begin(2)
+        report = await canary.found()
+        return started_s, loop.time() - started_s, report
+
+    started_s, waited_s, report = run(go())
+    assert (started_s, waited_s) == (0.0, 5.0) and report.difference == {"a": 0.0} and report.alarms == ()
