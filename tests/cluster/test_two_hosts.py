@@ -168,7 +168,8 @@ def test_ranks_of_trainer_and_engine_over_two_hosts_are_on_policy_and_leave_whol
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     for m in metrics:
         assert m["staleness/max"] == 0 and abs(m["correction/rho_max"] - 1) < 1e-3, "every rank holds every push"
-        assert m["weights/canary_difference"] < 1e-4
+    told = [m["weights/canary_difference"] for m in metrics if "weights/canary_difference" in m]
+    assert len(told) >= 3 and max(told) < 1e-4, "the replica may be killed before it has answered"
     assert metrics[-1]["weights/canary_moved"] > 0
     assert metrics[-1]["rollout/lost_engines"] == metrics[-1]["rollout/returned_engines"] == 1
     log = (folder / "run.log").read_text()
