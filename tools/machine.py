@@ -31,7 +31,7 @@ def machine_line(args: argparse.Namespace) -> str:
 
 
 _LOOP = """
-import os, sys, time
+import sys, time
 import torch
 torch.set_num_threads(1)
 a = torch.randn(256, 256)

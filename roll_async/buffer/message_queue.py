@@ -122,9 +122,7 @@ class MessageQueue:
         return slot
 
     async def put(self, group: Group) -> bool:
-        """Make a finished, kept group durable, then buffered. False: refused, because the group was released meanwhile
-        (a late result) or is surplus, in which case its prompt is requeued.
-        """
+        """Make a finished, kept group durable, then buffered. False: refused, since it was released or is surplus."""
         while True:
             entry = self._book.in_flight_entry(group.group_id)
             if entry is None:

@@ -71,6 +71,8 @@ class LagZero:
         if self._asked is not None:
             self._asked.cancel()
             await asyncio.wait({self._asked})
+            if not self._asked.cancelled():
+                self._asked.exception()  # marks it as retrieved
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`weights/lag_zero_alarm`, 1 for a mismatch in the batch of a step; empty when it had no token of lag 0."""

@@ -133,9 +133,7 @@ class _Push(Generic[Replica]):
     waiting: list[Replica]
     """Replicas that do not hold the weights yet."""
     late: list[Replica] = field(default_factory=list)
-    """Replicas that missed the deadline of a call; this push does not try them again, which would cost a second
-    time-out.
-    """
+    """Replicas that missed the deadline of a call; this push does not try them again: it would be a second time-out."""
     proved: list[Replica] = field(default_factory=list)
     """Replicas whose digest is verified; they serve the weights after their commit."""
     serving: list[Replica] = field(default_factory=list)

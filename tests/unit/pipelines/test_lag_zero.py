@@ -1,6 +1,7 @@
 """Tokens of the present weights that engine and trainer judge differently: an alarm with its suspect."""
 
 import asyncio
+import gc
 import logging
 
 import pytest
@@ -111,3 +112,25 @@ def test_a_run_that_ends_leaves_no_canary_without_a_listener(a_run, run, end):
 
     result = run(go())
     assert result in (RunEnd.INTERRUPTED, RunEnd.END_OF_DATA) if end != "error" else "a rank died" in str(result)
+
+
+def test_a_check_that_fails_while_it_is_cancelled_is_no_noise_on_the_console(run):
+    async def go():
+        loop, noise = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: noise.append(context["message"]))
+
+        async def fails():
+            try:
+                await asyncio.sleep(9.0)
+            finally:
+                raise RuntimeError("the rollout process died")
+
+        look = LagZero(None)
+        look.pushed(fails())
+        await asyncio.sleep(0)
+        await look.close()
+        del look
+        gc.collect()
+        return noise
+
+    assert run(go()) == []

@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 
+from roll_async.config.api import load
 from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch, canary_rows
 
 ROWS = [[1, 2, 3], [4, 5]]
@@ -112,6 +113,20 @@ def test_a_push_that_is_tried_again_compares_with_the_version_before_not_with_it
 def test_rows_are_the_prompts_with_two_tokens_cut_to_the_limit():
     options = CanaryOptions(prompts=3, band=1, max_tokens=3)
     assert canary_rows([array("i", [1]), array("i", range(9)), array("i", [5, 6])], options) == [[0, 1, 2], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "waits"),
+    [
+        ((), False),
+        (("weight_sync.on_mismatch=stop",), True),
+        (("async_generation_ratio=0", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]"), True),
+        (("actor_train.device_mapping=[0]", "actor_infer.device_mapping=[1]"), False),
+    ],
+)
+def test_a_push_waits_for_the_answers_where_the_config_says_stop_or_engines_sleep_in_the_next_step(overrides, waits):
+    options = CanaryOptions.of(load("configs/rlvr_config_async_cpu.yaml", overrides, "rlvr"))
+    assert options is not None and (options.stop or options.at_once) == waits
 
 
 def test_the_next_push_waits_for_the_answers_that_are_about_the_weights_before_it(run):
