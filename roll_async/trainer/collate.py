@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
 
-from roll_async.schema import ExpertRecord, ExpertRows, Group, Prompt, Sample, TrainBatch, TurnTable, VersionRuns
+from roll_async.schema import ExpertRecord, ExpertRows, Group, Prompt, Sample, TrainBatch, TurnTable, WeightVersion
 
 
 def collate(
@@ -27,41 +27,39 @@ def collate(
     trainer.
     """
     samples = [(g, s) for g in groups for s in g.samples]
-    num_rows = len(samples)
-    lengths = torch.tensor([len(s.prompt_token_ids) + len(s.response_token_ids) for _, s in samples])
-    width = int(lengths.max())
-    tokens = torch.zeros(num_rows, width, dtype=torch.int64)
-    mask = torch.zeros(num_rows, width, dtype=torch.bool)
-    logprobs = torch.zeros(num_rows, width, dtype=torch.float32)
-    versions = torch.full((num_rows, width), -1, dtype=torch.int64)
-    for row, (_, sample) in enumerate(samples):
-        start, end = len(sample.prompt_token_ids), int(lengths[row])
-        tokens[row, :start] = _int_tensor(sample.prompt_token_ids)
-        if end == start:
-            continue
-        tokens[row, start:end] = _int_tensor(sample.response_token_ids)
-        sampled = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
-        mask[row, start:end] = sampled
-        logprobs[row, start:end] = torch.where(
-            sampled, torch.frombuffer(sample.behaviour_logprobs, dtype=torch.float32), 0.0
-        )
-        versions[row, start:end] = torch.where(sampled, _expand_runs(sample.version_runs), -1)
+    rows = [s for _, s in samples]
+    prompt_lengths = torch.tensor([len(s.prompt_token_ids) for s in rows])
+    lengths = prompt_lengths + torch.tensor([len(s.response_token_ids) for s in rows])
+    # All rows' values one after another, each put into its cells at once: a step has thousands of rows.
+    position = torch.arange(int(lengths.max()))
+    filled = position < lengths[:, None]
+    responded = filled & (position >= prompt_lengths[:, None])
+    sampled = _joined(bytearray(), [s.loss_mask for s in rows], torch.uint8).bool()
+    tokens = torch.zeros(filled.shape, dtype=torch.int64)
+    ids = [part for s in rows for part in (s.prompt_token_ids, s.response_token_ids)]
+    tokens[filled] = _joined(array("i"), ids, torch.int32).long()
+    mask = torch.zeros(filled.shape, dtype=torch.bool)
+    mask[responded] = sampled
+    logprobs = torch.zeros(filled.shape, dtype=torch.float32)
+    logprobs[mask] = _joined(array("f"), [s.behaviour_logprobs for s in rows], torch.float32)[sampled]
+    versions = torch.full(filled.shape, -1, dtype=torch.int64)
+    versions[mask] = _expand_runs([run for s in rows for run in s.version_runs])[sampled]
     trajectory = _trajectories(groups)
-    turns, turn_of = _turns([sample for _, sample in samples], trajectory, mask)
+    turns, turn_of = _turns(rows, trajectory, mask)
     return TrainBatch(
         step=step,
         tokens=tokens,
         lengths=lengths,
-        prompt_lengths=torch.tensor([len(s.prompt_token_ids) for _, s in samples]),
+        prompt_lengths=prompt_lengths,
         mask=mask,
         behaviour_logprobs=logprobs,
         versions=versions,
-        scores=torch.tensor([_score(s) for _, s in samples], dtype=torch.float32),
+        scores=torch.tensor([_score(s) for s in rows], dtype=torch.float32),
         group_index=torch.tensor([g.group_id for g, _ in samples]),
         domain_index=torch.tensor([domains.index(g.prompt.domain) for g, _ in samples]),
         domains=tuple(domains),
         baseline_scores=_baselines(groups),
-        experts=_experts([sample.experts for _, sample in samples]),
+        experts=_experts([s.experts for s in rows]),
         trajectory_index=trajectory,
         turns=turns,
         turn_of=turn_of,
@@ -126,12 +124,18 @@ def _turns(samples: Sequence[Sample], trajectory: Tensor, mask: Tensor) -> tuple
     return table, turn_of
 
 
-def _int_tensor(ids: array) -> Tensor:
-    return torch.frombuffer(ids, dtype=torch.int32).long() if len(ids) else torch.zeros(0, dtype=torch.int64)
+def _joined(whole: bytearray | array, parts: Iterable[bytes | array], dtype: torch.dtype) -> Tensor:
+    """[values of all parts] in `whole`, which is given empty and is the tensor's memory."""
+    for part in parts:
+        whole.extend(part)
+    return torch.frombuffer(whole, dtype=dtype) if whole else torch.zeros(0, dtype=dtype)
 
 
-def _expand_runs(runs: VersionRuns) -> Tensor:
-    return torch.repeat_interleave(torch.tensor([v for v, _ in runs]), torch.tensor([n for _, n in runs]))
+def _expand_runs(runs: Sequence[tuple[WeightVersion, int]]) -> Tensor:
+    """One version per token."""
+    return torch.repeat_interleave(
+        torch.tensor([v for v, _ in runs], dtype=torch.int64), torch.tensor([n for _, n in runs], dtype=torch.int64)
+    )
 
 
 def _experts(records: Sequence[ExpertRecord | None]) -> ExpertRows | None:
