@@ -1,5 +1,10 @@
 """From device mappings to processes, and what a cluster must have for them."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 
 from roll_async.cluster.placement import ProcessPlacement, devices_of, gpu_nodes, place, process_env, shortage
@@ -57,4 +62,29 @@ def test_a_process_sees_the_devices_that_the_scheduler_gave_and_no_others():
     assert half.granted("10.0.0.2", ["GPU-b", "GPU-a"], 2).devices == {6: "GPU-b", 7: "GPU-a"}
     assert half.granted("10.0.0.2", ["10", "9"], 2).devices == {6: "9", 7: "10"}, "numbers, not texts"
     on_cpu = process_env(ProcessPlacement(index=0, node=0, gpu_ids=(), num_threads=3), None)
-    assert on_cpu == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}
+    assert on_cpu["OMP_NUM_THREADS"] == on_cpu["MKL_NUM_THREADS"] == "3" and on_cpu["CUDA_VISIBLE_DEVICES"] == ""
+
+
+_FAULTS = """
+import resource
+def step():
+    tensors = [bytearray(20 << 20) for _ in range(4)]
+for _ in range(2):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_a_process_on_the_cpu_fetches_the_memory_of_its_steps_once():
+    def faults(env):
+        found = subprocess.run([sys.executable, "-c", _FAULTS], env={**os.environ, **env}, capture_output=True, text=True)
+        return int(found.stdout)
+
+    on_cpu = process_env(ProcessPlacement(index=0, node=0, gpu_ids=(), num_threads=1), None)
+    pages = 5 * 4 * (20 << 20) // os.sysconf("SC_PAGE_SIZE")
+    by_default = {name: value for name, value in on_cpu.items() if not name.startswith("MALLOC_")}
+    assert faults(on_cpu) < pages // 20 < faults(by_default)
