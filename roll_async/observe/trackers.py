@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -16,16 +17,19 @@ class Tracker(Protocol):
 
 
 class TensorboardTracker:
-    """Event files under the run folder."""
+    """Event files under the run folder: one event a step, with all of its metrics."""
 
     def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer = EventFileWriter(str(folder / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:

@@ -81,8 +81,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_a_process_on_the_cpu_fetches_the_memory_of_its_steps_once():
     def faults(env):
-        found = subprocess.run([sys.executable, "-c", _FAULTS], env={**os.environ, **env}, capture_output=True, text=True)
-        return int(found.stdout)
+        return int(subprocess.check_output([sys.executable, "-c", _FAULTS], env={**os.environ, **env}, text=True))
 
     on_cpu = process_env(ProcessPlacement(index=0, node=0, gpu_ids=(), num_threads=1), None)
     pages = 5 * 4 * (20 << 20) // os.sysconf("SC_PAGE_SIZE")
