@@ -1,9 +1,10 @@
 """Durable log of groups: SQLite in WAL mode, one row per position of the prompt stream, and in a second table its
 tokens until the step that trained them is checkpointed.
 
-A finished group is durable before it counts as buffered. "Consumed by step t" is written in the same transaction that
-records step t. A position is done, buffered, or to be generated, never two of them: it is the primary key. Positions to
-be generated have no row: they are those below the first unknown position that no row names.
+A finished group is durable before its producer goes on, and before the step that trains it counts. "Consumed by step t"
+is written in the same transaction that records step t. A position is done, buffered, or to be generated, never two of
+them: it is the primary key. Positions to be generated have no row: they are those below the first unknown position that
+no row names.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from roll_async.buffer.errors import LedgerError
 from roll_async.buffer.fingerprint import Fingerprint
 from roll_async.buffer.freshness import newest_version
 from roll_async.buffer.group_codec import decode_group, encode_group
+from roll_async.buffer.log_sync import LogSync
 from roll_async.schema import Group, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS by_step ON groups (consumed_step);
 """
-_FSYNC = {"group": "FULL", "step": "NORMAL", "never": "OFF"}
+_FSYNC = {"group": "NORMAL", "step": "NORMAL", "never": "OFF"}
+"""SQLite's `synchronous`. With NORMAL a commit is in the log, and what makes the log durable makes every commit so."""
 _PAGE_BYTES = 16384
 """A group of long samples spans many pages, and each costs time; larger pages waste space on short groups."""
 _WAL_PAGES = 4096
@@ -100,6 +103,10 @@ class Ledger(Protocol):
 
     def remember(self, fingerprint: Fingerprint) -> None: ...
 
+    async def durable(self) -> None:
+        """Return when all groups written so far are as durable as they are to be."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -147,6 +154,9 @@ class MemoryLedger:
     def remember(self, fingerprint: Fingerprint) -> None:
         pass
 
+    async def durable(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -158,9 +168,9 @@ class MemoryLedger:
 class SqliteLedger:
     """One file, used by one process. Raises LedgerError naming the file, what was being written, and the remedy.
 
-    fsync: `group`: every finished group is on the disk before it counts; `step`: at the latest with the step that
-    trains it; `never`: the operating system decides, and a crash of the machine may cost groups, which are generated
-    again, but does not damage the file.
+    fsync: `group`: a finished group is on the disk before its producer goes on (`durable`), many of them by one call of
+    the disk; `step`: at the latest with the step that trains it; `never`: the operating system decides, and a crash of
+    the machine may cost groups, which are generated again, but does not damage the file.
     """
 
     def __init__(self, path: str | Path, *, fsync: str = "group", can_rebuild: bool = False) -> None:
@@ -190,9 +200,14 @@ class SqliteLedger:
             try:
                 self._open()
                 self._step = int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
+                self._log = LogSync(Path(f"{self._path}-wal"))
             except BaseException:  # also an interrupt: the file is locked until it is closed
                 self._db.close()
                 raise
+
+    def _disconnect(self) -> None:
+        self._log.close()
+        self._db.close()
 
     def _open(self) -> None:
         # EXCLUSIVE keeps a second run from using the file as long as this one lives.
@@ -214,7 +229,7 @@ class SqliteLedger:
         self._db.execute("COMMIT")
 
     def finished(self, group: Group, prompt_index: int, version: WeightVersion) -> None:
-        """Make a finished group durable."""
+        """Record a finished group; `durable` waits for the disk."""
         header, block = encode_group(group)
         rewards = json.dumps([None if s.reward is None else s.reward.score for s in group.samples])
         with self._transaction(f"group {group.group_id} (prompt {prompt_index})"):
@@ -244,7 +259,7 @@ class SqliteLedger:
 
     def trained(self, step: int, prompt_indexes: Sequence[int]) -> None:
         """Step `step` consumed these groups: the step and its groups in one transaction."""
-        if self._fsync == "step":  # a synchronized commit makes all earlier commits of the log durable, too
+        if self._fsync != "never":  # a synchronized commit makes all earlier commits of the log durable, too
             self._db.execute("PRAGMA synchronous=FULL")
         with self._transaction(f"step {step} (prompts {', '.join(map(str, prompt_indexes[:8]))} ...)"):
             self._db.execute("INSERT INTO steps (step) VALUES (?)", (step,))
@@ -255,7 +270,7 @@ class SqliteLedger:
             assert changed == len(prompt_indexes), (
                 f"step {step}: {changed} of {len(prompt_indexes)} groups were buffered"
             )
-        if self._fsync == "step":
+        if self._fsync != "never":
             self._db.execute("PRAGMA synchronous=NORMAL")
         self._step = step
 
@@ -270,7 +285,7 @@ class SqliteLedger:
         except LedgerError as error:
             if state is None or not (self._can_rebuild and _is_damage(error.__cause__)):
                 raise
-            self._db.close()
+            self._disconnect()
             self._start_over(str(error))
             return self._restore(step, state)
 
@@ -386,10 +401,16 @@ class SqliteLedger:
             self._db.execute("DELETE FROM facts")
             self._db.executemany("INSERT INTO facts (name, value) VALUES (?, ?)", list(fingerprint.items()))
 
+    async def durable(self) -> None:
+        """Return when all groups written so far are as durable as they are to be: with `group` on the disk."""
+        if self._fsync == "group":
+            with self._naming("bringing finished groups to the disk"):
+                await self._log.reached()
+
     def close(self) -> None:
         """Merge the write-ahead log into the file and release it."""
         with self._naming("closing"):
-            self._db.close()
+            self._disconnect()
 
     @contextmanager
     def _transaction(self, what: str) -> Iterator[None]:

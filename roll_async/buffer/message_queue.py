@@ -5,9 +5,9 @@ counts are in `book.py`, the durable log is in `ledger.py`. Synchronous and asyn
 limit only.
 
 What each call waits for: `reserve` for the trainer, a weight push or a release; `take_batch` for groups in flight;
-`put` only while the kept groups already fill the admission rule (over-sampling). `take_batch` logs what it waits for
-every `batch_timeout_s` and raises StallError after `stall_timeout_s` without any change; the owners of the step and of
-the push have deadlines of their own.
+`put` for the disk, and while the kept groups already fill the admission rule (over-sampling). `take_batch` logs what it
+waits for every `batch_timeout_s` and raises StallError after `stall_timeout_s` without any change; the owners of the
+step and of the push have deadlines of their own.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class MessageQueue:
         return slot
 
     async def put(self, group: Group) -> bool:
-        """Make a finished, kept group durable, then buffered. False: refused, since it was released or is surplus."""
+        """Buffer a finished, kept group, which is durable on return. False: refused, it was released or is surplus."""
         while True:
             entry = self._book.in_flight_entry(group.group_id)
             if entry is None:
@@ -151,6 +151,7 @@ class MessageQueue:
         entry.group, entry.finished_version = group, version
         self._book.move(entry, GroupState.BUFFERED)
         self._notify()
+        await self._ledger.durable()
         return True
 
     async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
@@ -180,6 +181,8 @@ class MessageQueue:
                 self._book.move(entry, GroupState.FAILED)
                 self._failures.append(f"prompt {index}: {reason}")
         self._notify()
+        if outcome in (Outcome.FILTERED, Outcome.FAILED):
+            await self._ledger.durable()
         failed, allowed = len(self._failures), self._options.max_failed_groups
         if outcome is Outcome.FAILED and failed > allowed:
             last = "; ".join(self._failures[-3:])
@@ -444,8 +447,6 @@ class MessageQueue:
     def live_groups(self) -> dict[int, GroupState]:
         """State of every group that is not final, by group id."""
         return {group_id: entry.state for group_id, entry in self._book.entries.items()}
-
-    # Inside
 
     def _notify(self) -> None:
         """Something changed: wake every waiter, which checks its condition again."""

@@ -3,13 +3,14 @@
     python tools/bench/ledger.py [--groups 64] [--groups-per-step 16] [--step-s 10] [--folder DIR]
 
 Each case writes the groups, records a step after every `--groups-per-step` of them, and prunes it, as a run does. The
-budget is a share of a training step of `--step-s` seconds. A plain write of the same bytes with the same number of
-fsync calls stands beside it, because the disk decides.
+budget is the share of a training step of `--step-s` seconds in which the driver's event loop stands still. A plain
+write of the same bytes with the same number of fsync calls stands beside it, because the disk decides.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -46,21 +47,35 @@ def make_group(group_id: int) -> Group:
     return Group(group_id=group_id, prompt=prompt, samples=samples, admitted_version=0, admitted_s=0.0, finished_s=1.0)
 
 
-def through_ledger(path: Path, fsync: str, groups: list[Group], per_step: int) -> tuple[float, float]:
-    """(seconds, seconds of the slowest group)."""
+async def through_ledger(path: Path, fsync: str, groups: list[Group], per_step: int) -> tuple[float, float, float]:
+    """(seconds, seconds in which the event loop stood still, seconds until the slowest group was durable)."""
     ledger = SqliteLedger(path, fsync=fsync)
-    start, slowest = time.perf_counter(), 0.0
+    held = slowest = 0.0
+    durable: list[asyncio.Task[None]] = []
+
+    def told(began: float) -> None:
+        nonlocal slowest
+        slowest = max(slowest, time.perf_counter() - began)
+
+    start = time.perf_counter()
     for index, group in enumerate(groups):
         before = time.perf_counter()
         ledger.finished(group, index, 0)
-        slowest = max(slowest, time.perf_counter() - before)
+        held += time.perf_counter() - before
+        durable.append(asyncio.create_task(ledger.durable()))
+        durable[-1].add_done_callback(lambda _, began=before: told(began))
+        await asyncio.sleep(0)
         if (index + 1) % per_step == 0:
-            step = (index + 1) // per_step
+            await asyncio.gather(*durable)
+            durable.clear()
+            step, before = (index + 1) // per_step, time.perf_counter()
             ledger.trained(step, range(index + 1 - per_step, index + 1))
             ledger.prune(step)
+            held += time.perf_counter() - before
+    await asyncio.gather(*durable)
     seconds = time.perf_counter() - start
     ledger.close()
-    return seconds, slowest
+    return seconds, held, slowest
 
 
 def plainly(path: Path, fsync: str, groups: list[Group], per_step: int) -> float:
@@ -89,9 +104,10 @@ def main() -> None:
     mib = sum(map(group_bytes, groups)) / 2**20
     for fsync in ("group", "step", "never"):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            seconds, slowest = through_ledger(Path(folder) / "ledger.sqlite", fsync, groups, args.groups_per_step)
+            path = Path(folder) / "ledger.sqlite"
+            seconds, held, slowest = asyncio.run(through_ledger(path, fsync, groups, args.groups_per_step))
             plain = plainly(Path(folder) / "plain", fsync, groups, args.groups_per_step)
-        share = seconds / args.groups * args.groups_per_step / args.step_s
+        share = held / args.groups * args.groups_per_step / args.step_s
         line = {
             "name": f"ledger_fsync_{fsync}",
             "value": round(args.groups / seconds, 1),

@@ -262,7 +262,7 @@ async def soon(work):
 
 
 def reopen(path, step, held):
-    queue = MessageQueue(QueueOptions(groups_per_batch=2, async_generation_ratio=1.0), SqliteLedger(path))
+    queue = MessageQueue(QueueOptions(groups_per_batch=2, async_generation_ratio=1.0), SqliteLedger(path, fsync="step"))
     queue.restore(step)
     queue.weights_held(held)
     return queue

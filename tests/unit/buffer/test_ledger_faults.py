@@ -44,7 +44,7 @@ def test_a_full_disk_is_an_error_that_names_the_group_and_keeps_the_others(path,
 
 def test_a_group_that_could_not_be_written_is_not_buffered(run, path, build):
     async def go():
-        ledger = SqliteLedger(path)
+        ledger = SqliteLedger(path, fsync="step")
         queue = MessageQueue(QueueOptions(groups_per_batch=2), ledger)
         queue.weights_held(0)
         slots = await queue.reserve(2)
@@ -59,7 +59,7 @@ def test_a_group_that_could_not_be_written_is_not_buffered(run, path, build):
                 await queue.take_batch(1)
         queue.close()
 
-        queue = MessageQueue(QueueOptions(groups_per_batch=2), SqliteLedger(path))
+        queue = MessageQueue(QueueOptions(groups_per_batch=2), SqliteLedger(path, fsync="step"))
         queue.restore(0)
         queue.weights_held(0)
         assert queue.stats().buffered == 1

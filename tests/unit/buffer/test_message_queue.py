@@ -490,7 +490,7 @@ BEFORE = {"seed": "1", "samples per group": "2", "filter_groups": "off"}
 
 def kept_by(tmp_path, fingerprint):
     """A queue that goes on with the ledger of a run that finished two groups."""
-    queue = MessageQueue(QueueOptions(groups_per_batch=2), SqliteLedger(tmp_path / "ledger.sqlite"))
+    queue = MessageQueue(QueueOptions(groups_per_batch=2), SqliteLedger(tmp_path / "ledger.sqlite", fsync="step"))
     queue.restore(0, None, fingerprint)
     return queue
 
