@@ -8,7 +8,8 @@ the mean age is about a; every run trains the same number of samples. Seconds le
 the last model on held-out problems at temperature 1, 4 samples each. Budget: 1.9 times as fast at allowance 3 as at 0,
 accuracy within one standard deviation. It holds for a heavy tail and sides that take equally long: the line of
 allowance 0 says what they take. So the model has DEEPER times the layers of the demo's (with the demo's own, half of
-the work on two cores is not the model's), and SHARED are the settings of all allowances.
+the work on two cores is not the model's), and SHARED are the settings of all allowances. With
+`algorithm.proximal_logprobs=auto` among the KEY=VALUEs the trainer's side is the shorter one.
 
 `--forced`: what a given age costs each loss. The trainer waits until the queue is full before it takes a batch: from
 step s + 1 on every sample is exactly s versions old, however fast generation is on this machine.
@@ -48,6 +49,7 @@ LOSSES = {
 }
 DEEPER = 4
 SHARED = (
+    "algorithm.proximal_logprobs=recompute",  # with `auto` a step takes half as long as its batch's generation
     "async_training.interrupt.mode=keep",  # a push does not read again what was generated
     "actor_infer.strategy_args.strategy_config.enable_prefix_caching=false",  # prompts are 8 tokens long
 )
