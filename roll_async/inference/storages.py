@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -38,6 +39,8 @@ class Storages:
             piece.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)  # glibc is told to keep what is freed, see cluster/placement.py
 
     def restore(self, *, zero: bool = False) -> None:
         """Take the memory again, with what was kept; else its content is arbitrary, or zeros."""

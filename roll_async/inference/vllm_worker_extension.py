@@ -186,11 +186,11 @@ class WeightUpdateExtension:
         self._roll_kv.release(keep_content=False)
         if level == 2:
             self.roll_forget_frozen()
-            self._roll_weights = Storages(self._roll_model.parameters())
-            self._roll_weights.release(keep_content=False)
             for module in self._roll_model.modules():
                 if _packed_bytes(module):
                     del module.cpu_linear  # holds the only copy; the next update packs anew
+            self._roll_weights = Storages(self._roll_model.parameters())
+            self._roll_weights.release(keep_content=False)
 
     def roll_wake(self, tags: list[str]) -> None:
         """Take memory again. Weights of level 2 are arbitrary until the next update."""

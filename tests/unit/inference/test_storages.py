@@ -1,5 +1,12 @@
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
 import torch
 
+from roll_async.cluster.placement import ProcessPlacement, process_env
 from roll_async.inference.storages import Storages
 
 
@@ -23,3 +30,28 @@ def test_host_memory_that_is_to_be_kept_stays_where_it_is():
     assert storages.num_bytes == 16 and storages.host_bytes == 0
     storages.restore()
     assert tensor.tolist() == [0, 1, 2, 3]
+
+
+_SLEEPS = """
+from pathlib import Path
+import torch
+from roll_async.inference.storages import Storages
+caches = [torch.ones(10 << 20, dtype=torch.uint8) for _ in range(16)]
+above = torch.ones(1 << 16)  # a later piece, behind which nothing is given back by itself
+def resident_kib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+held, awake = Storages(caches), resident_kib()
+held.release(keep_content=False)
+asleep = resident_kib()
+held.restore(zero=True)
+print((awake - asleep) // 1024, sum(int(cache.sum()) for cache in caches))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are not told to keep what is freed")
+def test_the_pieces_of_a_sleeping_engine_are_the_systems_memory():
+    env = process_env(ProcessPlacement(index=0, node=0, gpu_ids=(), num_threads=1), None)
+    found = subprocess.check_output([sys.executable, "-c", _SLEEPS], env={**os.environ, **env}, text=True)
+    given_back, content = map(int, found.split())
+    assert given_back > 140 and content == 0
