@@ -10,6 +10,9 @@ import asyncio
 import os
 from pathlib import Path
 
+LIMIT_S = 300.0
+"""Of a wait for the disk."""
+
 
 class LogSync:
     """The disk's calls for one file, which stays open from here to `close`: errors of the disk are told to open files
@@ -25,7 +28,11 @@ class LogSync:
         """Return when everything that was written before this call is on the disk. Raises OSError when it is not."""
         if self._next is None:  # the call under way may have begun before the write
             self._next = asyncio.create_task(self._after(self._under_way), name="ledger to the disk")
-        await asyncio.shield(self._next)
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.shield(self._next)
+        except TimeoutError:
+            raise TimeoutError(f"the disk has not answered for {LIMIT_S:g} s") from None
 
     async def _after(self, under_way: asyncio.Task[None] | None) -> None:
         if under_way is not None:

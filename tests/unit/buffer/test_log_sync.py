@@ -137,6 +137,19 @@ def test_a_disk_that_fails_is_one_readable_error_to_all_who_wait(disk, path, bui
     asyncio.run(go())
 
 
+def test_a_disk_that_does_not_answer_is_an_error_as_well(disk, path, build, monkeypatch):
+    monkeypatch.setattr(log_sync, "LIMIT_S", DISK_S / 5)
+
+    async def go():
+        ledger = SqliteLedger(path)
+        ledger.finished(build.group(0), 0, 0)
+        with pytest.raises(LedgerError, match="the disk has not answered for 0.01 s; set ledger.path"):
+            await ledger.durable()
+        ledger.close()
+
+    asyncio.run(go())
+
+
 def test_a_ledger_that_is_closed_during_a_call_leaves_nobody_waiting_and_no_handle_open(disk, path, build):
     async def go():
         handles = len(os.listdir("/proc/self/fd"))
