@@ -127,13 +127,14 @@ class SdpaAttention(MegatronModule):
 
     def _packed_alone(self, query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> list[Tensor]:
         """Neighbours of one length in one call."""
-        parts, start = [], bounds[0]
-        for length, same in groupby(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)):
-            end = start + length * len(list(same))
-            heads = (x[start:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
+        lengths, parts = (end - begin for begin, end in zip(bounds, bounds[1:], strict=False)), []
+        counts = [(length, len(list(same))) for length, same in groupby(lengths)]
+        # The gradient of a slice is as long as the whole, once for each length; that of a split is one concatenation.
+        pieces = (x.split([length * count for length, count in counts]) for x in (query, key, value))
+        for (length, _), *piece in zip(counts, *pieces, strict=True):
+            heads = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in piece)
             out = self._attend(*heads, mask=self._window_mask(length, query.device))
             parts.append(out.transpose(1, 2).flatten(0, 1))
-            start = end
         return parts
 
     def _packed_shared(self, query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> list[Tensor]:
