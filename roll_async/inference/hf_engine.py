@@ -97,6 +97,9 @@ class HfEngine:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from roll_async.inference import hf_attention
+
+        hf_attention.install()
         settings = self._settings
         form = {"dtype": getattr(torch, TORCH_DTYPES[settings.dtype]), "attn_implementation": settings.attention}
         if settings.random_weights:
