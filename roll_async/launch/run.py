@@ -136,7 +136,9 @@ async def couple(
         validate=side.validate,
     )
     options = RunOptions(
-        plan=RunPlan.of(config, first_step=restored + 1),
+        plan=RunPlan.of(
+            config, first_step=restored + 1, measures_restored=restored > 0 and not folder.has_validation(restored)
+        ),
         monitor_interval_s=classes.monitor_interval_s,
         custom_monitor=classes.custom_monitor,
     )

@@ -80,6 +80,10 @@ class RunFolder:
             partial.write_text("".join(line + "\n" for line in kept))
             partial.replace(path)
 
+    def has_validation(self, step: int) -> bool:
+        """Whether a record holds the validation of the weights of this step."""
+        return any(metrics.get("validation/version") == step for metrics in self.read_metrics())
+
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         """One line per step, on disk when this returns."""
         with open(self.path / "metrics.jsonl", "a") as file:

@@ -139,11 +139,13 @@ class RunPlan:
     """When log-probs of tokens of the present weights are a mismatch; None = nobody looks."""
     validation_mode: str = "pause"
     """What waits for a validation: `ValidationConfig.mode`."""
+    measures_restored: bool = False
+    """The restored step has no result of a validation: if it is due there, it comes before step `first_step`."""
     rescue_timeout_s: float = 1800.0
     """After another role failed: seconds to finish the step under way, and as many again for its checkpoint."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, *, first_step: int) -> RunPlan:
+    def of(cls, config: PipelineConfig, *, first_step: int, measures_restored: bool = False) -> RunPlan:
         """As the config has it."""
         a = config.async_training
         return cls(
@@ -158,6 +160,7 @@ class RunPlan:
             devices_per_engine=config.actor_infer.model_parallel_size,
             lag_zero=LagZeroOptions.of(config),
             validation_mode=config.validation_mode,
+            measures_restored=measures_restored,
             rescue_timeout_s=config.fault.stall_timeout,
         )
 

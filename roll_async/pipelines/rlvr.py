@@ -17,14 +17,14 @@ One training step:
         ^                          |
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
 
-A validation measures the weights of its step. In mode share it only begins there and goes on beside the next steps; the
-next push, which would change the weights, waits for the rest of it. In mode replicas it has engines of its own, which
-get the weights of its step and keep them: nothing waits, and a step that is due while one still runs is skipped and
-counted. The last model's validation is always waited for.
+A validation measures the weights of its step; `validation_schedule.py` says when it begins and who waits for it. A stop
+ends the run after the step under way: nothing is pushed or measured any more, and the state is saved before what is
+left of a validation is waited for.
 
 The canary of a push is answered beside the next step, whose record has its result; that of the last push is waited for.
 The metrics of a step are published before it is saved: a run that is killed in between repeats the step, one that is
-killed afterwards has published all of it. When another role fails, a step whose groups have all been taken is finished
+killed afterwards has published all of it but a validation that went on; the next run measures that again. When another
+role fails, a step whose groups have all been taken is finished
 and published without a push, so that it can be saved (`abandon`, `rescue`). While the trainer waits for groups,
 restarted replicas are given the current weights, because they may be needed to generate the groups.
 """
@@ -33,9 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from roll_async.buffer.deadline import within
@@ -44,6 +42,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.lag_zero import LagZero
 from roll_async.pipelines.metrics import StepClock, canary_metrics, merged_reports, step_metrics, trace_step
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
+from roll_async.pipelines.validation_schedule import ValidationSchedule
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import SyncReport
@@ -115,7 +114,7 @@ class RLVRPipeline:
 
     async def _train(self) -> RunEnd:
         """The first weights, then the train loop."""
-        await self.trainer.push(self.trainer.trained)
+        await self.trainer.start()
         return await self.trainer.run()
 
     async def _run_beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
@@ -156,14 +155,6 @@ class RLVRPipeline:
             self.rescued = f"step {trainer.saved} is saved" if trainer.saved else "no step was trained"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Validation:
-    """A validation that has begun."""
-
-    step: int
-    metrics: asyncio.Future[Mapping[str, float]]
-
-
 class TrainLoop:
     """Consumes one batch a step until `max_steps`, the end of the data, or a stop; `run` is called once."""
 
@@ -174,13 +165,7 @@ class TrainLoop:
         self._abandoned = self._complete = self._data_ended = False
         self._busy_s: Mapping[str, float] = {}
         self._generated_tokens = 0
-        self._validated_until = 0
-        """Last step of which a validation has begun."""
-        self._validation: _Validation | None = None
-        """The one whose result is not published."""
-        self._validates_apart = plan.validation_mode == "replicas"
-        self._num_skipped = 0
-        """Due validations without a result, with mode replicas."""
+        self._validations = ValidationSchedule(parts, plan, self._wait_for_validation, lambda: self.trained)
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -198,7 +183,7 @@ class TrainLoop:
         self._stop.set()
 
     def abandon(self) -> None:
-        """Another role failed: start no further step, push no weights."""
+        """Another role failed: as a stop, and nothing that needs the engines is waited for."""
         self._abandoned = True
         self._stop.set()
 
@@ -224,13 +209,32 @@ class TrainLoop:
             while end is None and step <= self._plan.max_steps:
                 end, step = await self._step(step), step + 1
             if not self._abandoned:
-                self._tell(await self._validated())
+                if self._stop.is_set():
+                    await self._save_before_waiting()
+                self._tell(await self._validations.result(wait=True, stoppable=False))
                 await self.lag_zero.canary()
             return end or RunEnd.FINISHED
         finally:
             self.state = TrainerState.STOPPED
-            await self._drop_validation()
+            await self._validations.drop()
             await self.lag_zero.close()
+
+    async def start(self) -> None:
+        """The first weights; the validation of the restored step, where its result was lost."""
+        step, validations = self.trained, self._validations
+        last = self._is_last(step)
+        measures = self._plan.measures_restored and validations.due(step, last=last)
+        measures = measures and await validations.can_begin(step)
+        await self.push(step)
+        if measures:
+            await validations.begin_again(step, last=last)
+
+    async def _save_before_waiting(self) -> None:
+        """After a stop: whatever ends the process from now on, the state is saved."""
+        await self.save()
+        await self._parts.checkpoint.finish()
+        if (step := self._validations.running) is not None:
+            logger.warning("step %d is saved; the validation of step %d is waited for", self.saved, step)
 
     async def push(self, version: WeightVersion) -> SyncReport:
         """The trainer's weights to all engines."""
@@ -273,19 +277,21 @@ class TrainLoop:
                     agreement = canary_metrics(await self.lag_zero.canary())
             agreement |= self.lag_zero.check(step, report.metrics)
             self.lag_zero.stop(step, report.metrics)
-            measures = self._eval_due(step)
-            if not self._abandoned and (self._push_due(step) or measures):
+            validations, last = self._validations, self._is_last(step)
+            measures = validations.due(step, last=last)
+            if not self._stop.is_set() and (self._push_due(step) or measures):
                 with clock.measure("validation"):
-                    results.append(await self._validated(wait=not self._validates_apart or self._is_last(step)))
-                    measures = measures and await self._can_measure(step)
+                    results.append(await validations.result(wait=not validations.apart or last))
+                    measures = measures and await validations.can_begin(step)
                 with clock.measure("weight_sync"):
                     sync = await self._push(step, measures=measures)
-                    if self._is_last(step):
+                    if last and sync is not None:
                         agreement |= canary_metrics(await self.lag_zero.canary())
             if not self._abandoned:
                 with clock.measure("validation"):
-                    results.append(await self._validated(wait=False))
-                    results.append(await self._validate(step) if measures else {})
+                    results.append(await validations.result(wait=False))
+                    if measures and not self._stop.is_set():
+                        results.append(await validations.begin(step, last=last))
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
             metrics = self._metrics(groups, report, sync, clock, ages)
             *earlier, validation = [result for result in results if result] or [{}]
@@ -302,23 +308,28 @@ class TrainLoop:
     async def _last_model(self) -> None:
         """The data ended between two steps: push the last weights to the engines and validate them."""
         parts, step, self._data_ended = self._parts, self.trained, True
-        if self._abandoned or step < self._plan.first_step:
+        if self._stop.is_set() or step < self._plan.first_step:
             return
         await self.lag_zero.canary()  # before a validation sets its engines aside
-        measures = self._validated_until < step and self._eval_due(step)
-        if parts.synchronizer.status().version != step or (measures and self._validates_apart):
-            self._tell(await self._validated())
-            measures = measures and await self._can_measure(step)
+        validations = self._validations
+        measures = validations.begun_until < step and validations.due(step, last=True)
+        if parts.synchronizer.status().version != step or (measures and validations.apart):
+            self._tell(await validations.result(wait=True))
+            measures = measures and await validations.can_begin(step)
             await self._push(step, measures=measures)
-        if measures:
-            self._tell(await self._validate(step))
+        if measures and not self._stop.is_set():
+            self._tell(await validations.begin(step, last=True))
 
     async def _push(self, step: int, *, measures: bool) -> SyncReport | None:
-        """The weights of a step to all engines, if they are due there, else to those of the validation alone."""
+        """The weights of a step to all engines, if they are due there, else to those of the validation alone. Nothing
+        after a stop: a validation may still measure what the engines hold.
+        """
+        if self._stop.is_set():
+            return None
         synchronizer, self.state = self._parts.synchronizer, TrainerState.SYNCHRONIZING
         if self._push_due(step) and synchronizer.status().version != step:
             return await self.push(step)
-        if measures and self._validates_apart:
+        if measures and self._validations.apart:
             await synchronizer.resync_returned(step)
         return None
 
@@ -326,33 +337,13 @@ class TrainLoop:
         """Every k steps, before a validation by the same engines (which measures the weights of its step), and after
         the last step.
         """
-        measures = self._eval_due(step) and not self._validates_apart
-        return step % self._plan.sync_every == 0 or measures or self._is_last(step)
+        validations, last = self._validations, self._is_last(step)
+        measures = validations.due(step, last=last) and not validations.apart
+        return step % self._plan.sync_every == 0 or measures or last
 
     def _is_last(self, step: int) -> bool:
         """No step comes after this one."""
         return step == self._plan.max_steps or self._data_ended
-
-    def _eval_due(self, step: int) -> bool:
-        """Every `eval_every` steps, and after the last step."""
-        plan = self._plan
-        if self._parts.validate is None or not plan.eval_every:
-            return False
-        return step % plan.eval_every == 0 or self._is_last(step)
-
-    async def _can_measure(self, step: int) -> bool:
-        """Whether a due validation can begin. With mode replicas it is skipped while another one runs."""
-        if not self._validates_apart:
-            return True
-        why = "none of its replicas is alive"
-        if self._validation is not None:
-            behind = f"that of step {self._validation.step} still runs"
-            why = f"{behind}; give validation more num_replicas or fewer prompts, or raise eval_steps"
-        elif self._parts.validate is not None and await self._parts.validate.prepare(step):
-            return True
-        logger.warning("the validation of step %d is skipped: %s", step, why)
-        self._num_skipped += 1
-        return False
 
     async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
         """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
@@ -382,6 +373,10 @@ class TrainLoop:
             with clock.measure("learn"):
                 reports.append(await parts.learner.learn(part, step))
         return groups, merged_reports(reports)
+
+    async def _wait_for_validation(self, result: Awaitable[object], *, stoppable: bool) -> object:
+        self.state = TrainerState.VALIDATING
+        return await self._resync_during(result, stoppable=stoppable)
 
     async def _resync_during(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
         """The result of `work`, None when a stop came first. Meanwhile restarted replicas are given the current
@@ -424,8 +419,8 @@ class TrainLoop:
         generated, self._generated_tokens = rollout.generated_tokens - self._generated_tokens, rollout.generated_tokens
         devices = max(1, rollout.num_servers) * self._plan.devices_per_engine
         metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]
-        if self._validates_apart and self._plan.eval_every:
-            metrics["validation/skipped"] = float(self._num_skipped)
+        if self._validations.apart and self._plan.eval_every:
+            metrics["validation/skipped"] = float(self._validations.num_skipped)
         custom = self._compute_custom_metrics(groups) or {}
         return {**metrics, **self._mode_metrics(ages, sync), **custom}
 
@@ -436,62 +431,6 @@ class TrainLoop:
     def _compute_custom_metrics(self, batch: Sequence[Group]) -> Mapping[str, float] | None:
         """Hook: more metrics of a step, by key, from the groups that it trained. They are published like all others."""
         return None
-
-    async def _validate(self, step: int) -> Mapping[str, float]:
-        """Begin the validation of a due step. Its result, if it is waited for at once: else nothing yet."""
-        if self._plan.validation_mode != "pause" and not self._is_last(step):
-            self._begin_validation(step)
-            return {}
-        async with self._training_set_aside():
-            self._begin_validation(step)
-            return await self._result_of_validation()
-
-    def _begin_validation(self, step: int) -> None:
-        validate, self._validated_until = self._parts.validate, step
-        assert validate is not None and self._validation is None
-        self._validation = _Validation(step=step, metrics=asyncio.ensure_future(validate(step)))
-
-    async def _validated(self, *, wait: bool = True) -> Mapping[str, float]:
-        """The result of a validation that began at an earlier step; nothing without one. What is left of it goes before
-        training; without `wait`, it is left alone.
-        """
-        if self._validation is None or not (wait or self._validation.metrics.done()):
-            return {}
-        if self._validation.metrics.done():
-            return await self._result_of_validation()
-        async with self._training_set_aside():
-            return await self._result_of_validation()
-
-    async def _result_of_validation(self) -> Mapping[str, float]:
-        assert self._validation is not None
-        self.state, begun = TrainerState.VALIDATING, self._validation
-        measured = await self._resync_during(begun.metrics, stoppable=False)
-        self._validation = None
-        if not measured:  # its replicas are lost
-            self._num_skipped += 1
-            return {}
-        return {**measured, "validation/lag": float(self.trained - begun.step)}
-
-    @asynccontextmanager
-    async def _training_set_aside(self) -> AsyncIterator[None]:
-        """Generation for training is paused meanwhile, where it has the same engines."""
-        if self._validates_apart:
-            yield
-            return
-        await self._parts.rollouter.pause()
-        try:
-            yield
-        finally:
-            await self._parts.rollouter.resume()
-
-    async def _drop_validation(self) -> None:
-        """The run ends with an error: nobody waits for the validation any more."""
-        if self._validation is not None:
-            metrics = self._validation.metrics
-            metrics.cancel()
-            await asyncio.wait({metrics})
-            if not metrics.cancelled():
-                metrics.exception()  # marks it as retrieved
 
     def _tell(self, validation: Mapping[str, float]) -> None:
         """Publish a result that belongs to no record of a step."""

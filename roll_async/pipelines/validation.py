@@ -9,6 +9,7 @@ standard error = sample deviation of the prompts' means / sqrt(prompts); samples
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from roll_async.pipelines.validators import Validators
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
+
+logger = logging.getLogger(__name__)
 
 _Scored = tuple[Prompt, Sample, Reward]
 
@@ -96,13 +99,20 @@ class Validation:
 
     async def __call__(self, step: int) -> Mapping[str, float]:
         """Metrics of the samples that the version at the start sampled whole. A replica that is restarted meanwhile may
-        have newer weights; what they sample is counted and left out. Nothing when its own replicas are lost.
+        have newer weights; what they sample is counted and left out. Nothing when its own replicas are lost, for long
+        enough that newer weights came: what was answered before is the short answers.
         """
         if self._validators is None:
             return await self._measure(step)
         began_s = asyncio.get_running_loop().time()
         metrics = await self._validators.run(lambda: self._measure(step))
         took_s = asyncio.get_running_loop().time() - began_s
+        if metrics and (num_other := metrics["validation/other_version"]):
+            logger.error(
+                "the validation of step %d has no result: a replica of it died, and %d answers are of newer weights",
+                step, num_other,
+            )  # fmt: skip
+            return {}
         return {**metrics, "validation/seconds": took_s} if metrics else {}
 
     async def _measure(self, step: int) -> Mapping[str, float]:

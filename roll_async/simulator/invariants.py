@@ -74,6 +74,8 @@ class Watch:
         """Published steps whose validations are not."""
         self._validated: set[int] = set()
         self._validates = bool(scenario.validation_prompts and scenario.plan.eval_every)
+        if self._validates and restored_step and restored_step % scenario.plan.eval_every == 0:
+            self._due.add(restored_step)  # its result may be lost with the process before
         self._num_skipped = 0
         """Due validations that will not come, by the last record."""
         self._overdue: list[int] = []

@@ -206,7 +206,8 @@ class World:
         )
         side = wire_rollout(roles, scenario.rollout, classes)
         self.watch.restored(side.queue)
-        pipeline = wire(self._parts(side), RunOptions(plan=replace(scenario.plan, first_step=step + 1)), classes)
+        plan = replace(scenario.plan, first_step=step + 1, measures_restored=step > 0)
+        pipeline = wire(self._parts(side), RunOptions(plan=plan), classes)
         self._set_fault_timers(pipeline)
         assert isinstance(side.queue, SeenQueue)
         self.queue = side.queue

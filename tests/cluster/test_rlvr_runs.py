@@ -117,14 +117,18 @@ def test_a_run_goes_on_after_its_engine_died_and_after_ctrl_c_and_a_killed_drive
     assert f"step {lost_at} is saved; resume after" in output, "the trainer was healthy"
     assert (launcher.output / "run" / "checkpoints" / f"step_{lost_at:08d}").is_dir()
 
-    process, _ = started(step=lost_at + 2)
+    validated = ("eval_steps=1", "val_batch_size=8")
+    process, _ = started(*validated, step=lost_at + 2)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130, output
     stopped_at = launcher.metrics()[-1]["step"]
     assert [m["step"] for m in launcher.metrics()] == list(range(1, stopped_at + 1))
 
-    process, children = started(step=stopped_at + 1)
+    process, children = started(*validated, step=stopped_at + 1)
+    log = (launcher.output / "run" / "run.log").read_text()
+    if not any(m.get("validation/version") == stopped_at for m in launcher.metrics()[:stopped_at]):
+        assert f"validation/version={stopped_at}.0" in log, "the stop came first: the next run measures it"
     assert [m["step"] for m in launcher.metrics()][:stopped_at] == list(range(1, stopped_at + 1))
     assert len(children) > 5
     connections = [c for p in (psutil.Process(process.pid), *children) for c in p.net_connections("tcp")]

@@ -12,6 +12,7 @@ from roll_async.buffer.staleness import StalenessPolicy, due_step
 from roll_async.buffer.states import Outcome, QueueOptions
 from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.rlvr import TrainLoop
+from roll_async.pipelines.validation_schedule import ValidationSchedule
 from roll_async.pipelines.wire import Classes
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.filter_budget import BudgetOptions
@@ -332,14 +333,34 @@ class ValidatesWhatIsThere(TrainLoop):
         return step % self._plan.sync_every == 0
 
 
-class SkipsValidations(TrainLoop):
-    async def _validate(self, step):
-        return {}
+class Scheduled(TrainLoop):
+    """With another schedule of its validations."""
+
+    schedule: type[ValidationSchedule]
+
+    def __init__(self, parts, plan):
+        super().__init__(parts, plan)
+        self._validations = self.schedule(parts, plan, self._wait_for_validation, lambda: self.trained)
 
 
-class PushesOverValidations(TrainLoop):
-    async def _validated(self, *, wait=True):
-        return await super()._validated(wait=False)
+class SkipsValidations(Scheduled):
+    class schedule(ValidationSchedule):
+        async def begin(self, step, *, last):
+            return {}
+
+
+class ForgetsTheRestored(Scheduled):
+    """The validation of the restored step is left out."""
+
+    class schedule(ValidationSchedule):
+        async def begin_again(self, step, *, last):
+            pass
+
+
+class PushesOverValidations(Scheduled):
+    class schedule(ValidationSchedule):
+        async def result(self, *, wait, stoppable=True):
+            return await super().result(wait=False)
 
 
 class MeasuresWithTheWrongWeights(TrainLoop):
@@ -349,11 +370,12 @@ class MeasuresWithTheWrongWeights(TrainLoop):
         return await super()._push(step, measures=False)
 
 
-class ForgetsSkipped(TrainLoop):
+class ForgetsSkipped(Scheduled):
     """A due validation is left out and not counted."""
 
-    async def _can_measure(self, step):
-        return self._validation is None and await super()._can_measure(step)
+    class schedule(ValidationSchedule):
+        async def can_begin(self, step):
+            return self.running is None and await super().can_begin(step)
 
 
 class GivesNoWay(AsyncLLMServerManager):
@@ -487,6 +509,7 @@ MUTANTS = {
     "never uses its budget": (Classes(rollouter=NeverUsesItsBudget), 6),
     "validates what is there": (Classes(trainer=ValidatesWhatIsThere), 17),
     "skips validations": (Classes(trainer=SkipsValidations), 17),
+    "forgets the restored step": (Classes(trainer=ForgetsTheRestored), 17),
     "pushes over validations": (Classes(trainer=PushesOverValidations), 17),
     "measures with the wrong weights": (Classes(trainer=MeasuresWithTheWrongWeights), 17),
     "forgets skipped validations": (Classes(trainer=ForgetsSkipped), 17),

@@ -24,3 +24,14 @@ def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_
     folder.write_config(first)
     texts = {p.name: p.read_text() for p in folder.path.iterdir()}
     assert texts == {"config.yaml": first, "config.1.yaml": first, "config.2.yaml": second}
+
+
+def test_a_restored_run_knows_which_step_has_no_validation(tmp_path):
+    """That of step 4 came with step 6, which is to be repeated."""
+    folder = RunFolder(str(tmp_path), "run")
+    assert not folder.has_validation(2)
+    for step, version in ((2, None), (3, 2), (4, None), (6, 4)):
+        measured = {} if version is None else {"validation/version": float(version)}
+        folder.append_metrics({"step": step, **measured})
+    folder.truncate_metrics(4)
+    assert folder.has_validation(2) and not folder.has_validation(4)

@@ -58,6 +58,7 @@ class SlowValidation:
         return await self.validate.prepare(step)
 
     async def __call__(self, step):
+        self.run.validations_begun.append(step)
         await asyncio.sleep(self.run.validation_s)
         return await self.validate(step)
 
@@ -90,7 +91,7 @@ class Run:
     ):
         self.build, self.replica_class = build, replica_class
         self.learned, self.saved, self.published, self.events = [], [], [], []
-        self.positions = {}
+        self.positions, self.validations_begun = {}, []
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
         self.collation_s = self.push_s = self.validation_s = self.answer_s = 0.0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]

@@ -321,20 +321,60 @@ def test_a_push_waits_for_what_is_left_of_a_shared_validation(run, a_run):
     assert [m["weights/version"] for m in done.published] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("seconds", [14.0, 17.0, 30.0])
-def test_a_stopped_run_tells_the_validation_under_way(run, a_run, seconds):
-    stopped = a_run(steps=50, eval_every=1, validation_mode="share", speeds=(3.0,))
+def measured_by(done):
+    """Versions of all results, in order."""
+    published = [m["validation/version"] for m in done.published if "validation/lag" in m]
+    return sorted([*published, *(e["validation/version"] for name, e in done.events if name == "validation")])
+
+
+def validating(mode, **options):
+    return {"validation_mode": mode, **({"validator_speeds": (1.0,)} if mode == "replicas" else {}), **options}
+
+
+@pytest.mark.parametrize("mode", ["pause", "share", "replicas"])
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_stop_saves_before_it_waits_for_the_validation_under_way_and_begins_no_other(run, a_run, mode, begun):
+    """A cluster that ends a job gives it a minute, and a validation takes half an hour."""
+    stopped = a_run(steps=50, eval_every=1, **validating(mode))
+    stopped.validation_s = 2000.0
+    saved = []
 
     async def go():
         running = asyncio.create_task(stopped.go())
-        await asyncio.sleep(seconds)
+        while not (stopped.validations_begun if begun else stopped.learned):
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
         stopped.pipeline.request_stop()
+        await asyncio.sleep(stopped.learn_s + 1)
+        saved.extend(stopped.saved)
         return await running
 
     assert run(go()) is RunEnd.INTERRUPTED
-    published = [m["validation/version"] for m in stopped.published if "validation/lag" in m]
-    told = [e["validation/version"] for name, e in stopped.events if name == "validation"]
-    assert sorted([*published, *told]) == list(range(1, len(stopped.learned) + 1))
+    assert saved == stopped.saved == [stopped.trainer.trained] and stopped.trainer.trained >= 1
+    assert measured_by(stopped) == [1.0] * begun, "what ran is told all the same"
+    assert [m["weights/version"] for m in stopped.published][-1] == begun, "nothing is pushed after the stop"
+
+
+@pytest.mark.parametrize("mode", ["pause", "share", "replicas"])
+def test_a_restored_run_measures_the_step_whose_result_was_lost_with_its_process(run, a_run, mode):
+    lost = a_run(steps=2, save_every=1)
+    run(lost.go())
+    for measures_restored, versions in ((True, [2, 4, 5]), (False, [4, 5])):
+        again = a_run(
+            steps=5, eval_every=2, position=lost.positions[2], **validating(mode, measures_restored=measures_restored)
+        )
+        assert run(again.go()) is RunEnd.FINISHED
+        assert measured_by(again) == versions and again.trainer.trained == 5
+        records = [m["validation/version"] for m in again.published if "validation/lag" in m]
+        assert (2 in records) == measures_restored, "in a record: what is an event only is in no curve"
+        assert all(m["validation/samples"] == 3 for m in again.published if "validation/lag" in m)
+
+
+def test_a_run_restored_after_its_last_step_measures_the_last_model(run, a_run):
+    lost = a_run(steps=3)
+    run(lost.go())
+    again = a_run(steps=3, eval_every=2, position=lost.positions[3], measures_restored=True)
+    assert run(again.go()) is RunEnd.FINISHED and measured_by(again) == [3]
 
 
 def test_a_failed_learner_ends_a_shared_validation(run, a_run):
