@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
+
+_NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 
 
 class Tracker(Protocol):
@@ -61,10 +64,15 @@ class MlflowTracker:
         mlflow.start_run(**options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({k.replace("/", "."): v for k, v in metrics.items()}, step=step)
+        self._mlflow.log_metrics({_mlflow_name(key): value for key, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _mlflow_name(key: str) -> str:
+    """`validation/avg@8` becomes `validation.avg_at_8`: MLflow raises for a name with other than these characters."""
+    return _NOT_IN_MLFLOW.sub("_", key.replace("/", ".").replace("@", "_at_"))
 
 
 class StdoutTracker:

@@ -1,8 +1,32 @@
 """Where metrics go besides metrics.jsonl."""
 
+import re
+import sys
+from types import ModuleType
+
 import pytest
 
 from roll_async.observe.trackers import create_tracker
+
+
+class FakeMlflow(ModuleType):
+    """Refuses the names that MLflow refuses."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.logged = []
+
+    def start_run(self, **options):
+        self.options = options
+
+    def log_metrics(self, metrics, step):
+        refused = [name for name in metrics if not re.fullmatch(r"[/\w.\- ]*", name)]
+        if refused:
+            raise RuntimeError(f"Invalid value {refused} for parameter 'metrics[0].name' supplied")
+        self.logged.append((step, metrics))
+
+    def end_run(self):
+        self.ended = True
 
 
 def test_tensorboard_reads_every_metric_of_every_step(tmp_path):
@@ -20,6 +44,16 @@ def test_tensorboard_reads_every_metric_of_every_step(tmp_path):
 
 
 def test_an_unknown_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="track_with wandb: .*install it or choose another"):
         create_tracker("wandb", tmp_path, {})
+
+
+def test_mlflow_gets_every_metric_under_a_name_that_it_takes(tmp_path, monkeypatch):
+    mlflow = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    tracker = create_tracker("mlflow", tmp_path, {"run_name": "one"})
+    tracker.log(3, {"validation/avg@8": 0.25, "validation/sets/a-b/pass@1": 0.5, "policy/k1+": 1.0, "time_s": 2.0})
+    tracker.close()
+    names = {"validation.avg_at_8": 0.25, "validation.sets.a-b.pass_at_1": 0.5, "policy.k1_": 1.0, "time_s": 2.0}
+    assert mlflow.logged == [(3, names)] and mlflow.options == {"run_name": "one"} and mlflow.ended
