@@ -92,7 +92,7 @@ class PipelineConfig:
     save_steps: int = bounded(50, ">= 0")
     """Steps between checkpoints; 0 = only at the end, where one is always written."""
     logging_steps: int = bounded(1, ">= 1")
-    """Steps between tracker writes."""
+    """Steps between tracker writes; the result of a validation is written at any step."""
     eval_steps: int = bounded(0, ">= 0")
     """Steps between validations; 0 = never."""
     rollout_batch_size: int = bounded(128, ">= 1")

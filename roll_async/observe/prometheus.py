@@ -1,4 +1,4 @@
-"""A Prometheus endpoint with the newest metrics: `http://HOST:PORT/metrics`, one gauge per key."""
+"""A Prometheus endpoint: `http://HOST:PORT/metrics`, one gauge per key, with its newest value."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class PrometheusTracker:
 
     def __init__(self, run: str, port: int, host: str = "127.0.0.1") -> None:
         self._run, self._text = run, b""
+        self._newest: dict[str, float] = {}
         tracker = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -52,7 +53,8 @@ class PrometheusTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._text = exposition(metrics, run=self._run).encode()
+        self._newest |= metrics  # a validation between two logged steps is told without the rest
+        self._text = exposition(self._newest, run=self._run).encode()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -61,9 +61,9 @@ class Recorder:
         if self._gpus is not None:
             full |= self._gpus.metrics()
         self._folder.append_metrics(full)
-        if step % self._logging_steps == 0:
-            for tracker in self._trackers:
-                tracker.log(step, full)
+        logged = full if step % self._logging_steps == 0 else _validation_of(full)
+        for tracker in self._trackers if logged else ():
+            tracker.log(step, logged)
         self._progress.show(full)
 
     def event(self, name: str, **fields: float | str) -> None:
@@ -84,3 +84,10 @@ class Recorder:
             self._trace.write()
         for tracker in self._trackers:
             tracker.close()
+
+
+def _validation_of(record: Mapping[str, float]) -> dict[str, float]:
+    """The result of a validation in a record, if there is one: no other record will have it."""
+    if "validation/lag" not in record:  # validation/skipped alone, which every record may have, is no result
+        return {}
+    return {key: value for key, value in record.items() if key.startswith("validation/")}

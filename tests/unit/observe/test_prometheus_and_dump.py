@@ -20,7 +20,7 @@ def test_metrics_are_gauges_with_legal_names_and_every_kind_of_number():
 
 
 @pytest.mark.slow
-def test_the_endpoint_answers_with_the_newest_step_until_it_is_closed():
+def test_the_endpoint_answers_with_the_newest_value_of_every_key_until_it_is_closed():
     tracker = PrometheusTracker("run", 0)
     url = f"http://127.0.0.1:{tracker.port}"
     try:
@@ -28,6 +28,10 @@ def test_the_endpoint_answers_with_the_newest_step_until_it_is_closed():
         tracker.log(2, {"reward/mean": 0.75})
         with urlopen(f"{url}/metrics", timeout=5) as answer:
             assert answer.read().decode().endswith('roll_async_reward_mean{run="run"} 0.75\n')
+        tracker.log(3, {"validation/accuracy": 0.5})
+        with urlopen(f"{url}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        assert '_mean{run="run"} 0.75\n' in text and 'validation_accuracy{run="run"} 0.5\n' in text
         with pytest.raises(HTTPError):
             urlopen(f"{url}/other", timeout=5)
         with pytest.raises(ValueError, match=f"prometheus_port {tracker.port}.*choose another"):

@@ -1,0 +1,35 @@
+"""What a record of a step becomes."""
+
+import json
+
+from roll_async.observe.progress import ProgressLine
+from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
+from roll_async.observe.run_folder import RunFolder
+
+
+class Kept:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self):
+        self.told = {}
+
+    def log(self, step, metrics):
+        self.told[step] = dict(metrics)
+
+    def close(self):
+        pass
+
+
+def test_a_validation_reaches_the_trackers_also_between_two_logged_steps(tmp_path):
+    kept = Kept()
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [kept], ProgressLine(4), logging_steps=2)
+    result = {"validation/lag": 1.0, "validation/accuracy": 0.5, "validation/sets/aime/avg@8": 0.25}
+    for step in (1, 2, 3, 4):
+        found = result if step in (3, 4) else {}
+        recorder.step(step, {**dict.fromkeys(REQUIRED_KEYS, 0.0), "validation/skipped": 2.0, **found})
+    recorder.close()
+    assert sorted(kept.told) == [2, 3, 4], "validations that were skipped are no result"
+    assert kept.told[3] == {"validation/skipped": 2.0, **result}
+    assert "validation/lag" not in kept.told[2] and kept.told[4].keys() >= {"reward/mean", *result}
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4] and all("reward/mean" in r for r in records)
