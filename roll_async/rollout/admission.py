@@ -276,10 +276,9 @@ def _prompt_of(pending: PendingRequest) -> int:
 
 def _running(attempt: Attempt) -> RunningRequest:
     pending = attempt.request
-    received = 0 if attempt.received is None else len(attempt.received.token_ids)
     return RunningRequest(
         prompt_tokens=len(pending.request.prompt_token_ids),
-        answer_tokens=pending.num_generated + received,
+        answer_tokens=pending.num_generated + attempt.num_received,
         max_tokens=pending.request.sampling.max_new_tokens,
     )
 

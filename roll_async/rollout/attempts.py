@@ -106,6 +106,11 @@ class Attempt:
         """Nothing more is expected of it."""
         return not TRANSITIONS[self.state]
 
+    @property
+    def num_received(self) -> int:
+        """Tokens that it reported before its end."""
+        return 0 if self.received is None else len(self.received.token_ids)
+
     def receive(self, progress: Progress) -> bool:
         """Tokens of an attempt that goes on. True: they are new."""
         if self.received is None:

@@ -297,7 +297,7 @@ class RequestDispatch:
         for progress in report.progress:
             attempt = link.in_flight.get(progress.piece.request_id)
             if attempt is not None and attempt.receive(progress):  # None: the attempt has ended
-                self._works(link)
+                self._generated(link, len(progress.piece.token_ids))
         for completion in report.completions:
             self._reply(link, completion)
         for wire_id, reason in report.failures:
@@ -310,9 +310,10 @@ class RequestDispatch:
         self._set_free(link)
         self._pump()
 
-    def _works(self, link: ReplicaLink) -> None:
-        """A token came from the replica: it is not suspect any more."""
+    def _generated(self, link: ReplicaLink, num_new_tokens: int) -> None:
+        """Tokens came from the replica: it is not suspect any more."""
         link.checks_without_token = link.num_suspicions = 0
+        self._counts.generated_tokens += num_new_tokens
 
     def _reply(self, link: ReplicaLink, completion: Completion) -> None:
         aborted = completion.finish_reason is FinishReason.ABORT
@@ -320,9 +321,8 @@ class RequestDispatch:
         if attempt is None:
             return
         pending, tokens = attempt.request, len(completion.token_ids)
-        self._counts.generated_tokens += tokens
         if tokens:
-            self._works(link)
+            self._generated(link, tokens - attempt.num_received)
         if not aborted:
             self._admission.ended(link, pending.num_generated + tokens)
         if not aborted or pending.abort_wanted:
@@ -402,7 +402,7 @@ class RequestDispatch:
     def _keep_received(self, attempt: Attempt) -> None:
         """Keep the tokens that an attempt reported; it has ended, and its reply will not count."""
         if self._interrupt_mode != "abort":
-            self._counts.generated_tokens += attempt.request.keep(attempt.received_piece())
+            attempt.request.keep(attempt.received_piece())
 
     def _finish_aborted(self, pending: PendingRequest) -> None:
         self._finish(pending, Completion.empty(pending.attempt.wire_id, FinishReason.ABORT))

@@ -77,12 +77,10 @@ class PendingRequest:
             recorded_positions=self.request.recorded_positions + recorded,
         )
 
-    def keep(self, piece: Completion | None) -> int:
-        """Store what an attempt generated before it was stopped or lost. Returns the number of tokens."""
-        if piece is None or not piece.token_ids:
-            return 0
-        self.pieces.append(piece)
-        return len(piece.token_ids)
+    def keep(self, piece: Completion | None) -> None:
+        """Store what an attempt generated before it was stopped or lost."""
+        if piece is not None and piece.token_ids:
+            self.pieces.append(piece)
 
     def merged(self, last: Completion, replica: str = "") -> Completion:
         """All pieces and the last one, from `replica`, as one completion of the original request."""

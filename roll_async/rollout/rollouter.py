@@ -69,7 +69,7 @@ class RollouterStats:
     resumed: int
     """Requests sent to an engine with the tokens generated so far."""
     generated_tokens: int
-    """Tokens of requests that have ended, and of those that were told before."""
+    """Tokens of attempts that have ended, and those that running ones have reported; it never falls."""
     late_results: int
     """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)

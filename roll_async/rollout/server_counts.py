@@ -18,6 +18,7 @@ class ServerStats:
     dispatched: int
     completed: int
     generated_tokens: int
+    """Of ended attempts, and what running ones have reported; it never falls."""
     aborted: int
     """Requests aborted and not continued."""
     aborted_tokens: int

@@ -180,6 +180,32 @@ def test_an_answer_that_was_told_of_before_is_not_doubled(run, replica_class, ma
     run(go())
 
 
+def test_tokens_are_counted_once_and_as_soon_as_they_are_told_of(run, replica_class, make, managed, start):
+    async def go():
+        first, other = replica_class("first"), replica_class("other")
+        async with managed(first) as manager:
+            (task,) = start(manager, [make()])
+            await asyncio.sleep(2.5)
+            first.tell()
+            await asyncio.sleep(0.1)
+            assert manager.stats().generated_tokens == 2, "an answer may take longer than a step"
+            await task
+            assert manager.stats().generated_tokens == 10
+            given_up, moved = start(manager, [make("given up"), make("moved")])
+            await asyncio.sleep(3.5)
+            first.tell()
+            await asyncio.sleep(0.1)
+            given_up.cancel()
+            await asyncio.wait({given_up})
+            assert manager.stats().generated_tokens == 10 + 2 * 3, "what was told of stays counted"
+            await manager.add(other)
+            first.die()
+            await moved
+            assert manager.stats().generated_tokens == 10 + 3 + 10
+
+    run(go())
+
+
 @pytest.mark.parametrize("gone", [1, 3], ids=["told twice", "a report was lost"])
 def test_tokens_that_do_not_follow_the_last_ones_told_of_are_not_kept(run, replica_class, make, managed, start, gone):
     async def go():
