@@ -138,7 +138,7 @@ def step_metrics(
         "time/train_s": report.train_s,
         "time/logprobs_s": report.logprobs_s,
         "time/weight_sync_s": clock.spent.get("weight_sync", 0.0),
-        **_push_metrics(sync, clock.spent.get("weight_sync", 0.0)),
+        **_push_metrics(sync),
         "time/pause_s": sync.pause_s if sync is not None else 0.0,
         "time/validation_s": clock.spent.get("validation", 0.0),
         "time/save_s": clock.spent.get("save", 0.0),
@@ -177,13 +177,15 @@ def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int
     return {"idle/engines": idle, **{f"busy/{name}": share for name, share in shares.items()}}
 
 
-def _push_metrics(sync: SyncReport | None, push_s: float) -> dict[str, float]:
-    """For a step with a push: what was sent."""
+def _push_metrics(sync: SyncReport | None) -> dict[str, float]:
+    """For a step with a push: what was sent. `time/weight_sync_s` is no measure of its rate: it contains the wait for
+    the canary of the push before.
+    """
     if sync is None:
         return {}
     metrics = {"weights/sent_bytes": float(sync.num_bytes), "weights/sent_share": sync.sent_share}
-    if push_s > 0:
-        metrics["weights/gb_per_s"] = sync.num_bytes / push_s / 1e9
+    if sync.transfer_s > 0:
+        metrics["weights/gb_per_s"] = sync.num_bytes / sync.transfer_s / 1e9
     return metrics
 
 

@@ -26,6 +26,7 @@ from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, Scheduler
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.synchronizer import SyncOptions
 
 
@@ -94,6 +95,7 @@ class Run:
         self.positions, self.validations_begun = {}, []
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
         self.collation_s = self.push_s = self.validation_s = self.answer_s = 0.0
+        self.push_bytes = 0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
         self.engines = connect(self.replicas, Starter(self), engines)
@@ -199,6 +201,7 @@ class Run:
     async def export_weights(self, plan):
         await asyncio.sleep(self.push_s)
         yield plan
+        yield Bucket(index=0, blocks=(Block(source=0, slots=(), num_bytes=self.push_bytes, location=""),))
         yield "digest"
 
     async def save(self, step):

@@ -11,6 +11,7 @@ from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.metrics import merged_reports
 from roll_async.pipelines.protocol import RunEnd, TrainerState
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.canary import CanaryOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 FULLY_ASYNC_NAMES = {
@@ -118,6 +119,16 @@ def test_tokens_of_engines_are_counted_per_device_and_step(run, a_run):
     for metrics in done.published:
         assert metrics["engine/tokens_per_device_s"] == pytest.approx(4 * 2 * 10 / 8 / metrics["time/step_s"])
         assert "`engine/tokens_per_device_s`" in (ROOT / "docs_roll" / "metrics.md").read_text()
+
+
+def test_the_rate_of_a_push_is_that_of_its_transfer_whatever_was_waited_for_before_it(run, a_run):
+    """3 GB in 2 s. A step learns for 8 s, and engines answer the canary of the push before for 20 s."""
+    done = a_run(ratio=2.0, speeds=(0.1, 0.1), canary=CanaryOptions(prompts=2, band=0.1))
+    done.answer_s, done.push_s, done.push_bytes = 20.0, 2.0, 3 * 10**9
+    assert run(done.go()) is RunEnd.FINISHED
+    assert all(m["time/weight_sync_s"] > 10 for m in done.published[1:])
+    assert [m["weights/gb_per_s"] for m in done.published] == pytest.approx([1.5] * 4)
+    assert "`weights/gb_per_s`" in (ROOT / "docs_roll" / "metrics.md").read_text()
 
 
 def test_an_engine_that_is_gone_is_not_idle_and_counts_again_when_it_is_back(run, a_run):
