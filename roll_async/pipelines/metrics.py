@@ -211,7 +211,9 @@ def _length_audit(queue: QueueStats, rollout: RollouterStats) -> dict[str, float
 
 
 def merged_reports(reports: Sequence[StepReport]) -> StepReport:
-    """Merges the reports of the parts of a step: means weighted by samples, times and counts added up."""
+    """Merges the reports of the parts of a step: means weighted by samples, times and counts added up, the largest of
+    maxima and peaks.
+    """
     if len(reports) == 1:
         return reports[0]
     metrics = {}
@@ -219,7 +221,7 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
         values = [(r.metrics[key], r.num_samples) for r in reports if key in r.metrics]
         if key in _COUNTS:
             metrics[key] = sum(value for value, _ in values)
-        elif key.endswith("_max"):
+        elif key.endswith(("_max", "_peak_bytes")):
             metrics[key] = max(value for value, _ in values)
         else:
             metrics[key] = sum(value * n for value, n in values) / sum(n for _, n in values)

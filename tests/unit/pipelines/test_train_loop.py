@@ -287,8 +287,10 @@ def test_the_parts_of_a_step_are_merged_by_samples():
             metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, num_samples=samples, num_tokens=10
         )
 
-    merged = merged_reports([report(1, a=4.0, x_max=1.0), report(3, a=0.0, x_max=5.0, b=7.0)])
-    assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "b": 7.0}
+    peak = "memory/trainer_peak_bytes"
+    parts = [report(1, a=4.0, x_max=1.0, **{peak: 9.0}), report(3, a=0.0, x_max=5.0, b=7.0, **{peak: 5.0})]
+    merged = merged_reports(parts)
+    assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "b": 7.0, peak: 9.0}
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
     assert merged.collation_s == 1.0
 
