@@ -21,6 +21,9 @@ ENV_TYPES = (
     "webshop", "code",
 )  # fmt: skip
 
+MAIN_SET = "main"
+"""What the results of `roll-async eval` call the set that has no name in the config."""
+
 
 def reads_answers(reward_type: str) -> bool:
     """Whether the reward reads a stated answer, and obeys `answer_format`."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from roll_async.cluster.node_pool import NodePool
 from roll_async.config.schema import PipelineConfig, RLVRConfig, SglangConfig, VllmConfig
+from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import Endpoint, EndpointOptions, Refused
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.roles import place_roles
@@ -29,8 +30,6 @@ from roll_async.schema import Prompt, RewardStatus, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAIN = "main"
-"""Name of the set that has none in the config."""
 _OF_A_RUN = ("version", "other_version")
 """Metrics that say nothing of weights that are nobody's version."""
 
@@ -180,7 +179,7 @@ class _Report:
         for (prompt, sample), text in zip(answered, texts, strict=True):
             reward = sample.reward
             row = {
-                "set": held_out.name or MAIN,
+                "set": held_out.name or MAIN_SET,
                 "row_id": prompt.row_id,
                 "domain": prompt.domain,
                 "prompt": prompt.text,
@@ -197,7 +196,7 @@ class _Report:
         """With the metrics of all sets."""
         sets: dict[str, dict[str, float]] = {}
         for key, value in metrics.items():
-            name, rest = MAIN, key.removeprefix("validation/")
+            name, rest = MAIN_SET, key.removeprefix("validation/")
             if rest.startswith("sets/"):
                 _, name, rest = rest.split("/", 2)
             if rest not in _OF_A_RUN:

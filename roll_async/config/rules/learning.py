@@ -1,4 +1,4 @@
-"""Rules about what is learned and measured (C105, C141 to C150, C152 to C154)."""
+"""Rules about what is learned and measured (C105, C141 to C150, C152 to C155)."""
 
 from dataclasses import asdict
 
@@ -6,6 +6,7 @@ from roll_async.config.advantage_options import AGENTIC_ONLY
 from roll_async.config.correction_options import carries_behaviour_policy
 from roll_async.config.rules.shape import Findings, has_lengths, number
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, roles_on_engine_devices
+from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.config.schema_worker import MegatronTrainConfig
 
 
@@ -55,6 +56,13 @@ def validation_place(config: PipelineConfig) -> Findings:
         remedy = f"use {there - 1}" if there > 1 else "set validation.mode: share"
         message = f"{own} leaves none of actor_infer's {there} replicas for training; {remedy}"
         yield "C154", "validation.num_replicas", message
+
+
+def validation_sets(config: PipelineConfig) -> Findings:
+    """C155."""
+    if isinstance(config, RLVRConfig) and config.validation is not None and MAIN_SET in config.validation.sets:
+        message = f"'{MAIN_SET}' is the name of the main set in the results of roll-async eval; choose another"
+        yield "C155", f"validation.sets.{MAIN_SET}", message
 
 
 def agentic_only(config: PipelineConfig) -> Findings:
@@ -117,6 +125,7 @@ RULES = (
     overlong,
     needed_roles,
     validation_place,
+    validation_sets,
     agentic_only,
     double_correction,
     roles,
