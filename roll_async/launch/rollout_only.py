@@ -65,13 +65,15 @@ async def rolled_batches(
     dump = SampleDump(folder, load_tokenizer(config.pretrain).batch_decode)
     stack.callback(dump.close)
     groups, tasks = AgentGroups(engines.manager, parts, group_options(config, trains=False)), held_out_tasks(config)
-    size = config.val_batch_size // config.val_env_manager.group_size
+    group_size = config.val_env_manager.group_size
+    size = config.val_batch_size // group_size
     for batch in range(num_batches):
-        kept = await rolled(groups, tasks, range(batch * size, (batch + 1) * size))
+        places = range(batch * size, (batch + 1) * size)
+        kept = await rolled(groups, tasks, places)
         dump.write(batch + 1, sample_rows(kept))
         dump.flush()
         firsts = [(group.prompt, rows[0]) for group in kept for rows in group.trajectories]
-        found = validation_metrics(firsts, num_asked=config.val_batch_size)
+        found = validation_metrics(firsts, [tasks.at(place) for place in places], num_samples=group_size)
         failed = {"groups/failed": float(size - len(kept))}
         yield {"step": batch + 1.0, **found, **failed, **groups.counts().metrics}
 

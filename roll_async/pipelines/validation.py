@@ -2,7 +2,9 @@
 
 Metrics are those that papers report: n samples per prompt, avg@n, pass@k, the standard error.
 
-pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k), c of n samples right   (Chen et al. 2021, arXiv 2107.03374)
+n      = samples of a row * rows of a question; where questions have unequal numbers of rows, the smallest
+pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k), c of n samples right   (Chen et al. 2021, arXiv 2107.03374);
+         a prompt enters with all samples that it has, n or not, if they are k or more
 standard error = sample deviation of the prompts' means / sqrt(prompts); samples of one prompt are not independent
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -131,8 +134,8 @@ class Validation:
             if on_answers is not None:
                 on_answers(held_out, answered)
             kept = [(p, s) for p, s in answered if all(v == version for v, _ in s.version_runs)]
-            num_asked = len(held_out.prompts) * held_out.sampled.samples
-            metrics |= validation_metrics(kept, num_asked=num_asked, prefix=held_out.prefix)
+            num_samples = held_out.sampled.samples
+            metrics |= validation_metrics(kept, held_out.prompts, num_samples=num_samples, prefix=held_out.prefix)
             num_other += len(answered) - len(kept)
         return {**metrics, "validation/other_version": float(num_other)}
 
@@ -148,21 +151,22 @@ class Validation:
 
 
 def validation_metrics(
-    answered: Sequence[tuple[Prompt, Sample]], *, num_asked: int, prefix: str = "validation"
+    answered: Sequence[tuple[Prompt, Sample]], asked: Sequence[Prompt], *, num_samples: int, prefix: str = "validation"
 ) -> dict[str, float]:
     """`PREFIX/NAME` over all samples, and with more than one domain `PREFIX/domains/DOMAIN/NAME`. A mean over nothing
-    is not published; `num_asked` counts the samples, those without a score included.
+    is not published. Each of `asked` was asked `num_samples` times; `unscored` counts the samples without a score.
     """
     scored = [(prompt, sample, sample.reward) for prompt, sample in answered if sample.reward is not None]
-    metrics = {f"{prefix}/unscored": float(num_asked - len(scored))}
+    metrics = {f"{prefix}/unscored": float(len(asked) * num_samples - len(scored))}
     domains = sorted({prompt.domain for prompt, _, _ in scored})
-    parts = {prefix: scored}
-    if len(domains) > 1:
-        parts |= {f"{prefix}/domains/{d}": [item for item in scored if item[0].domain == d] for d in domains}
-    for place, part in parts.items():
+    parts = {prefix: (scored, asked)}
+    for d in domains if len(domains) > 1 else ():
+        parts[f"{prefix}/domains/{d}"] = [x for x in scored if x[0].domain == d], [p for p in asked if p.domain == d]
+    for place, (part, prompts) in parts.items():
         metrics[f"{place}/samples"] = float(len(part))
         if part:
-            metrics |= {f"{place}/{name}": value for name, value in _of_part(part).items()}
+            num_drawn = num_samples * min(Counter(map(_question, prompts)).values())
+            metrics |= {f"{place}/{name}": value for name, value in _of_part(part, num_drawn).items()}
     return metrics
 
 
@@ -175,13 +179,17 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def _of_part(part: Sequence[_Scored]) -> dict[str, float]:
+def _question(prompt: Prompt) -> tuple[str, bytes]:
+    """The same question in several rows (AIME 2024 as published for DAPO) is one question with more samples."""
+    # The task of a world has no tokens: its row is its seed.
+    return prompt.domain, prompt.token_ids.tobytes() or prompt.row_id.encode()
+
+
+def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
+    """`num_drawn`: samples asked of the question with the fewest; n of avg@n."""
     verdicts: dict[tuple[str, bytes], list[float]] = {}
     for prompt, _, reward in part:
-        # The same question in several rows (AIME 2024 as published for DAPO) is one question with more samples.
-        # The task of a world has no tokens: its row is its seed.
-        question = prompt.token_ids.tobytes() or prompt.row_id.encode()
-        verdicts.setdefault((prompt.domain, question), []).append(accuracy(reward))
+        verdicts.setdefault(_question(prompt), []).append(accuracy(reward))
     means = [mean(of_prompt) for of_prompt in verdicts.values()]
     metrics = {
         "prompts": float(len(means)),
@@ -193,12 +201,12 @@ def _of_part(part: Sequence[_Scored]) -> dict[str, float]:
     if len(means) > 1:
         center = mean(means)
         metrics["standard_error"] = math.sqrt(sum((m - center) ** 2 for m in means) / (len(means) - 1) / len(means))
-    most = max(map(len, verdicts.values()))
-    if most > 1:
-        metrics[f"avg@{most}"] = mean(means)
-        for k in sorted({2**i for i in range(most.bit_length())} | {most}):
+    if num_drawn > 1:
+        metrics[f"avg@{num_drawn}"] = mean(means)
+        for k in sorted({2**i for i in range(num_drawn.bit_length())} | {num_drawn}):
             drawn = [pass_at_k(len(v), sum(x > 0 for x in v), k) for v in verdicts.values() if len(v) >= k]
-            metrics[f"pass@{k}"] = mean(drawn)
+            if drawn:
+                metrics[f"pass@{k}"] = mean(drawn)
     for name in sorted({name for _, _, r in part for name in r.metrics} - {"acc"}):
         metrics[f"metrics/{name}"] = mean([r.metrics[name] for _, _, r in part if name in r.metrics])
     return metrics

@@ -63,14 +63,13 @@ def answered(build, domain, reward):
 
 
 def test_a_validation_reports_the_whole_and_each_of_several_domains(build):
-    metrics = validation_metrics(
-        [
-            answered(build, "math", Reward(score=1.0, metrics={"acc": 1.0, "format": 1.0})),
-            answered(build, "math", Reward(score=0.5, metrics={"acc": 0.0, "format": 0.0})),
-            answered(build, "code", Reward(score=0.0, metrics={"passed": 0.25})),
-        ],
-        num_asked=5,
-    )
+    scored = [
+        answered(build, "math", Reward(score=1.0, metrics={"acc": 1.0, "format": 1.0})),
+        answered(build, "math", Reward(score=0.5, metrics={"acc": 0.0, "format": 0.0})),
+        answered(build, "code", Reward(score=0.0, metrics={"passed": 0.25})),
+    ]
+    lost = [build.prompt(domain="code", ids=(i,)) for i in (8, 9)]
+    metrics = validation_metrics(scored, [prompt for prompt, _ in scored] + lost, num_samples=1)
     assert metrics == {
         "validation/unscored": 2,
         "validation/samples": 3,
@@ -80,9 +79,6 @@ def test_a_validation_reports_the_whole_and_each_of_several_domains(build):
         "validation/prompts": 2,
         "validation/truncated": 0,
         "validation/standard_error": pytest.approx(0.25),
-        "validation/avg@2": pytest.approx(0.25),
-        "validation/pass@1": pytest.approx(0.25),
-        "validation/pass@2": pytest.approx(1.0),
         "validation/metrics/format": 0.5,
         "validation/metrics/passed": 0.25,
         "validation/domains/math/samples": 2,
@@ -106,9 +102,10 @@ def test_a_validation_reports_the_whole_and_each_of_several_domains(build):
 
 
 def test_a_validation_of_one_domain_is_the_whole_and_one_without_answers_claims_no_mean(build):
-    one = validation_metrics([answered(build, "math", Reward(score=1.0))], num_asked=1)
+    asked = [build.prompt(domain="math")]
+    one = validation_metrics([answered(build, "math", Reward(score=1.0))], asked, num_samples=1)
     assert one["validation/accuracy"] == 1.0 and not [name for name in one if "domains" in name]
-    assert validation_metrics([], num_asked=4) == {"validation/unscored": 4.0, "validation/samples": 0.0}
+    assert validation_metrics([], asked, num_samples=4) == {"validation/unscored": 4.0, "validation/samples": 0.0}
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_sample():
@@ -131,7 +128,7 @@ def test_samples_of_one_prompt_and_rows_of_one_question_are_one_unit_of_the_erro
             prompt = replace(build.prompt(), row_id=f"{tokens}-{number}", token_ids=array("i", tokens))
             sample = build.sample(prompt, reward=Reward(score=2.0 * acc, metrics={"acc": float(acc)}))
             samples.append((prompt, replace(sample, finish_reason=FinishReason.LENGTH) if number == 0 else sample))
-    metrics = validation_metrics(samples, num_asked=12)
+    metrics = validation_metrics(samples, [prompt for prompt, _ in samples], num_samples=1)
     means = [0.75, 0.0, 0.25]
     assert metrics["validation/prompts"] == 3 and metrics["validation/truncated"] == 0.25
     assert metrics["validation/avg@4"] == pytest.approx(1 / 3) == metrics["validation/pass@1"]
@@ -140,13 +137,38 @@ def test_samples_of_one_prompt_and_rows_of_one_question_are_one_unit_of_the_erro
     assert metrics["validation/standard_error"] == pytest.approx(statistics.stdev(means) / 3**0.5)
 
 
+def drawn_names(metrics):
+    return {name.removeprefix("validation/") for name in metrics if "@" in name}
+
+
+def test_a_question_in_two_rows_renames_nothing_and_enters_with_all_of_its_samples(build):
+    asked = [build.prompt(row_id=str(row), ids=(question,)) for row, question in enumerate((1, 2, 3, 3))]
+    right = {"0": (1, 0, 0, 0), "1": (0, 0, 0, 0), "2": (0, 0, 0, 0), "3": (0, 0, 0, 1)}
+    samples = [(prompt, build.sample(prompt, score=float(x))) for prompt in asked for x in right[prompt.row_id]]
+    metrics = validation_metrics(samples, asked, num_samples=4)
+    assert drawn_names(metrics) == {"avg@4", "pass@1", "pass@2", "pass@4"}
+    assert metrics["validation/avg@4"] == pytest.approx((1 / 4 + 0 + 1 / 8) / 3)
+    assert metrics["validation/pass@4"] == pytest.approx((1 + 0 + pass_at_k(8, 1, 4)) / 3)
+    once = validation_metrics(samples[::4], asked, num_samples=1)
+    assert once["validation/prompts"] == 3 and not drawn_names(once), "one sample of most questions is no average"
+
+
+def test_lost_samples_leave_the_names_and_their_question_leaves_pass_at_k(build):
+    asked = [build.prompt(row_id=str(question), ids=(question,)) for question in (1, 2)]
+    samples = [(prompt, build.sample(prompt, score=float(prompt is asked[0]))) for prompt in asked for _ in range(6)]
+    metrics = validation_metrics(samples[:-1], asked, num_samples=6)
+    assert drawn_names(metrics) == {"avg@6", "pass@1", "pass@2", "pass@4", "pass@6"}
+    assert (metrics["validation/pass@4"], metrics["validation/pass@6"]) == (0.5, 1.0)
+    assert drawn_names(validation_metrics(samples[:5], asked, num_samples=6)) == {"avg@6", "pass@1", "pass@2", "pass@4"}
+
+
 def test_worlds_whose_tasks_have_no_tokens_are_told_apart_by_their_seeds(build):
     samples = []
     for seed, accs in ((7, [1, 0]), (8, [0, 0])):
         for acc in accs:
             prompt = replace(build.prompt(), row_id=f"FrozenLake/{seed}", token_ids=array("i"))
             samples.append((prompt, build.sample(prompt, reward=Reward(score=float(acc)))))
-    metrics = validation_metrics(samples, num_asked=4)
+    metrics = validation_metrics(samples, [samples[0][0], samples[2][0]], num_samples=2)
     assert metrics["validation/prompts"] == 2 and metrics["validation/pass@2"] == 0.5
 
 
