@@ -14,7 +14,7 @@ Shape letters: B rows (one row = one sample), T token positions of the padded ba
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -317,6 +317,10 @@ class Sample:
                 oldest = version
             position += count
         return oldest
+
+
+Answered = tuple[Prompt, Sequence[Sample]]
+"""A prompt, and the rows of one trajectory that answers it, oldest first; one row for a single answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

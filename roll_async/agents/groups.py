@@ -31,7 +31,7 @@ from roll_async.envs.registry import WorldSpec
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Group, Outcome, Prompt, Reward, Sample, SamplingParams, WeightVersion
+from roll_async.schema import Answered, Group, Outcome, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -249,10 +249,8 @@ class AgentGroups:
                 if not task.done():
                     task.cancel()
 
-    async def validate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
-    ) -> list[tuple[Prompt, Sample]]:
-        """One trajectory per prompt, its first row; failed ones are left out, logged."""
+    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
+        """One trajectory per prompt; failed ones are left out, logged."""
         running = _Running()
         running.tasks = [
             asyncio.ensure_future(self._trajectory(task_of(p), f"{name}/{i}", running, sampling))
@@ -262,7 +260,7 @@ class AgentGroups:
             done = await asyncio.gather(*running.tasks)
         finally:
             await _cancel(running.tasks)
-        return [(prompt, rows[0]) for prompt, rows in zip(prompts, done, strict=True) if isinstance(rows, list)]
+        return [(prompt, rows) for prompt, rows in zip(prompts, done, strict=True) if isinstance(rows, list)]
 
     def counts(self) -> SourceCounts:
         """Counters since the start."""

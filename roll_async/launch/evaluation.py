@@ -26,7 +26,7 @@ from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rewards.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.schema import Prompt, RewardStatus, Sample, SamplingParams
+from roll_async.schema import Answered, Prompt, RewardStatus, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ async def evaluate_folder(config: RLVRConfig, stack: AsyncExitStack) -> Evaluati
     engines = connect(clients, starter, EngineOptions.of(config))
     await engines.start(stack)
     source = ChatCompletionScheduler(engines.manager, scorer, SchedulerOptions.of(config))
-    report = _Report(config)
+    report = Report(config)
     place = ValidationPlace(lambda: 0, on_answers=report.add)
     measure = wire_validation(source, engines.manager, held_out, _sampling(config), place)
     return report.evaluation(await measure(0))
@@ -103,7 +103,7 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     router = RewardRouter({name: r for name, r in config.rewards.items() if name not in config.loss_parts})
     await router.start()
     stack.push_async_callback(router.close)
-    report = _Report(config)
+    report = Report(config)
     place = ValidationPlace(lambda: 0, on_answers=report.add)
     measure = wire_validation(EndpointSource(config, endpoint, router), None, held_out, _sampling(config), place)
     return report.evaluation(await measure(0))
@@ -125,15 +125,14 @@ class EndpointSource:
             for row in read_rows(options.files, options.columns, BadRows()):
                 self._chats[row.row_id, row.messages[-1]["content"]] = row.messages
 
-    async def validate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
-    ) -> list[tuple[Prompt, Sample]]:
-        """One scored sample per prompt. What the server refuses and what has no score is left out, logged. Raises
+    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
+        """One scored answer per prompt. What the server refuses and what has no score is left out, logged. Raises
         ConnectionError when the server is gone.
         """
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(self._ask(p, sampling, f"{name}/{i}")) for i, p in enumerate(prompts)]
-        return [(p, task.result()) for p, task in zip(prompts, asked, strict=True) if task.result() is not None]  # type: ignore[misc]
+        found = zip(prompts, (task.result() for task in asked), strict=True)
+        return [(prompt, (sample,)) for prompt, sample in found if sample is not None]
 
     async def _ask(self, prompt: Prompt, sampling: SamplingParams, name: str) -> Sample | None:
         began_s = asyncio.get_running_loop().time()
@@ -165,18 +164,18 @@ class EndpointSource:
         )
 
 
-class _Report:
+class Report:
     """Collects the samples of all sets."""
 
     def __init__(self, config: RLVRConfig) -> None:
         self._decode = load_tokenizer(config.pretrain).batch_decode
         self._samples: list[Mapping[str, object]] = []
 
-    def add(self, held_out: HeldOut, answered: Sequence[tuple[Prompt, Sample]]) -> None:
+    def add(self, held_out: HeldOut, answered: Sequence[Answered]) -> None:
         """The answers of a set."""
-        ids = [list(sample.response_token_ids) for _, sample in answered]
+        ids = [list(sample.response_token_ids) for _, (sample,) in answered]
         texts = self._decode(ids, skip_special_tokens=True) if ids else []  # of no rows it makes one text
-        for (prompt, sample), text in zip(answered, texts, strict=True):
+        for (prompt, (sample,)), text in zip(answered, texts, strict=True):
             reward = sample.reward
             row = {
                 "set": held_out.name or MAIN_SET,
@@ -188,7 +187,7 @@ class _Report:
                 "score": None if reward is None else reward.score,
                 "metrics": {} if reward is None else dict(reward.metrics),
                 "finish_reason": sample.finish_reason.value,
-                "tokens": len(sample.response_token_ids),
+                "tokens": sum(sample.loss_mask),
             }
             self._samples.append(row)
 

@@ -72,8 +72,8 @@ async def rolled_batches(
         kept = await rolled(groups, tasks, places)
         dump.write(batch + 1, sample_rows(kept))
         dump.flush()
-        firsts = [(group.prompt, rows[0]) for group in kept for rows in group.trajectories]
-        found = validation_metrics(firsts, [tasks.at(place) for place in places], num_samples=group_size)
+        answered = [(group.prompt, rows) for group in kept for rows in group.trajectories]
+        found = validation_metrics(answered, [tasks.at(place) for place in places], num_samples=group_size)
         failed = {"groups/failed": float(size - len(kept))}
         yield {"step": batch + 1.0, **found, **failed, **groups.counts().metrics}
 

@@ -24,11 +24,11 @@ from roll_async.pipelines.metrics import accuracy, mean
 from roll_async.pipelines.validators import Validators
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
+from roll_async.schema import Answered, FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-_Scored = tuple[Prompt, Sample, Reward]
+_Scored = tuple[Prompt, Sequence[Sample], Reward]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +63,7 @@ class HeldOut:
 class AnswersPrompts(Protocol):
     """The part of `rollout/group_source.py: GroupSource` that a validation needs."""
 
-    async def validate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
-    ) -> list[tuple[Prompt, Sample]]: ...
+    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,8 @@ class ValidationPlace:
     """Training requests go before its own."""
     validators: Validators | None = None
     """Its own replicas, where it has some."""
-    on_answers: Callable[[HeldOut, Sequence[tuple[Prompt, Sample]]], None] | None = None
-    """Gets the samples of each set."""
+    on_answers: Callable[[HeldOut, Sequence[Answered]], None] | None = None
+    """Gets the answers of each set."""
 
 
 class Validation:
@@ -133,7 +131,7 @@ class Validation:
             answered = answers.result()
             if on_answers is not None:
                 on_answers(held_out, answered)
-            kept = [(p, s) for p, s in answered if all(v == version for v, _ in s.version_runs)]
+            kept = [(p, rows) for p, rows in answered if all(v == version for row in rows for v, _ in row.version_runs)]
             num_samples = held_out.sampled.samples
             metrics |= validation_metrics(kept, held_out.prompts, num_samples=num_samples, prefix=held_out.prefix)
             num_other += len(answered) - len(kept)
@@ -143,7 +141,7 @@ class Validation:
         if self._manager is not None:
             self._manager.yield_foreground(yields)
 
-    async def _ask(self, held_out: HeldOut, step: int) -> list[tuple[Prompt, Sample]]:
+    async def _ask(self, held_out: HeldOut, step: int) -> list[Answered]:
         sampled = held_out.sampled
         asked = [prompt for prompt in held_out.prompts for _ in range(sampled.samples)]
         name = f"validation.{step}.{held_out.name}" if held_out.name else f"validation.{step}"
@@ -151,12 +149,12 @@ class Validation:
 
 
 def validation_metrics(
-    answered: Sequence[tuple[Prompt, Sample]], asked: Sequence[Prompt], *, num_samples: int, prefix: str = "validation"
+    answered: Sequence[Answered], asked: Sequence[Prompt], *, num_samples: int, prefix: str = "validation"
 ) -> dict[str, float]:
     """`PREFIX/NAME` over all samples, and with more than one domain `PREFIX/domains/DOMAIN/NAME`. A mean over nothing
     is not published. Each of `asked` was asked `num_samples` times; `unscored` counts the samples without a score.
     """
-    scored = [(prompt, sample, sample.reward) for prompt, sample in answered if sample.reward is not None]
+    scored = [(prompt, rows, reward) for prompt, rows in answered if (reward := rows[0].reward) is not None]
     metrics = {f"{prefix}/unscored": float(len(asked) * num_samples - len(scored))}
     domains = sorted({prompt.domain for prompt, _, _ in scored})
     parts = {prefix: (scored, asked)}
@@ -195,8 +193,8 @@ def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
         "prompts": float(len(means)),
         "reward": mean([r.score for _, _, r in part]),
         "accuracy": mean([accuracy(r) for _, _, r in part]),
-        "length_mean": mean([len(s.response_token_ids) for _, s, _ in part]),
-        "truncated": mean([float(s.finish_reason is FinishReason.LENGTH) for _, s, _ in part]),
+        "length_mean": mean([sum(sum(row.loss_mask) for row in rows) for _, rows, _ in part]),
+        "truncated": mean([float(rows[-1].finish_reason is FinishReason.LENGTH) for _, rows, _ in part]),
     }
     if len(means) > 1:
         center = mean(means)

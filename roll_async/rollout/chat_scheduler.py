@@ -24,7 +24,7 @@ from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.requests import GenerationFailed, Interrupted
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback
-from roll_async.schema import FinishReason, Group, Prompt, Reward, Sample, SamplingParams, WeightVersion
+from roll_async.schema import Answered, FinishReason, Group, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -218,24 +218,22 @@ class ChatCompletionScheduler:
         )
         return sample.reward.score if sample.reward is not None else None
 
-    async def validate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
-    ) -> list[tuple[Prompt, Sample]]:
+    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
         """One scored sample per prompt, without filter or early stop, in the foreground. Failed ones are left out,
         logged.
         """
         sample = self.conversations.sample
         work = [sample(p, f"{name}/{i}", sampling, foreground=True) for i, p in enumerate(prompts)]
         done = await asyncio.gather(*work, return_exceptions=True)
-        samples = []
+        answered: list[Answered] = []
         for prompt, result in zip(prompts, done, strict=True):
             if isinstance(result, Sample):
-                samples.append((prompt, result))
+                answered.append((prompt, (result,)))
             elif isinstance(result, (GenerationFailed, RewardOutage, Unscorable, ValueError)):
                 logger.warning("validation: %s", result)
             else:
                 raise result
-        return samples
+        return answered
 
     def counts(self) -> SourceCounts:
         """Counters since the start."""

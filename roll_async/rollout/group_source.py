@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from roll_async.schema import Group, Prompt, Sample, SamplingParams, WeightVersion
+from roll_async.schema import Answered, Group, Prompt, SamplingParams, WeightVersion
 
 
 class GroupFate(Enum):
@@ -68,10 +68,8 @@ class GroupSource(Protocol):
     async def abort_groups(self, group_ids: Iterable[int]) -> None:
         """End these groups as REQUEUED; returns when no request of them runs any more. Unknown ids are ignored."""
 
-    async def validate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
-    ) -> list[tuple[Prompt, Sample]]:
-        """One scored sample per prompt, in the foreground. Failed ones are left out."""
+    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
+        """One scored answer per prompt, in the foreground. Failed ones are left out."""
         ...
 
     def counts(self) -> SourceCounts:

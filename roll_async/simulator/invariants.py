@@ -18,7 +18,7 @@ from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
 from roll_async.buffer.states import GroupState, Outcome, Slot
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import GenerateRequest, Group, Prompt, Sample, SamplingParams
+from roll_async.schema import Answered, GenerateRequest, Group, Prompt, Sample, SamplingParams
 from roll_async.schema import Outcome as End
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.replica import SimReplica
@@ -306,14 +306,14 @@ class Watch:
         if not trainer_failed and saved < self.last_learned == self._last_begun:
             self.report(9, f"step {self.last_learned} was learned, and step {saved} is the last that is saved")
 
-    def validated(self, step: int, answered: Sequence[tuple[Prompt, Sample]], sampling: SamplingParams) -> None:
+    def validated(self, step: int, answered: Sequence[Answered], sampling: SamplingParams) -> None:
         """Answers of a validation came. Only replicas that returned or joined meanwhile may have other versions."""
         number = self._answers.get(step, 0)
-        for prompt, sample in answered:
+        for prompt, rows in answered:
             if self.every_token:
-                self._check_tokens(prompt, (sample,), sampling)
-            versions = {v for v, _ in sample.version_runs}
-            number += versions == {step} and sample.reward is not None
+                self._check_tokens(prompt, rows, sampling)
+            versions = {v for row in rows for v, _ in row.version_runs}
+            number += versions == {step} and rows[0].reward is not None
             if versions != {step} and not (self.scenario.max_restarts or self.scenario.scales):
                 self.report(17, f"the validation of step {step} measures versions {sorted(versions)}")
         self._answers[step] = number

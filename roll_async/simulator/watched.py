@@ -11,7 +11,7 @@ from roll_async.buffer.states import Outcome, Slot
 from roll_async.rollout.request_dispatch import REPLY_WITHIN_S
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Group, Prompt, Sample, SamplingParams
+from roll_async.schema import Answered, Group, Prompt, SamplingParams
 from roll_async.simulator.invariants import Watch
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ class SeenSource:
 
     watch: Watch
 
-    async def validate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str
-    ) -> list[tuple[Prompt, Sample]]:
+    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
         answered = await super().validate(prompts, sampling, name=name)  # type: ignore[misc]
         self.watch.validated(int(name.split(".")[1]), answered, sampling)
         return answered

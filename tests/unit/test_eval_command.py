@@ -11,7 +11,9 @@ import pytest
 from roll_async.cli import main
 from roll_async.config.api import load
 from roll_async.inference.endpoint import EndpointOptions
-from roll_async.launch.evaluation import for_evaluation
+from roll_async.launch.evaluation import Report, for_evaluation
+from roll_async.pipelines.validation import HeldOut, SetSampling
+from roll_async.schema import SamplingParams
 from roll_async.weight_sync.adapters import adapters_of
 
 pytest.importorskip("aiohttp")
@@ -138,6 +140,13 @@ def test_an_address_is_measured_set_by_set_as_plain_lines_with_json_and_samples(
     asked = [(b["model"], b["temperature"], b["top_p"], b["max_tokens"]) for b in server.bodies]
     assert sorted(set(asked)) == [("adder", 0.0, 1.0, 96), ("adder", 0.7, 0.9, 96)] and len(asked) == 10
     assert all("top_k" not in b and "repetition_penalty" not in b for b in server.bodies), "not every server knows them"
+
+
+def test_the_tokens_of_a_record_are_those_that_were_sampled(model, build):
+    prompt, report = build.prompt(), Report(load(CONFIG, [f"pretrain={model}"]))
+    called = build.sample(prompt, ids=(7, 8, 9), loss_mask=bytes((1, 0, 1)))
+    report.add(HeldOut("", [prompt], SetSampling(sampling=SamplingParams(max_new_tokens=9))), [(prompt, (called,))])
+    assert [record["tokens"] for record in report.evaluation({}).samples] == [2]
 
 
 def test_a_terminal_gets_a_table(server, evaluate, monkeypatch):

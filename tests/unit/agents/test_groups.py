@@ -23,6 +23,7 @@ from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
 from roll_async.envs.worlds.question_rows import read_questions
 from roll_async.launch.rollout_only import rolled
+from roll_async.pipelines.validation import HeldOut, SetSampling, Validation, ValidationPlace
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.requests import Interrupted
@@ -430,6 +431,34 @@ def test_a_validations_turns_are_as_long_as_those_of_training(tokenizer):
 
     manager = Manager(tokenizer, lambda request: "the")
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
+
+
+class Pushed(Manager):
+    """Samples one turn after the other under these versions, the last one up to the length limit."""
+
+    def __init__(self, tokenizer, versions):
+        super().__init__(tokenizer, lambda request: "the")
+        self.versions = versions
+
+    async def generate(self, request, **more):
+        turn = await super().generate(request, **more)
+        last = self.asked == len(self.versions)
+        runs = ((self.versions[self.asked - 1], len(turn.token_ids)),)
+        return replace(turn, version_runs=runs, finish_reason=FinishReason.LENGTH if last else turn.finish_reason)
+
+
+@pytest.mark.parametrize(("versions", "other"), [((7, 7), 0), ((7, 8), 1), ((8, 7), 1)])
+def test_a_validation_counts_the_tokens_and_the_versions_of_all_turns(tokenizer, versions, other):
+    async def work(groups, tasks, manager):
+        prompt = Tasks(("T",), (1,), seed=1, validation=True).at(0)
+        held_out = HeldOut("", [prompt], SetSampling(sampling=SamplingParams(max_new_tokens=50)))
+        metrics = await Validation([held_out], groups, None, ValidationPlace(lambda: 7))(7)
+        assert (metrics["validation/other_version"], metrics["validation/samples"]) == (other, 1 - other)
+        if not other:
+            assert (metrics["validation/length_mean"], metrics["validation/truncated"]) == (8, 1)
+
+    options = {"manager": Pushed(tokenizer, versions), "values": {"turns": 2}, "windowed": True, "history_length": 1}
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", **options)
 
 
 def test_rollout_alone_limits_counts_and_groups_the_worlds_of_validation(tokenizer):

@@ -59,7 +59,7 @@ def test_several_domains_are_reported_one_by_one(build):
 
 def answered(build, domain, reward):
     prompt = build.prompt(domain=domain)
-    return prompt, build.sample(prompt, reward=reward)
+    return prompt, (build.sample(prompt, reward=reward),)
 
 
 def test_a_validation_reports_the_whole_and_each_of_several_domains(build):
@@ -127,7 +127,8 @@ def test_samples_of_one_prompt_and_rows_of_one_question_are_one_unit_of_the_erro
         for number, acc in enumerate(accs):
             prompt = replace(build.prompt(), row_id=f"{tokens}-{number}", token_ids=array("i", tokens))
             sample = build.sample(prompt, reward=Reward(score=2.0 * acc, metrics={"acc": float(acc)}))
-            samples.append((prompt, replace(sample, finish_reason=FinishReason.LENGTH) if number == 0 else sample))
+            row = replace(sample, finish_reason=FinishReason.LENGTH) if number == 0 else sample
+            samples.append((prompt, (row,)))
     metrics = validation_metrics(samples, [prompt for prompt, _ in samples], num_samples=1)
     means = [0.75, 0.0, 0.25]
     assert metrics["validation/prompts"] == 3 and metrics["validation/truncated"] == 0.25
@@ -144,7 +145,7 @@ def drawn_names(metrics):
 def test_a_question_in_two_rows_renames_nothing_and_enters_with_all_of_its_samples(build):
     asked = [build.prompt(row_id=str(row), ids=(question,)) for row, question in enumerate((1, 2, 3, 3))]
     right = {"0": (1, 0, 0, 0), "1": (0, 0, 0, 0), "2": (0, 0, 0, 0), "3": (0, 0, 0, 1)}
-    samples = [(prompt, build.sample(prompt, score=float(x))) for prompt in asked for x in right[prompt.row_id]]
+    samples = [(prompt, (build.sample(prompt, score=float(x)),)) for prompt in asked for x in right[prompt.row_id]]
     metrics = validation_metrics(samples, asked, num_samples=4)
     assert drawn_names(metrics) == {"avg@4", "pass@1", "pass@2", "pass@4"}
     assert metrics["validation/avg@4"] == pytest.approx((1 / 4 + 0 + 1 / 8) / 3)
@@ -155,11 +156,23 @@ def test_a_question_in_two_rows_renames_nothing_and_enters_with_all_of_its_sampl
 
 def test_lost_samples_leave_the_names_and_their_question_leaves_pass_at_k(build):
     asked = [build.prompt(row_id=str(question), ids=(question,)) for question in (1, 2)]
-    samples = [(prompt, build.sample(prompt, score=float(prompt is asked[0]))) for prompt in asked for _ in range(6)]
+    samples = [(p, (build.sample(p, score=float(p is asked[0])),)) for p in asked for _ in range(6)]
     metrics = validation_metrics(samples[:-1], asked, num_samples=6)
     assert drawn_names(metrics) == {"avg@6", "pass@1", "pass@2", "pass@4", "pass@6"}
     assert (metrics["validation/pass@4"], metrics["validation/pass@6"]) == (0.5, 1.0)
     assert drawn_names(validation_metrics(samples[:5], asked, num_samples=6)) == {"avg@6", "pass@1", "pass@2", "pass@4"}
+
+
+def test_a_trajectory_is_as_long_as_its_sampled_tokens_in_all_rows_and_cut_where_its_last_row_is(build):
+    prompt = build.prompt()
+    called = build.sample(prompt, ids=(7, 8, 9), loss_mask=bytes((1, 0, 1)))
+    metrics = validation_metrics([(prompt, (called,))], [prompt], num_samples=1)
+    assert metrics["validation/length_mean"] == 2 and metrics["validation/truncated"] == 0
+    cut = build.sample(prompt, ids=(7, 8, 9), finish_reason=FinishReason.LENGTH)
+    for rows, truncated in (((called, cut), 1), ((cut, called), 0)):
+        metrics = validation_metrics([(prompt, rows)], [prompt], num_samples=1)
+        assert (metrics["validation/length_mean"], metrics["validation/truncated"]) == (5, truncated)
+        assert metrics["validation/samples"] == 1
 
 
 def test_worlds_whose_tasks_have_no_tokens_are_told_apart_by_their_seeds(build):
@@ -167,7 +180,7 @@ def test_worlds_whose_tasks_have_no_tokens_are_told_apart_by_their_seeds(build):
     for seed, accs in ((7, [1, 0]), (8, [0, 0])):
         for acc in accs:
             prompt = replace(build.prompt(), row_id=f"FrozenLake/{seed}", token_ids=array("i"))
-            samples.append((prompt, build.sample(prompt, reward=Reward(score=float(acc)))))
+            samples.append((prompt, (build.sample(prompt, reward=Reward(score=float(acc))),)))
     metrics = validation_metrics(samples, [samples[0][0], samples[2][0]], num_samples=2)
     assert metrics["validation/prompts"] == 2 and metrics["validation/pass@2"] == 0.5
 
@@ -227,7 +240,7 @@ def test_each_set_has_its_sampling_and_its_metrics_and_counts_one_version_alone(
             asked[name] = (len(prompts), sampling.temperature)
             runs = ((7, 1), (8, 1)) if "aime" in name else ((7, 2),)
             kept = ((7, 2),)
-            return [(p, build.sample(p, runs=runs if i == 1 else kept)) for i, p in enumerate(prompts)]
+            return [(p, (build.sample(p, runs=runs if i == 1 else kept),)) for i, p in enumerate(prompts)]
 
     class Engines:
         def yield_foreground(self, yields):

@@ -529,7 +529,7 @@ def test_validation_scores_each_prompt_once_in_order_and_leaves_out_what_failed(
             prompts = [build.prompt(row_id=str(i)) for i in range(4)]
             answered = await scheduler.validate(prompts, SamplingParams(max_new_tokens=3), name="step 5")
             assert [p.row_id for p, _ in answered] == ["0", "2", "3"]
-            samples = [s for _, s in answered]
+            samples = [s for _, (s,) in answered]
             assert [s.reward.score for s in samples] == [0.0, 2.0, 3.0]
             assert all(len(s.response_token_ids) == 3 and s.finish_reason is FinishReason.LENGTH for s in samples)
 
