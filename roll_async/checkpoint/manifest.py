@@ -11,6 +11,8 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 LORA = "lora"
 """In a manifest: rank, alpha and layers of the adapters that the checkpoint holds; null without any."""
+DTYPE = "dtype"
+"""In a manifest: `model_args.dtype` of the role."""
 _FORMAT = "roll_async checkpoint 2"
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 
 from roll_async.checkpoint.conversion import ConversionOptions, megatron_to_hf
+from roll_async.checkpoint.manifest import write_manifest
 
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
 P2 = (2, {"parallel": {"pipeline": 2}})
@@ -121,6 +122,23 @@ def test_a_checkpoint_that_is_damaged_foreign_or_of_another_model_is_refused_by_
     assert "manifest of something else" in message("foreign")
     assert "whole does not fit this model" in message("whole", kind="MoE")
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_checkpoint_of_another_precision_is_refused_by_the_key_that_sets_it(rank_pool, folders, tmp_path):
+    expected = run(rank_pool, cases.train_and_save, folders, "dense", D2, tmp_path / "step")
+    said = run(rank_pool, cases.load_and_train, folders, "dense", D2, tmp_path / "step", more=BF16)
+    assert "step was written with actor_train.model_args.dtype=fp32, this run has bf16" in said
+    assert "; set actor_train.model_args.dtype=fp32, or choose another checkpoint" in said
+    manifest = tmp_path / "step" / "manifest.json"
+    about = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: value for name, value in about.items() if name != "dtype"}))
+    assert run(rank_pool, cases.load_and_train, folders, "dense", D2, tmp_path / "step", seed=1) == expected
+
+    (tmp_path / "critic").mkdir()
+    write_manifest(tmp_path / "critic", {}, {"step": 2, "world_size": 1, "dtype": "bf16", "lora": None})
+    critic = {"with_value_head": True}
+    said = run(rank_pool, cases.load_and_train, folders, "dense", ONE, tmp_path / "critic", more=critic)
+    assert "critic was written with critic.model_args.dtype=bf16, this run has fp32" in said
 
 
 def test_hugging_face_weights_come_out_of_a_checkpoint_of_any_layout(rank_pool, folders, tmp_path):

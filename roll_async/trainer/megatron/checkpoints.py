@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from roll_async.checkpoint.hf_folder import copy_side_files
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.manifest import (
+    DTYPE,
     LORA,
     check_files,
     fingerprint,
@@ -105,7 +106,7 @@ class RoleCheckpoint:
 
     def __init__(self, model: HfBackedModel, optimizer: MegatronOptimizer, settings: MegatronSettings) -> None:
         self._model, self._optimizer, self._model_folder = model, optimizer, settings.model_folder
-        self._lora, self._is_critic = _described(settings), settings.with_value_head
+        self._lora, self._dtype, self._is_critic = _described(settings), settings.dtype, settings.with_value_head
         self._open: Callable[[], None] | None = None
         self._writing: TorchDistSave | None = None
 
@@ -143,7 +144,7 @@ class RoleCheckpoint:
             rest = [_STATE, *(f"{_HF}/{path.name}" for path in (temporary / _HF).iterdir())]
             prints = {f"{_MEGATRON}/{name}": value for name, value in files.items()}
             prints |= {name: fingerprint(temporary / name) for name in rest}
-            about = {"step": step, "world_size": dist.get_world_size(), LORA: self._lora}
+            about = {"step": step, "world_size": dist.get_world_size(), DTYPE: self._dtype, LORA: self._lora}
             write_manifest(temporary, prints, about)
             sync_tree(temporary)
             shutil.rmtree(target, ignore_errors=True)
@@ -186,6 +187,7 @@ class RoleCheckpoint:
         try:
             manifest = read_manifest(path)
             self._check_adapters(path, manifest)
+            self._check_dtype(path, manifest)
             names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
             check_files(path, {name: manifest["files"][name] for name in names})
         except ValueError as error:
@@ -206,6 +208,16 @@ class RoleCheckpoint:
             raise ValueError(
                 f"{path} was written with {_said(saved)}, this run has {_said(self._lora)}; set model_args as they "
                 "were, or choose another checkpoint with checkpoint.resume_from"
+            )
+
+    def _check_dtype(self, path: Path, manifest: dict) -> None:
+        """Parameters of lower precision have a float32 copy in the optimizer's state, those of float32 have none."""
+        saved, role = manifest.get(DTYPE, self._dtype), "critic" if self._is_critic else "actor_train"
+        if saved != self._dtype:
+            raise ValueError(
+                f"{path} was written with {role}.model_args.dtype={saved}, this run has {self._dtype} (the default "
+                f"depends on the CPU); set {role}.model_args.dtype={saved}, or choose another checkpoint with "
+                "checkpoint.resume_from"
             )
 
     # Content
