@@ -3,7 +3,8 @@
     from roll_async.config.api import load
     config = load("configs/rlvr_config_async.yaml", ["max_steps=10"])
 
-Loading is inert: it reads the named file and its includes, no environment, device, clock or network.
+Loading is inert: it reads the named file and its includes, and for the default of dtype the processor's list of
+instructions; no environment, device, clock or network.
 """
 
 import gc
