@@ -24,18 +24,22 @@ import click
 from click.core import ParameterSource
 
 from roll_async.commands.command_line import EXIT_CODES, HELP
+from roll_async.config.processor import default_dtype
 
 if TYPE_CHECKING:
     from roll_async.agents.limited_turns import LimitedTurns
     from roll_async.agents.remote import RemoteOptions
     from roll_async.agents.session import Session
+    from roll_async.inference.settings import EngineSettings
 
 _TURNS = 1_000_000
 _OF_ENGINES = ("engine", "max_model_len", "dtype", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arguments:
+class Arguments:
+    """Of the command."""
+
     model: str
     engine: str
     host: str
@@ -44,7 +48,7 @@ class _Arguments:
     max_model_len: int
     max_new_tokens: int
     temperature: float
-    dtype: str
+    dtype: str | None
     device: str
     record: Path | None
     remote: RemoteOptions | None
@@ -59,7 +63,12 @@ class _Arguments:
 @click.option("--max-model-len", default=4096, show_default=True, help="Tokens of a conversation.")
 @click.option("--max-new-tokens", default=512, show_default=True, help="Tokens of a turn.")
 @click.option("--temperature", default=1.0, show_default=True, help="Used when the request sets none; 0 = greedy.")
-@click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp16", "fp32"]))
+@click.option(
+    "--dtype",
+    default=None,
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="Default: bf16; fp32 on a CPU without instructions for it.",
+)
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--record", default=None, type=click.Path(path_type=Path), help="JSON lines: rows, or remote turns.")
 @click.option("--remote", default=None, help="Address of an OpenAI-compatible API where MODEL is, with /v1.")
@@ -91,7 +100,7 @@ def command(
     options = None if remote is None else _remote_options(remote, remote_key_env, given, chosen)
     if remote is None and remote_key_env is not None:
         raise click.UsageError("--remote-key-env has no effect without --remote; remove it")
-    arguments = _Arguments(token=token, remote=options, **given)  # type: ignore[arg-type]
+    arguments = Arguments(token=token, remote=options, **given)  # type: ignore[arg-type]
     if options is None and arguments.max_new_tokens >= arguments.max_model_len:
         raise click.UsageError(f"--max-new-tokens {arguments.max_new_tokens} leaves no room for a prompt")
     return asyncio.run(_serve(arguments, told_token=token_env is None))
@@ -138,7 +147,7 @@ class _Trajectories:
         return self.sessions[name]
 
 
-async def _serve(arguments: _Arguments, *, told_token: bool) -> int:
+async def _serve(arguments: Arguments, *, told_token: bool) -> int:
     from roll_async.agents.gateway.server import PolicyGateway
 
     stopped = asyncio.Event()
@@ -180,28 +189,17 @@ def _remote(options: RemoteOptions, record: TextIO | None, stack: AsyncExitStack
     return lambda name: RemoteTurns(name, model, tell)
 
 
-async def _engine(arguments: _Arguments, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], LimitedTurns]:
+async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], LimitedTurns]:
     """Makes trajectories whose turns an engine of this process samples."""
     from roll_async.agents.policies import OneEnginePolicy
     from roll_async.agents.rendering import TemplateRenderer
     from roll_async.agents.session import Session, SessionOptions
     from roll_async.inference.backends import create_engine
-    from roll_async.inference.settings import EngineSettings
     from roll_async.prompts.tokenizer import load_tokenizer
     from roll_async.schema import SamplingParams
 
     renderer = TemplateRenderer(load_tokenizer(arguments.model))
-    engine = create_engine(
-        arguments.engine,
-        EngineSettings(
-            model_folder=arguments.model,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            max_model_len=arguments.max_model_len,
-            stop_strings=True,
-            truncated_sampling=True,
-        ),
-    )
+    engine = create_engine(arguments.engine, engine_settings(arguments))
     await engine.start()
     made: list[Session] = []
     if record is not None:
@@ -221,6 +219,20 @@ async def _engine(arguments: _Arguments, record: TextIO | None, stack: AsyncExit
         return made[-1]
 
     return make
+
+
+def engine_settings(arguments: Arguments) -> EngineSettings:
+    """Of the engine of this process."""
+    from roll_async.inference.settings import EngineSettings
+
+    return EngineSettings(
+        model_folder=arguments.model,
+        dtype=arguments.dtype or default_dtype(on_devices=arguments.device != "cpu"),
+        device=arguments.device,
+        max_model_len=arguments.max_model_len,
+        stop_strings=True,
+        truncated_sampling=True,
+    )
 
 
 def _write(record: TextIO, sessions: Sequence[Session]) -> None:

@@ -16,6 +16,11 @@ def multiplies_bf16() -> bool:
     return not _BF16_FLAGS.isdisjoint(flags(cpuinfo()))
 
 
+def default_dtype(*, on_devices: bool) -> str:
+    """Number format where none is chosen: bf16, and fp32 on a processor that would emulate it."""
+    return "bf16" if on_devices or multiplies_bf16() else "fp32"
+
+
 def flags(text: str) -> list[str]:
     """The instructions of the first processor in the text of /proc/cpuinfo."""
     told = properties(text)

@@ -76,7 +76,7 @@ def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> N
     if isinstance(config, RLVRConfig):
         _fill_rlvr(config)
     on_devices = any(worker.device_mapping is not None for _, worker in config.roles())
-    dtype = "bf16" if on_devices or processor.multiplies_bf16() else "fp32"
+    dtype = processor.default_dtype(on_devices=on_devices)
     for role, worker in config.roles():
         _default(worker.model_args, "dtype", dtype)
         _fill_worker(worker, config.reward_pretrain if role == "critic" else config.pretrain)

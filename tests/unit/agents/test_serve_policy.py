@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_async.config import processor
+
 sys.path.insert(0, str(Path(__file__).parent))
 from remote_api import KEY, Remote, answer, chat, listening
 
@@ -84,6 +86,24 @@ def test_with_an_engine_of_its_own_rows_are_written_at_the_end(tiny_model, tmp_p
         ended(server)
     (line,) = map(json.loads, record.read_text().splitlines())
     assert line["trajectory"] == "a" and sum(line["loss_mask"]) == len(line["behaviour_logprobs"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "native", "dtype"),
+    [
+        ([], True, "bf16"),
+        ([], False, "fp32"),
+        (["--device", "cuda"], False, "bf16"),
+        (["--dtype", "bf16"], False, "bf16"),
+    ],
+)
+def test_without_a_dtype_an_engine_on_a_cpu_that_emulates_bf16_takes_fp32(monkeypatch, options, native, dtype):
+    from roll_async.commands.serve_policy import Arguments, command, engine_settings
+
+    monkeypatch.setattr(processor, "multiplies_bf16", lambda: native)
+    given = command.make_context("serve-policy", ["there", *options]).params
+    del given["token_env"], given["remote_key_env"]
+    assert engine_settings(Arguments(token="", **given)).dtype == dtype
 
 
 @pytest.mark.parametrize(
