@@ -223,6 +223,8 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
             metrics[key] = sum(value for value, _ in values)
         elif key.endswith(("_max", "_peak_bytes")):
             metrics[key] = max(value for value, _ in values)
+        elif key.endswith("_min"):
+            metrics[key] = min(value for value, _ in values)
         else:
             metrics[key] = sum(value * n for value, n in values) / sum(n for _, n in values)
     return StepReport(

@@ -288,9 +288,9 @@ def test_the_parts_of_a_step_are_merged_by_samples():
         )
 
     peak = "memory/trainer_peak_bytes"
-    parts = [report(1, a=4.0, x_max=1.0, **{peak: 9.0}), report(3, a=0.0, x_max=5.0, b=7.0, **{peak: 5.0})]
-    merged = merged_reports(parts)
-    assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "b": 7.0, peak: 9.0}
+    first, second = {"a": 4.0, "x_max": 1.0, "x_min": 1.0, peak: 9.0}, {"a": 0.0, "x_max": 5.0, "x_min": 5.0, "b": 7.0}
+    merged = merged_reports([report(1, **first), report(3, **second, **{peak: 5.0})])
+    assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "x_min": 1.0, "b": 7.0, peak: 9.0}
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
     assert merged.collation_s == 1.0
 
