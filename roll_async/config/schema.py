@@ -206,10 +206,14 @@ class PipelineConfig:
         return self.mini_batches_per_batch * self.algorithm.ppo_epochs
 
     @property
+    def optimizer_steps_per_part(self) -> int:
+        """Optimizer steps on what the learner is given at a time: a batch, or a part of it (require_batches)."""
+        return self.async_training.require_batches * self.algorithm.ppo_epochs
+
+    @property
     def proximal_needed_early(self) -> str | None:
         """What needs the proximal log-probs before the forward pass of the step; None = that pass may give them."""
-        a, early = self.algorithm, "which needs them before the step"
-        steps = self.async_training.require_batches * a.ppo_epochs
+        a, early, steps = self.algorithm, "which needs them before the step", self.optimizer_steps_per_part
         reasons = (
             (steps > 1, f"{steps} optimizer steps on the rows of a forward pass"),
             (a.token_kl_coef > 0, f"token_kl_coef, {early}"),

@@ -25,7 +25,7 @@ def ratio_is_one(config: PipelineConfig) -> Findings:
     a = config.algorithm
     uncorrected = (
         config.is_async
-        and config.optimizer_steps_per_batch == 1
+        and config.optimizer_steps_per_part == 1
         and a.pg_options.ratio_base == "proximal"
         and a.proximal_logprobs in _AT_THE_START
         and a.correction.weight_level == "none"
@@ -33,23 +33,29 @@ def ratio_is_one(config: PipelineConfig) -> Findings:
     )
     if uncorrected:
         message = (
-            "the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs"
+            f"the ratio is always 1: one optimizer step {_per(config)}, ratio_base proximal, proximal_logprobs"
             f" {a.proximal_logprobs} and correction.weight_level none; staleness is not corrected"
         )
         yield "W02", "algorithm.correction.weight_level", message
 
 
 def penalty_is_zero(config: PipelineConfig) -> Findings:
-    """W10: a penalty on the distance from the policy that the batch starts from, and never leaves before it ends."""
+    """W10: a penalty on the distance from the policy that a batch, or a part of it, starts from and never leaves."""
     a = config.algorithm
     has_penalty = isinstance(a.pg_options, Kimi15Options | KlCovOptions)
     at_the_start = a.pg_options.ratio_base == "proximal" and a.proximal_logprobs in _AT_THE_START
-    if has_penalty and at_the_start and config.optimizer_steps_per_batch == 1:
+    if has_penalty and at_the_start and config.optimizer_steps_per_part == 1:
         message = (
-            f"the penalty of {a.pg_variant} is zero: with one optimizer step per batch the weights are those of"
+            f"the penalty of {a.pg_variant} is zero: with one optimizer step {_per(config)} the weights are those of"
             " ratio_base proximal; set it to behaviour, or take several optimizer steps"
         )
         yield "W10", "algorithm.pg_options.ratio_base", message
+
+
+def _per(config: PipelineConfig) -> str:
+    """Rows whose proximal policy is that of the weights before them."""
+    whole = config.async_training.require_batches == config.mini_batches_per_batch
+    return "per batch" if whole else "per part of a batch (async_training.require_batches)"
 
 
 def dtypes(config: PipelineConfig) -> Findings:

@@ -18,6 +18,8 @@ MEGATRON_INFER = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_
 CRITIC = {"strategy_args": {"strategy_name": "megatron_train"}, "device_mapping": "range(8,12)"}
 DATA = {"file_name": "held_out.jsonl"}
 REJECT = {"statistic": "k1", "aggregation": "token"}
+IN_PARTS = {"rollout_batch_size": 16, "async_training.require_batches": 1}
+"""Four mini-batches, each trained as a part of its own."""
 
 RLVR_CASES = [
     ("C101", {"sequence_length": 50}, "sequence_length: 50 is not prompt_length 10 + response_length 30 = 40; drop one of the three"),
@@ -155,6 +157,7 @@ def test_all_errors_of_the_phase_come_at_once_in_order(files):
 
 W = [
     ("W02", {"async_generation_ratio": 1, "correction": {"weight_level": "none"}}, "algorithm.correction.weight_level: the ratio is always 1: one optimizer step per batch, ratio_base proximal, proximal_logprobs auto and correction.weight_level none; staleness is not corrected"),
+    ("W02", {**IN_PARTS, "async_generation_ratio": 1, "correction": {"weight_level": "none"}}, "algorithm.correction.weight_level: the ratio is always 1: one optimizer step per part of a batch (async_training.require_batches), ratio_base proximal, proximal_logprobs auto and correction.weight_level none; staleness is not corrected"),
     ("W03", {"actor_infer.model_args": {"dtype": "fp16"}}, "actor_infer.model_args.dtype: actor_infer dtype fp16 differs from actor_train dtype bf16: expect log-prob mismatch"),
     ("W04", {"actor_infer.generating_args.top_p": 0.9}, "actor_infer.generating_args.top_p: top_p=0.9, top_k=-1 sample from a truncated distribution; log-probs are renormalised over the kept tokens on both sides"),
     ("W05", {f"{TRAIN}.sequence_parallel": True}, f"{TRAIN}.sequence_parallel: sequence_parallel has no effect with tensor_model_parallel_size 1"),
@@ -166,6 +169,7 @@ W = [
     ("W08", {"async_training.staleness": {"max_versions": 3}}, "async_training.staleness: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
     ("W08", {"async_training.interrupt": {"mode": "wait"}}, "async_training.interrupt: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
     ("W10", {"pg_variant": "kimi15"}, "algorithm.pg_options.ratio_base: the penalty of kimi15 is zero: with one optimizer step per batch the weights are those of ratio_base proximal; set it to behaviour, or take several optimizer steps"),
+    ("W10", {**IN_PARTS, "pg_variant": "kimi15"}, "algorithm.pg_options.ratio_base: the penalty of kimi15 is zero: with one optimizer step per part of a batch (async_training.require_batches) the weights are those of ratio_base proximal; set it to behaviour, or take several optimizer steps"),
     ("W09", {"actor_infer.device_mapping": None}, "actor_infer.device_mapping: actor_infer runs on CPU (device_mapping is null) while actor_train uses devices"),
 ]  # fmt: skip
 
