@@ -419,6 +419,32 @@ def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:
     )
 
 
+def reference_is_actor(config: PipelineConfig) -> bool:
+    """Whether the actor without its adapters is the reference: the same model on the same devices."""
+    actor, reference = config.actor_train, config.reference
+    if reference is None or not actor.model_args.lora_rank:
+        return False
+    same_model = actor.model_args.model_name_or_path == reference.model_args.model_name_or_path
+    return same_model and actor.device_mapping == reference.device_mapping
+
+
+def roles_on_same_devices(config: PipelineConfig) -> tuple[frozenset[str], ...]:
+    """Training roles in sets: those of one set have devices in common, perhaps by way of a third role, or are the same
+    ranks. Every CPU process is a device of its own.
+    """
+    sets: list[tuple[frozenset[str], frozenset[int]]] = []
+    for name, role in config.roles():
+        if name == "actor_infer":
+            continue
+        names, devices = frozenset({name}), frozenset(role.device_mapping or ())
+        is_actor = name == "reference" and reference_is_actor(config)
+        for found in [s for s in sets if s[1] & devices or (is_actor and "actor_train" in s[0])]:
+            sets.remove(found)
+            names, devices = names | found[0], devices | found[1]
+        sets.append((names, devices))
+    return tuple(names for names, _ in sets)
+
+
 def exact(ratio: float) -> Fraction:
     """The decimal number that was written: 0.1 is 1/10, so that ceil((1 + 0.1) * 10) is 11 and not 12."""
     return Fraction(repr(ratio))

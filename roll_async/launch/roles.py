@@ -17,7 +17,7 @@ from roll_async.cluster.placement import ProcessPlacement, devices_of, place, th
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
-from roll_async.config.schema import PipelineConfig, WorkerConfig, roles_on_engine_devices
+from roll_async.config.schema import PipelineConfig, WorkerConfig, reference_is_actor, roles_on_engine_devices
 from roll_async.launch.rollout import StartedRollout, start_rollout
 from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, DeviceTurns
 
@@ -44,15 +44,6 @@ def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     if reference_is_actor(config):
         roles.pop("reference")
     return roles
-
-
-def reference_is_actor(config: PipelineConfig) -> bool:
-    """Whether the actor without its adapters is the reference: the same model on the same devices."""
-    actor, reference = config.actor_train, config.reference
-    if reference is None or not actor.model_args.lora_rank:
-        return False
-    same_model = actor.model_args.model_name_or_path == reference.model_args.model_name_or_path
-    return same_model and actor.device_mapping == reference.device_mapping
 
 
 def place_roles(config: PipelineConfig) -> RolePlacements:

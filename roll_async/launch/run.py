@@ -10,8 +10,8 @@ from pathlib import Path
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
-from roll_async.config.schema import PipelineConfig
-from roll_async.launch.roles import RolePlacements, Roles, RoleStarter, reference_is_actor
+from roll_async.config.schema import PipelineConfig, reference_is_actor, roles_on_same_devices
+from roll_async.launch.roles import RolePlacements, Roles, RoleStarter
 from roll_async.launch.rollout import RolloutSpec
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
@@ -26,7 +26,8 @@ from roll_async.pipelines.wire import Classes, RunOptions, wire
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
-from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
+from roll_async.trainer.learner import Learner, LearnerOptions
+from roll_async.trainer.roles import LearnerParts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,7 @@ async def couple(
         reference=BasePolicy(actor) if reference_is_actor(config) else roles.training.get("reference"),
         teacher=roles.training.get("teacher"),
         critic=roles.training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
+        sharing=roles_on_same_devices(config),
     )
     learner = Learner(learner_parts, LearnerOptions.of(config))
     checkpoints = RunCheckpoints(folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep)

@@ -152,13 +152,14 @@ def step_metrics(
 def _trainer_waits(
     spent: Mapping[str, float], ages: BatchFreshness, report: StepReport, total_s: float
 ) -> dict[str, float]:
-    """Share of the step in which the trainer's ranks had no work, by cause."""
+    """Share of the step in which the actor's devices had no work, by cause."""
     wait = spent.get("wait_batch", 0.0)
     rewards = min(wait, ages.reward_wait_s)
     causes = {
         "rollouts": wait - rewards,
         "rewards": rewards,
         "collation": report.collation_s,
+        "roles": report.roles_s,
         "weights": spent.get("weight_sync", 0.0),
         "validation": spent.get("validation", 0.0),
         "checkpoint": spent.get("save", 0.0),
@@ -232,6 +233,7 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
         logprobs_s=sum(r.logprobs_s for r in reports),
         train_s=sum(r.train_s for r in reports),
         collation_s=sum(r.collation_s for r in reports),
+        roles_s=sum(r.roles_s for r in reports),
         num_samples=sum(r.num_samples for r in reports),
         num_tokens=sum(r.num_tokens for r in reports),
     )

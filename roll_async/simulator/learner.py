@@ -17,8 +17,9 @@ from roll_async.schema import Group
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.scenario import Scenario
 from roll_async.simulator.text import Texts, expected_logprobs
-from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
+from roll_async.trainer.learner import Learner, LearnerOptions
 from roll_async.trainer.protocol import PolicyRows, TokenRows
+from roll_async.trainer.roles import LearnerParts
 
 _EPSILON = 1e-6
 

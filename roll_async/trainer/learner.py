@@ -1,7 +1,9 @@
 """One training step: whole groups in, optimizer steps and metrics out.
 
-    groups -> TrainBatch -> proximal / reference / teacher log-probs, values -> rewards -> advantages -> masks and
-    correction -> critic and policy update
+    groups -> TrainBatch -> proximal | reference | teacher log-probs | values -> rewards -> advantages -> masks and
+    correction -> critic | policy update
+
+A bar: side by side, by roles with devices of their own (`roles.py`).
 
 Batch-wide statistics (whitening, normalisation, token selections) are computed here, once, on the whole batch; what is
 row-wise happens in the ranks, micro-batch by micro-batch. Shape letters: B rows, T positions.
@@ -27,16 +29,8 @@ from roll_async.config.schema import PipelineConfig
 from roll_async.schema import ExpertRows, Group, TrainBatch
 from roll_async.trainer import credit
 from roll_async.trainer.collate import collate
-from roll_async.trainer.protocol import (
-    CriticGroup,
-    PolicyRows,
-    ScoringGroup,
-    StepReport,
-    TokenRows,
-    TrainerGroup,
-    ValueRows,
-    mini_batch_ranges,
-)
+from roll_async.trainer.protocol import PolicyRows, StepReport, TokenRows, ValueRows, mini_batch_ranges
+from roll_async.trainer.roles import Job, LearnerParts
 from roll_async.trainer.selection import select_tokens
 
 logger = logging.getLogger(__name__)
@@ -116,16 +110,6 @@ class LearnerOptions:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerParts:
-    """The groups of ranks a step uses."""
-
-    actor: TrainerGroup
-    reference: ScoringGroup | None = None
-    teacher: ScoringGroup | None = None
-    critic: CriticGroup | None = None
-
-
 @dataclass(kw_only=True, slots=True)
 class LearnerState:
     """What must survive a restart besides the ranks' own checkpoint."""
@@ -191,13 +175,7 @@ class Learner:
         )
         rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
         started = loop.time()
-        proximal = await self._proximal(batch, rows)
-        reference = await parts.reference.compute_logprobs(rows) if parts.reference else None
-        teacher = await parts.teacher.compute_logprobs(rows) if parts.teacher else None
-        values = await parts.critic.compute_values(rows) if parts.critic else None
-        squares = None
-        if options.adv_estimator == "optimal_token_baseline":
-            squares = await parts.actor.compute_squares(replace(rows, experts=self._replayed(batch)))
+        (proximal, reference, teacher, values, squares), score_wait_s = await self._scores(batch, rows)
         scored = loop.time()
         known = proximal if proximal is not None else batch.behaviour_logprobs
         compared = self._part(batch, "policy") if options.loss_parts else None
@@ -207,23 +185,46 @@ class Learner:
         prepared = loop.time()
         reused = proximal is None and options.proximal_logprobs == "reuse"
         metrics = {**signal.metrics, **correction, "trainer/proximal_reused": float(reused)}
+        update_values = None
         if parts.critic is not None:
             assert values is not None
             value_rows = ValueRows(
                 tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask, old_values=values, returns=signal.returns
             )
-            metrics |= await parts.critic.update_values(value_rows, step)
-        if parts.critic is None or step > options.critic_warmup:
-            metrics |= await parts.actor.update_policy(policy_rows, step)
+            update_values = partial(parts.critic.update_values, value_rows, step)
+        actor_learns = parts.critic is None or step > options.critic_warmup
+        updates: Sequence[Job[Mapping[str, float]]] = [
+            ("critic", update_values),
+            ("actor_train", (lambda: parts.actor.update_policy(policy_rows, step)) if actor_learns else None),
+        ]
+        updated, update_wait_s = await parts.work(updates)
+        for found in updated:
+            metrics |= found or {}
         self._adapt_kl(metrics, batch)
         return StepReport(
             metrics=metrics,
             logprobs_s=scored - started,
             train_s=loop.time() - scored,
             collation_s=started - began + prepared - scored,
+            roles_s=score_wait_s + update_wait_s,
             num_samples=len(batch.lengths),
             num_tokens=int(batch.lengths.sum()),
         )
+
+    async def _scores(self, batch: TrainBatch, rows: TokenRows) -> tuple[list[Tensor | None], float]:
+        """([B,T] proximal, reference and teacher log-probs, values, squares, or None each; the actor's wait in s)."""
+        parts = self._parts
+        squares = None
+        if self._options.adv_estimator == "optimal_token_baseline":
+            squares = partial(parts.actor.compute_squares, replace(rows, experts=self._replayed(batch)))
+        jobs: Sequence[Job[Tensor | None]] = [
+            ("actor_train", partial(self._proximal, batch, rows)),
+            ("reference", partial(parts.reference.compute_logprobs, rows) if parts.reference else None),
+            ("teacher", partial(parts.teacher.compute_logprobs, rows) if parts.teacher else None),
+            ("critic", partial(parts.critic.compute_values, rows) if parts.critic else None),
+            ("actor_train", squares),
+        ]
+        return await parts.work(jobs)
 
     async def _proximal(self, batch: TrainBatch, rows: TokenRows) -> Tensor | None:
         """[B,T] log-probs of the weights at the start of the step; None when each micro-batch makes its own."""

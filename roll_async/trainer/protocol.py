@@ -78,6 +78,8 @@ class StepReport:
     train_s: float
     collation_s: float
     """Of the step, in which no rank had work: groups to tensors, scores to advantages."""
+    roles_s: float = 0.0
+    """Of the step, in which the actor's devices had no work and those of reference, teacher or critic had."""
     num_samples: int
     num_tokens: int
     """Prompt and response tokens of the batch, padding excluded."""

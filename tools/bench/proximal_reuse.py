@@ -131,7 +131,8 @@ class OneRank:
 def compare(name: str, micro_batching: str, rounds: int) -> dict:
     """One line of the report."""
     from roll_async.algorithms.correction import CorrectionOptions
-    from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
+    from roll_async.trainer.learner import Learner, LearnerOptions
+    from roll_async.trainer.roles import LearnerParts
 
     size = SIZES[name]
     with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from roll_async.config.api import ConfigError, load, load_with_warnings
+from roll_async.config.schema import roles_on_same_devices
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import RolloutOptions
 
@@ -280,3 +281,21 @@ def test_parts_of_one_mini_batch_reuse_their_own_forward(files):
     edits = {"actor_train.training_args": {"gradient_accumulation_steps": 1}, "async_training.require_batches": 1}
     config = load(files.rlvr(edits))
     assert config.mini_batches_per_batch > 1 and config.source_of_proximal == "reuse"
+
+
+@pytest.mark.parametrize(
+    ("edits", "sets"),
+    [
+        ({}, ["actor"]),
+        ({"reference": MEGATRON_INFER, "critic": {**CRITIC, DEV: "range(12,16)"}}, ["actor", "reference", "critic"]),
+        ({"reference": {**MEGATRON_INFER, DEV: "range(0,4)"}, "critic": CRITIC}, ["actor reference", "critic"]),
+        ({"reference": MEGATRON_INFER, "teacher": {**MEGATRON_INFER, DEV: [11]}, "critic": {**CRITIC, DEV: [0]}}, ["actor critic", "reference teacher"]),
+        ({"reference": {**MEGATRON_INFER, DEV: [0]}, "critic": {**CRITIC, DEV: [9]}, "teacher": {**MEGATRON_INFER, DEV: [0, 9]}}, ["actor critic reference teacher"]),
+        ({"actor_train.device_mapping": None, "reference": {**MEGATRON_INFER, DEV: None}}, ["actor", "reference"]),
+        ({"actor_train.device_mapping": None, "actor_train.model_args": {"lora_rank": 4}, "reference": {**MEGATRON_INFER, DEV: None}}, ["actor reference"]),
+    ],
+    ids=["alone", "apart", "shared", "in pairs", "by way of a third", "processes", "the actor without adapters"],
+)  # fmt: skip
+def test_roles_with_devices_in_common_are_told_from_those_with_devices_of_their_own(files, edits, sets):
+    found = roles_on_same_devices(load(files.rlvr(edits)))
+    assert sorted(" ".join(sorted(names)).replace("_train", "") for names in found) == sorted(sets)

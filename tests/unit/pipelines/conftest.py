@@ -94,7 +94,7 @@ class Run:
         self.learned, self.saved, self.published, self.events = [], [], [], []
         self.positions, self.validations_begun = {}, []
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
-        self.collation_s = self.push_s = self.validation_s = self.answer_s = 0.0
+        self.collation_s = self.roles_s = self.push_s = self.validation_s = self.answer_s = 0.0
         self.push_bytes = 0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
@@ -188,11 +188,11 @@ class Run:
 
     async def learn(self, groups, step):
         self.learned.append((step, [int(g.prompt.row_id) for g in groups]))
-        await asyncio.sleep(self.collation_s + self.learn_s * len(groups) / 4)
+        await asyncio.sleep(self.collation_s + self.roles_s + self.learn_s * len(groups) / 4)
         metrics = {"trainer/loss": float(len(self.learned)), "trainer/optimizer_steps": 1.0, "correction/rho_max": 2.0}
         return StepReport(
-            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=self.collation_s, num_samples=2 * len(groups),
-            num_tokens=40,
+            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=self.collation_s, roles_s=self.roles_s,
+            num_samples=2 * len(groups), num_tokens=40,
         )  # fmt: skip
 
     async def score(self, rows):

@@ -62,7 +62,7 @@ def test_the_share_of_idle_engines_is_over_all_engines_and_each_ones_busy_share_
             assert metrics["idle/engines"] == pytest.approx(1 - share * (1 - idle))
 
 
-CAUSES = ("rollouts", "rewards", "collation", "weights", "validation", "checkpoint", "records")
+CAUSES = ("rollouts", "rewards", "collation", "roles", "weights", "validation", "checkpoint", "records")
 
 
 @pytest.mark.parametrize("long", [*CAUSES, None])
@@ -77,7 +77,10 @@ def test_each_wait_of_the_trainer_is_told_by_its_cause(run, scorer_class, a_run,
         ratio=0.0,
         parts=parts,
     )
-    knobs = {"collation": "collation_s", "weights": "push_s", "validation": "validation_s", "checkpoint": "save_s"}
+    knobs = {
+        "collation": "collation_s", "roles": "roles_s", "weights": "push_s", "validation": "validation_s",
+        "checkpoint": "save_s",
+    }  # fmt: skip
     if long in knobs:
         setattr(done, knobs[long], 100.0)
     done.learn_s, record = 0.4, done.queue.step_trained
@@ -284,15 +287,16 @@ def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, c
 def test_the_parts_of_a_step_are_merged_by_samples():
     def report(samples, **metrics):
         return StepReport(
-            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, num_samples=samples, num_tokens=10
-        )
+            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, roles_s=0.25, num_samples=samples,
+            num_tokens=10,
+        )  # fmt: skip
 
     peak = "memory/trainer_peak_bytes"
     first, second = {"a": 4.0, "x_max": 1.0, "x_min": 1.0, peak: 9.0}, {"a": 0.0, "x_max": 5.0, "x_min": 5.0, "b": 7.0}
     merged = merged_reports([report(1, **first), report(3, **second, **{peak: 5.0})])
     assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "x_min": 1.0, "b": 7.0, peak: 9.0}
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
-    assert merged.collation_s == 1.0
+    assert (merged.collation_s, merged.roles_s) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize("every", [2, 3])

@@ -13,7 +13,8 @@ from roll_async.algorithms.correction import CorrectionOptions
 from roll_async.config.policy_loss_options import KlCovOptions
 from roll_async.schema import ExpertRecord, Reward
 from roll_async.simulator.clock import VirtualLoop, run_virtual
-from roll_async.trainer.learner import Learner, LearnerOptions, LearnerParts
+from roll_async.trainer.learner import Learner, LearnerOptions
+from roll_async.trainer.roles import LearnerParts
 
 
 class FakeScoring:
@@ -123,6 +124,61 @@ def test_the_seconds_in_which_no_rank_has_work_are_those_of_collation_and_advant
     report = run_virtual(learner.learn([build.group(0)], 1), loop)
     assert report.collation_s == pytest.approx(0.3)
     assert report.logprobs_s == pytest.approx(0.2) and report.train_s == pytest.approx(0.3 + 0.4)
+
+
+class OfASecond:
+    """Ranks whose every call takes a second."""
+
+    def __init__(self, ranks):
+        self._ranks = ranks
+
+    def __getattr__(self, name):
+        async def call(*args):
+            await asyncio.sleep(1.0)
+            return await getattr(self._ranks, name)(*args)
+
+        return call
+
+
+def step_of_all_roles(build, sharing, options):
+    """(report of a step on the virtual clock, tensors that the actor trained on, calls in the order of their ends)."""
+    trial = Trial(critic=True, adv_estimator="gae", kl_loss_coef=0.1, distill_coef=0.5, **options)
+    parts = LearnerParts(
+        actor=OfASecond(trial.actor),
+        reference=OfASecond(FakeScoring(trial.log, "reference", 0.4)),
+        teacher=OfASecond(FakeScoring(trial.log, "teacher", 0.7)),
+        critic=OfASecond(trial.critic),
+        sharing=[frozenset(names.split()) for names in sharing],
+    )
+    learner = Learner(parts, trial.learner._options)
+    report = run_virtual(learner.learn([build.group(0)], 1), VirtualLoop(threads_inline=True))
+    fields = [(f.name, getattr(rows, f.name)) for rows in trial.actor.rows for f in dataclasses.fields(rows)]
+    return report, {name: x for name, x in fields if isinstance(x, torch.Tensor)}, trial.log
+
+
+@pytest.mark.parametrize(
+    ("sharing", "options", "seconds"),
+    [
+        ((), {}, (1, 1, 0)),
+        (["actor_train reference teacher critic"], {}, (4, 2, 0)),
+        (["actor_train critic"], {}, (2, 2, 0)),
+        (["reference critic teacher"], {}, (3, 1, 2)),
+        (["actor_train reference", "critic teacher"], {}, (2, 1, 0)),
+        ((), {"proximal_logprobs": "reuse", "mini_batch_rows": 2}, (1, 1, 1)),
+        (["actor_train reference"], {"proximal_logprobs": "reuse", "mini_batch_rows": 2}, (1, 1, 0)),
+        ((), {"critic_warmup": 1}, (1, 1, 1)),
+        (["actor_train critic"], {"critic_warmup": 1}, (2, 1, 0)),
+    ],
+)
+def test_roles_with_devices_of_their_own_work_side_by_side_and_those_that_share_some_in_turn(
+    build, sharing, options, seconds
+):
+    """Seconds: of the scores, of the updates, and without a call on the actor's devices."""
+    report, rows, log = step_of_all_roles(build, sharing, options)
+    assert (report.logprobs_s, report.train_s, report.roles_s) == pytest.approx(seconds)
+    expected, in_turn, calls = step_of_all_roles(build, ["actor_train reference teacher critic"], options)
+    assert report.metrics == expected.metrics and sorted(log) == sorted(calls)
+    assert rows.keys() == in_turn.keys() and all(torch.equal(rows[name], in_turn[name]) for name in rows)
 
 
 def test_the_better_answer_of_a_group_is_pushed_up_and_the_other_down(build):
