@@ -156,7 +156,7 @@ def _trainer_waits(
     wait = spent.get("wait_batch", 0.0)
     rewards = min(wait, ages.reward_wait_s)
     causes = {
-        "rollouts": wait - rewards,
+        "rollouts": wait - rewards + report.turn_s,
         "rewards": rewards,
         "collation": report.collation_s,
         "roles": report.roles_s,
@@ -165,7 +165,8 @@ def _trainer_waits(
         "checkpoint": spent.get("save", 0.0),
         "records": spent.get("record", 0.0),
     }
-    return {"idle/trainer": wait / total_s, **{f"idle/trainer_{name}": s / total_s for name, s in causes.items()}}
+    idle = wait + report.turn_s
+    return {"idle/trainer": idle / total_s, **{f"idle/trainer_{name}": s / total_s for name, s in causes.items()}}
 
 
 def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int) -> dict[str, float]:
@@ -234,6 +235,7 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
         train_s=sum(r.train_s for r in reports),
         collation_s=sum(r.collation_s for r in reports),
         roles_s=sum(r.roles_s for r in reports),
+        turn_s=sum(r.turn_s for r in reports),
         num_samples=sum(r.num_samples for r in reports),
         num_tokens=sum(r.num_tokens for r in reports),
     )

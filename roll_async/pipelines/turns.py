@@ -252,16 +252,19 @@ class TurnSource:
 
 
 class TurnLearner:
-    """`Learns` in the trainer's turn. If a push of all weights follows the step, engines drop theirs instead of keeping
-    a copy in host memory.
+    """`Learns` in the trainer's turn, whose beginning is reported apart from the work of the ranks. If a push of all
+    weights follows the step, engines drop theirs instead of keeping a copy in host memory.
     """
 
     def __init__(self, learner: Learns, rollout: TurnRollout, pushes_after: Callable[[int], bool]) -> None:
         self._learner, self._rollout, self._pushes_after = learner, rollout, pushes_after
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         await self._rollout.to_trainer(self._rollout.level_before_push if self._pushes_after(step) else KEEP_WEIGHTS)
-        return await self._learner.learn(groups, step)
+        turn_s = loop.time() - began
+        return replace(await self._learner.learn(groups, step), turn_s=turn_s)
 
 
 class TurnQueue:

@@ -80,6 +80,8 @@ class StepReport:
     """Of the step, in which no rank had work: groups to tensors, scores to advantages."""
     roles_s: float = 0.0
     """Of the step, in which the actor's devices had no work and those of reference, teacher or critic had."""
+    turn_s: float = 0.0
+    """Before the step, in which the engines gave their devices to the ranks; 0 where they share none."""
     num_samples: int
     num_tokens: int
     """Prompt and response tokens of the batch, padding excluded."""

@@ -287,8 +287,8 @@ def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, c
 def test_the_parts_of_a_step_are_merged_by_samples():
     def report(samples, **metrics):
         return StepReport(
-            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, roles_s=0.25, num_samples=samples,
-            num_tokens=10,
+            metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, roles_s=0.25, turn_s=0.125,
+            num_samples=samples, num_tokens=10,
         )  # fmt: skip
 
     peak = "memory/trainer_peak_bytes"
@@ -296,7 +296,7 @@ def test_the_parts_of_a_step_are_merged_by_samples():
     merged = merged_reports([report(1, **first), report(3, **second, **{peak: 5.0})])
     assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "x_min": 1.0, "b": 7.0, peak: 9.0}
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
-    assert (merged.collation_s, merged.roles_s) == (1.0, 0.5)
+    assert (merged.collation_s, merged.roles_s, merged.turn_s) == (1.0, 0.5, 0.25)
 
 
 @pytest.mark.parametrize("every", [2, 3])

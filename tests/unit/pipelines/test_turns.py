@@ -17,7 +17,7 @@ from roll_async.pipelines.turns import (
     TurnLearner,
     TurnRollout,
 )
-from roll_async.trainer.protocol import STATE_KINDS, StateMemory
+from roll_async.trainer.protocol import STATE_KINDS, StateMemory, StepReport
 
 RANK = {"weights": 3, "optimizer": 4, "gradients": 2}
 CAPACITY = 9
@@ -164,6 +164,7 @@ def test_engines_keep_the_weights_below_adapters_that_are_pushed_alone(run, keep
     class Learner:
         async def learn(self, groups, step):
             log.append(f"step {step}")
+            return StepReport(metrics={}, logprobs_s=0, train_s=0, collation_s=0, num_samples=0, num_tokens=0)
 
     class Running:
         async def interrupt(self, mode, timeout_s):
@@ -263,6 +264,19 @@ def test_a_colocated_run_trains_pushes_validates_and_saves_each_in_its_turn(run,
     assert done.saved == [2, 4, 5]
     assert done.log.count("engine-0 sleeps 1") == 4, "the saves, the last one after the last push"
     assert done.log.count("engine-0 sleeps 2") == 1 + 4
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_trainers_turn_before_a_step_is_a_wait_for_rollouts_and_no_work_of_the_ranks(run, colocated, parts):
+    """8 s of training; before each part engines sleep for a second and ranks load their state for another."""
+    done = colocated(steps=4, parts=parts, eval_every=2, save_every=2)
+    assert run(go(done)) is RunEnd.FINISHED
+    for metrics in done.published:
+        step_s, waits = metrics["time/step_s"], {k: v for k, v in metrics.items() if k.startswith("idle/trainer_")}
+        assert (1 - sum(waits.values())) * step_s == pytest.approx(8.0)
+        before = waits["idle/trainer_rollouts"] + waits["idle/trainer_rewards"]
+        assert metrics["idle/trainer"] == pytest.approx(before)
+        assert before * step_s - metrics["time/wait_batch_s"] == pytest.approx(2.0 * parts)
 
 
 def test_several_steps_per_push_and_a_step_in_parts_generate_in_between(run, colocated):
