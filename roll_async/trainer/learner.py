@@ -183,8 +183,7 @@ class Learner:
         signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
         policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
         prepared = loop.time()
-        reused = proximal is None and options.proximal_logprobs == "reuse"
-        metrics = {**signal.metrics, **correction, "trainer/proximal_reused": float(reused)}
+        metrics = {**signal.metrics, **correction}
         update_values = None
         if parts.critic is not None:
             assert values is not None
@@ -193,6 +192,8 @@ class Learner:
             )
             update_values = partial(parts.critic.update_values, value_rows, step)
         actor_learns = parts.critic is None or step > options.critic_warmup
+        if actor_learns:
+            metrics["trainer/proximal_reused"] = float(proximal is None and options.proximal_logprobs == "reuse")
         updates: Sequence[Job[Mapping[str, float]]] = [
             ("critic", update_values),
             ("actor_train", (lambda: parts.actor.update_policy(policy_rows, step)) if actor_learns else None),

@@ -428,9 +428,10 @@ def test_with_a_critic_values_are_the_baseline_and_are_trained_too(build):
 
 
 def test_while_the_critic_warms_up_the_actor_is_not_trained(build):
-    trial = Trial(critic=True, adv_estimator="gae", critic_warmup=2)
-    for step in (1, 2, 3):
+    trial = Trial(critic=True, adv_estimator="gae", critic_warmup=2, proximal_logprobs="reuse", mini_batch_rows=2)
+    for step, reused in ((1, None), (2, None), (3, 1.0)):
         trial.step([build.group(0)], step)
+        assert trial.report.metrics.get("trainer/proximal_reused") == reused, "no forward pass, no answer"
     assert [call for who, call in trial.log if who == "actor" and "update" in call] == ["update 3"]
     assert len(trial.critic.rows) == 3
 
