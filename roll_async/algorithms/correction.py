@@ -169,6 +169,7 @@ def correction_metrics(*, sums: Mapping[str, Tensor | float]) -> dict[str, float
         return value / count if count else 0.0
 
     metrics = {
+        "num_tokens": tokens,
         "kl": per(-s["log_rho"], tokens),
         "k3": per(s["k3"], tokens),
         "chi2_token": per(s["rho_squared"], tokens) - (1 if tokens else 0),

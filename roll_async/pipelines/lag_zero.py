@@ -18,6 +18,12 @@ from roll_async.weight_sync.canary import CanaryReport, EngineMismatch, band_of
 logger = logging.getLogger(__name__)
 
 DIFFERENCE = "correction/lag_0/abs_log_rho"
+NUM_TOKENS, SHARE = "correction/num_tokens", "correction/lag_0/token_fraction"
+LEAST_TOKENS = 256
+"""With fewer tokens of lag 0 nothing is compared. The band is for a mean of many tokens, and where all other advantages
+are zero, the rows that are computed may be one. Of 256 tokens one alone, whose difference is clamped to 20 nats, does
+not exceed the band of bfloat16 (0.1); the canary scores as many of a prompt.
+"""
 _TEMPLATE = (
     "template (the trainer scores other ids than the engine was given: chat template, tool results, a cut prompt), or "
     "the sampling distribution (temperature, penalties)"
@@ -75,8 +81,8 @@ class LagZero:
                 self._asked.exception()  # marks it as retrieved
 
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`weights/lag_zero_alarm`, 1 for a mismatch in the batch of a step; empty when it had no token of lag 0."""
-        difference = metrics.get(DIFFERENCE)
+        """`weights/lag_zero_alarm`, 1 for a mismatch in the batch of a step; empty when too few tokens had lag 0."""
+        difference = self._difference(metrics)
         if self._options is None or difference is None:
             return {}
         alarm = difference > self._options.band
@@ -86,9 +92,18 @@ class LagZero:
 
     def stop(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises EngineMismatch for a mismatch, as the options say."""
-        if self._options is not None and self._options.stop and metrics.get(DIFFERENCE, 0.0) > self._options.band:
-            found = self._found(metrics[DIFFERENCE])
+        difference = self._difference(metrics)
+        if self._options is None or difference is None or not self._options.stop:
+            return
+        if difference > self._options.band:
+            found = self._found(difference)
             raise EngineMismatch(f"step {step}: {found} (weight_sync.on_mismatch: stop)")
+
+    def _difference(self, metrics: Mapping[str, float]) -> float | None:
+        """Of the tokens of lag 0; None when they are fewer than LEAST_TOKENS."""
+        if DIFFERENCE not in metrics or round(metrics[NUM_TOKENS] * metrics[SHARE]) < LEAST_TOKENS:
+            return None
+        return metrics[DIFFERENCE]
 
     def _found(self, difference: float) -> str:
         assert self._options is not None

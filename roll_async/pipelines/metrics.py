@@ -18,9 +18,9 @@ from roll_async.weight_sync.synchronizer import SyncReport
 _GROUP_COUNTS = (
     "admitted", "trained", "filtered", "dropped", "dropped_stale", "dropped_surplus", "failed", "buffered", "in_flight",
 )  # fmt: skip
-_COUNTS = ("trainer/optimizer_steps", "trainer/skipped_steps")
-CORRECTION_OFF = {"correction/kl": 0.0, "correction/ess": 1.0, "correction/rho_max": 1.0}
-"""Metrics of a step that recomputed no log-probs, and has nothing to compare."""
+_COUNTS = ("trainer/optimizer_steps", "trainer/skipped_steps", "correction/num_tokens")
+CORRECTION_OFF = {"correction/num_tokens": 0.0, "correction/kl": 0.0, "correction/ess": 1.0, "correction/rho_max": 1.0}
+"""Metrics of a step in which no log-probs were compared: the actor made none, and none were recomputed."""
 
 
 class StepClock:

@@ -102,6 +102,7 @@ def slow_metrics(tokens, weights):
     rows = {b: [x for x in tokens if x["b"] == b] for b in {x["b"] for x in tokens}}
     rho, squares = [math.exp(x["d"]) for x in tokens], sum(w * w for w in used)
     metrics = {
+        "num_tokens": n,
         "kl": -sum(x["d"] for x in tokens) / n,
         "k3": sum(math.exp(x["d"]) - 1 - x["d"] for x in tokens) / n,
         "chi2_token": sum(r * r for r in rho) / n - 1,

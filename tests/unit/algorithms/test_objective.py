@@ -198,3 +198,5 @@ def test_metrics_of_the_correction_are_those_of_all_micro_batches_together(make_
     whole = published([list(range(7))])
     assert whole["correction/rho_max"] > 1 > whole["correction/kept_fraction"] > 0
     assert published([[0, 1, 2], [3], [4, 5, 6]]) == pytest.approx(whole)
+    few = published([[0, 3]])["correction/num_tokens"]
+    assert few == int(fields["policy_mask"][[0, 3]].sum()) < whole["correction/num_tokens"], "of the computed rows"

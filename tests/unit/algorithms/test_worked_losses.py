@@ -215,7 +215,7 @@ def test_correction_metrics_on_input_e():
         "clipped_high_fraction": 0.4, "clipped_low_fraction": 0, "band_masked_fraction": 0, "rejected_fraction": 0,
         "kept_fraction": 1, "kept_sequence_fraction": 1, "all_rejected": 0, "lag_0/abs_log_rho": 0.2,
         "lag_0/token_fraction": 0.2, "lag_1/abs_log_rho": 0.05, "lag_1/token_fraction": 0.4, "lag_2/abs_log_rho": 0.2,
-        "lag_2/token_fraction": 0.2, "lag_8/abs_log_rho": 0.2, "lag_8/token_fraction": 0.2,
+        "lag_2/token_fraction": 0.2, "lag_8/abs_log_rho": 0.2, "lag_8/token_fraction": 0.2, "num_tokens": 5,
     }  # fmt: skip
     assert metrics == pytest.approx({f"correction/{k}": v for k, v in expected.items()}, abs=1e-6)
 

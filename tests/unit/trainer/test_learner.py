@@ -236,6 +236,12 @@ def test_the_correction_weighs_tokens_by_the_mismatch_and_truncates(build, shift
     assert rows.correction_weights[rows.mask].tolist() == pytest.approx([weight] * 4)
 
 
+def test_a_correction_before_the_step_is_measured_on_rows_without_a_gradient_too(build):
+    trial = Trial(shift=0.2)
+    rows = trial.step([build.group(0, scores=(1.0, 0.0)), build.group(1, scores=(1.0, 1.0))])
+    assert not rows.advantages[2:].any() and trial.report.metrics["correction/num_tokens"] == 8
+
+
 def test_the_lag_of_a_token_counts_from_the_freshest_weights_of_the_step(build):
     prompt = build.prompt()
     mixed = build.sample(prompt, (7, 8, 9), ((2, 1), (3, 1), (4, 1)), 1.0)
