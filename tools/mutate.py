@@ -46,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{UNIT}/weight_sync/test_synchronizer_stages.py",
         f"{UNIT}/pipelines",
     ),
+    "weight_sync/calls.py": (f"{UNIT}/weight_sync/test_synchronizer.py",),
     "weight_sync/links.py": (f"{UNIT}/weight_sync/test_links.py",),
     "weight_sync/": (f"{UNIT}/weight_sync/test_layout.py", f"{UNIT}/weight_sync"),
     "pipelines/": (f"{UNIT}/pipelines", f"{UNIT}/simulator"),
@@ -57,7 +58,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 name runs before them.
 """
 GENERATED_FROM = (
-    "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/layout.py", "weight_sync/digest.py",
+    "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/calls.py",
+    "weight_sync/layout.py", "weight_sync/digest.py",
     "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py", "pipelines/validators.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
     "inference/stop_strings.py",

@@ -138,9 +138,9 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("replicas are present by name", "weight_sync/synchronizer.py",
      "return [r for r in replicas if id(r) in alive]", "return [r for r in replicas if r.name in {x.name for x in self._replicas()} or id(r) in alive]"),
     ("a late replica is tried again", "weight_sync/synchronizer.py",
-     "late = id(replica) in self._timed_out", "late = False"),
+     "late = id(replica) in self._calls.late", "late = False"),
     ("a digest is not compared", "weight_sync/synchronizer.py",
-     "await self._each([r for r in push.waiting if r.name not in failures], failures, lambda r: _prove(r, digest))", "pass"),
+     "await self._calls.each(left, failures, lambda r: _prove(r, digest))", "pass"),
     ("what failed the swap serves", "weight_sync/synchronizer.py",
      "serving = self._sort(push, proved, failures, relayed=False)", "serving = proved"),
     # Buffer and ledger

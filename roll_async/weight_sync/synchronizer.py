@@ -21,16 +21,13 @@ from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
+from roll_async.weight_sync.calls import ReplicaCalls
 from roll_async.weight_sync.canary import Canary, CanaryReport
 from roll_async.weight_sync.export_plans import ExportPlanner
 from roll_async.weight_sync.protocol import Rollout, UpdatedReplica, WeightSource
 from roll_async.weight_sync.transports import sends_changes
 
 logger = logging.getLogger(__name__)
-
-_STRAGGLER_S = 30.0
-_LIVENESS_INTERVAL_S = 1.0
-"""How often a push checks that the replicas it waits for are alive."""
 
 Replica = TypeVar("Replica", bound=UpdatedReplica)
 """The owner's type of replicas; `readmit` is called with the same objects."""
@@ -165,15 +162,13 @@ class ParameterSynchronizer(Generic[Replica]):
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
         self._weights_held, self._remove, self._readmit = weights_held, remove_replica, readmit
         self._canary = canary
-        self._expects_return, self._limit = expects_return, f"sync_timeout {options.timeout_s:g} s"
+        self._expects_return = expects_return
         self._push: _Push[Replica] | None = None
         self._returning: dict[str, Replica] = {}
         self._returned = asyncio.Event()
         self._removed: dict[str, None] = {}
         self._state = SyncState.IDLE
-        self._deadline = 0.0
-        self._timed_out: set[int] = set()
-        """Identities of replicas that missed the deadline in this attempt."""
+        self._calls = ReplicaCalls[Replica](self._alive_ids, options.timeout_s)
         common = UpdatePlan(version=0, transport=options.transport, verify=options.verify)
         self._plans = ExportPlanner[Replica](common, sparse=options.sparse, adapters=options.adapters)
         self.param_sync_count = 0
@@ -320,7 +315,7 @@ class ParameterSynchronizer(Generic[Replica]):
         try:
             failures = await self._transfer(push)
         except TimeoutError:  # the trainer was late: no replica can have the version
-            failures = {r.name: f"the trainer sent nothing within {self._limit}" for r in push.waiting}
+            failures = {r.name: f"the trainer sent nothing within {self._calls.limit}" for r in push.waiting}
         push.transfer_s += loop.time() - started
         tried, push.waiting = push.waiting, []
         proved = self._sort(push, tried, failures, relayed=True)
@@ -348,7 +343,7 @@ class ParameterSynchronizer(Generic[Replica]):
         self.sync_failures += bool(failures)
         upstream_late = False
         for replica in tried:
-            late = id(replica) in self._timed_out
+            late = id(replica) in self._calls.late
             if late and not (relayed and upstream_late):
                 push.late.append(replica)
             elif replica.name in failures:
@@ -364,29 +359,29 @@ class ParameterSynchronizer(Generic[Replica]):
         """Stream one version to the waiting replicas; failure reason by replica."""
         self._enter(SyncState.TRANSFERRING)
         failures: dict[str, str] = {}
-        self._timed_out.clear()
         digest = ""
         export = self._source.export_weights(self._plans.next(push.version, push.waiting))
-        self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
+        self._calls.begin()
         try:
             while True:
-                async with asyncio.timeout_at(self._deadline):
+                async with asyncio.timeout_at(self._calls.deadline):
                     item = await anext(export, None)
                 if item is None:
                     break
                 left = [r for r in push.waiting if r.name not in failures]
                 if isinstance(item, UpdatePlan):
                     plans = item.chained([r.name for r in left], push.attempt)
-                    await self._each(left, failures, lambda r, plans=plans: r.begin_update(plans[r.name]))
+                    await self._calls.each(left, failures, lambda r, plans=plans: r.begin_update(plans[r.name]))
                 elif isinstance(item, Bucket):
-                    await self._each(left, failures, lambda r, bucket=item: r.load_bucket(bucket))
+                    await self._calls.each(left, failures, lambda r, bucket=item: r.load_bucket(bucket))
                     push.buckets.append(item)
                 else:
                     digest = item
         finally:
             await export.aclose()  # type: ignore[attr-defined]
         self._enter(SyncState.VERIFYING)
-        await self._each([r for r in push.waiting if r.name not in failures], failures, lambda r: _prove(r, digest))
+        left = [r for r in push.waiting if r.name not in failures]
+        await self._calls.each(left, failures, lambda r: _prove(r, digest))
         return failures
 
     async def _interrupt(self, push: _Push[Replica]) -> None:
@@ -404,9 +399,8 @@ class ParameterSynchronizer(Generic[Replica]):
         self._enter(SyncState.COMMITTING)
         proved, push.proved = self._still_alive(push.proved, push), []
         failures: dict[str, str] = {}
-        self._timed_out.clear()
-        self._deadline = asyncio.get_running_loop().time() + self._options.timeout_s
-        await self._each(proved, failures, lambda r: r.commit(push.version))
+        self._calls.begin()
+        await self._calls.each(proved, failures, lambda r: r.commit(push.version))
         serving = self._sort(push, proved, failures, relayed=False)
         self._plans.committed(proved, serving)
         push.serving += serving
@@ -440,51 +434,6 @@ class ParameterSynchronizer(Generic[Replica]):
             push.version, report.replicas, report.num_bytes / 2**20, report.transfer_s, report.stopped_s, push.attempt,
         )  # fmt: skip
         return report
-
-    async def _each(
-        self, replicas: Sequence[Replica], failures: dict[str, str], call: Callable[[Replica], Awaitable[None]]
-    ) -> None:
-        """Call all replicas concurrently. One that is not done at the deadline has failed for this push, and the others
-        get a new deadline. Once half of them are done, the rest have three times as long, at least `_STRAGGLER_S`, so
-        that one hung load does not hold up the others for a whole `sync_timeout`. The wait for a replica ends when it
-        is removed. Errors of replicas go to `failures`.
-        """
-        if not replicas:
-            return
-        loop = asyncio.get_running_loop()
-        calls = {asyncio.ensure_future(call(r)): r for r in replicas}
-        waiting, done = set(calls), set[asyncio.Task[None]]()
-        began, deadline = loop.time(), self._deadline
-        straggles_s: float | None = None
-        try:
-            while waiting and (left_s := deadline - loop.time()) > 0:
-                ended, waiting = await asyncio.wait(
-                    waiting, timeout=min(left_s, _LIVENESS_INTERVAL_S), return_when=asyncio.FIRST_COMPLETED
-                )
-                done |= ended
-                if straggles_s is None and len(replicas) > 1 and 2 * len(done) >= len(calls):
-                    straggles_s = max(_STRAGGLER_S, 3 * (loop.time() - began))
-                    deadline = min(deadline, loop.time() + straggles_s)
-                alive = self._alive_ids()
-                lost = {task for task in waiting if id(calls[task]) not in alive}
-                waiting -= lost
-                failures.update({calls[task].name: "lost during the push" for task in lost})
-        finally:
-            for task in calls:
-                task.cancel()
-        for task in waiting:
-            cut = straggles_s is not None and deadline < self._deadline
-            limit = f"{straggles_s:g} s after half of the replicas were" if cut else self._limit
-            failures[calls[task].name] = f"not done within {limit}"
-            self._timed_out.add(id(calls[task]))
-        if waiting:
-            self._deadline = loop.time() + self._options.timeout_s
-        for task in done:
-            error = task.exception()
-            if isinstance(error, (RuntimeError, OSError, ValueError)):
-                failures[calls[task].name] = f"{type(error).__name__}: {error}"
-            elif error is not None:
-                raise error
 
     def _enter(self, state: SyncState) -> None:
         self._state = state
