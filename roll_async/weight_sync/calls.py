@@ -36,8 +36,8 @@ class ReplicaCalls(Generic[Replica]):
     ) -> None:
         """Call all replicas concurrently. One that is not done at the deadline has failed for this push, and the others
         get a new deadline. Once half of them are done, the rest have three times as long, at least `_STRAGGLER_S`, so
-        that one hung load does not hold up the others for a whole `sync_timeout`. The wait for a replica ends when it
-        is removed. Errors of replicas go to `failures`.
+        that one hung load does not hold up the others for a whole `sync_timeout`; calls that failed say nothing about
+        how long it takes. The wait for a replica ends when it is removed. Errors of replicas go to `failures`.
         """
         if not replicas:
             return
@@ -52,7 +52,8 @@ class ReplicaCalls(Generic[Replica]):
                     waiting, timeout=min(left_s, _LIVENESS_INTERVAL_S), return_when=asyncio.FIRST_COMPLETED
                 )
                 done |= ended
-                if straggles_s is None and len(replicas) > 1 and 2 * len(done) >= len(calls):
+                held = sum(task.exception() is None for task in done)
+                if straggles_s is None and len(replicas) > 1 and 2 * held >= len(calls):
                     straggles_s = max(_STRAGGLER_S, 3 * (loop.time() - began))
                     deadline = min(deadline, loop.time() + straggles_s)
                 alive = self._alive()
