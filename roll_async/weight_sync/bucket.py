@@ -87,6 +87,9 @@ class Bucket:
 STAGED = frozenset({"shm", "filesystem", "gloo"})
 """Transports into host memory beside the served weights: engines generate meanwhile, and pause only for the swap."""
 
+FILES = frozenset({"shm", "filesystem"})
+"""Those of them by files of the trainer that replicas map. Over every other transport replicas relay to one another."""
+
 
 class Content(str, Enum):
     """Which tensors of a model with low-rank adapters travel."""
@@ -132,6 +135,8 @@ class UpdatePlan:
     """Name of the replica that gets this copy of the plan; empty = the trainer's own copy."""
     upstream: str | None = None
     """Name of the replica that relays the weights to this one; None = it pulls from the trainer."""
+    others_proved: bool = False
+    """Other replicas have proved an earlier attempt and swap it in later: what they map must not change."""
 
     def chained(self, replicas: Sequence[str], attempt: int) -> dict[str, UpdatePlan]:
         """The plan for each replica: in a chain, in which each may relay the weights to the next."""

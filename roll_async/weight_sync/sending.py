@@ -42,9 +42,10 @@ class BlockSender:
         kept: LastExport,
         *,
         source: int,
+        aside: tuple[BlockWriter, ...] = (),
     ) -> None:
-        """`kept`: this rank's copy of the last export."""
-        self.plan, self.writer, self.kept = plan, writer, kept
+        """`kept`: this rank's copy of the last export. `aside`: with files that replicas may still map."""
+        self.plan, self.writer, self.kept, self.aside = plan, writer, kept, aside
         self._source = source
         kept.begin(plan)
         self._planned = plan_blocks(parts, plan.layout, block_bytes, kept)
@@ -75,5 +76,6 @@ class BlockSender:
         )
 
     def close(self) -> None:
-        """Close the writer: nothing more is sent."""
-        self.writer.close()
+        """Close the writers: nothing more is sent."""
+        for writer in (self.writer, *self.aside):
+            writer.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -360,7 +360,8 @@ class ParameterSynchronizer(Generic[Replica]):
         self._enter(SyncState.TRANSFERRING)
         failures: dict[str, str] = {}
         digest = ""
-        export = self._source.export_weights(self._plans.next(push.version, push.waiting))
+        plan = replace(self._plans.next(push.version, push.waiting), others_proved=bool(push.proved))
+        export = self._source.export_weights(plan)
         self._calls.begin()
         try:
             while True:

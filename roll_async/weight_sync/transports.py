@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema import PipelineConfig, SglangConfig
-from roll_async.weight_sync.bucket import STAGED, UpdatePlan
+from roll_async.weight_sync.bucket import FILES, STAGED, UpdatePlan
 
 if TYPE_CHECKING:  # choosing a transport must not import torch
     from roll_async.weight_sync.changes import LastExport
@@ -105,17 +105,23 @@ def open_sender(
 ) -> BlockSender:
     """Start sending the part of a weight version that trainer rank `source` holds.
 
-    `previous`: the sender of the previous version, whose memory, files, connections and copy of what was sent are
-    reused. `folder`: for the files of the transport `filesystem`.
+    `previous`: the sender of the previous version, or attempt, whose memory, files, connections and copy of what was
+    sent are reused; files that other replicas still map are left aside until the next version. `folder`: for the files
+    of the transport `filesystem`.
     """
     from roll_async.weight_sync.changes import LastExport
     from roll_async.weight_sync.sending import BlockSender
 
     if previous is None:
-        writer, kept = _open_writer(plan.transport, folder), LastExport()
-    else:
-        writer, kept = previous.writer, previous.kept
-    return BlockSender(parts, plan, block_bytes, writer, kept, source=source)
+        return BlockSender(parts, plan, block_bytes, _open_writer(plan.transport, folder), LastExport(), source=source)
+    writer, aside = previous.writer, previous.aside
+    if plan.others_proved and plan.transport in FILES:  # a mapping shows what is written to its file
+        writer, aside = _open_writer(plan.transport, folder), (*aside, writer)
+    elif not plan.others_proved:
+        for old in aside:
+            old.close()
+        aside = ()
+    return BlockSender(parts, plan, block_bytes, writer, previous.kept, source=source, aside=aside)
 
 
 def _open_writer(transport: str, folder: str | None) -> BlockWriter:

@@ -61,22 +61,30 @@ class Ends:
         self.senders, self.kept = [None, None], [LastExport(), LastExport()]
         self.layout, self.held = EngineLayout(tensor=2, num_kv_heads=2), [{}, {}]
 
-    def push(self, version, content, *, serve=True):
-        """(digest of the trainer, of the engine, bytes)."""
-        plan = UpdatePlan(version=version, transport="shm", verify="full", layout=self.layout, content=content)
+    def send(self, version, content, **fields):
+        """(plan, all blocks), published anew."""
+        plan = UpdatePlan(
+            version=version, transport="shm", verify="full", layout=self.layout, content=content, **fields
+        )
         frozen = content is not Content.ADAPTERS
         for rank in range(2):
             mine = parts(version, frozen=frozen, rank=rank, size=2)
             self.senders[rank] = open_sender(plan, mine, source=rank, block_bytes=1 << 20, previous=self.senders[rank])
+        return plan, [block for sender in self.senders for block in iter(sender.next_block, None)]
+
+    def take(self, plan, blocks):
+        """Receivers that hold them, by rank."""
         receivers = [open_receiver(plan, kept, rank=rank) for rank, kept in enumerate(self.kept)]
-        blocks = []
-        for sender in self.senders:
-            while (block := sender.next_block()) is not None:
-                blocks.append(block)
         for receiver in receivers:
             receiver.take(Bucket(index=0, blocks=tuple(blocks)))
-        for rank, receiver in enumerate(receivers):
             assert not receiver.incomplete
+        return receivers
+
+    def push(self, version, content, *, serve=True):
+        """(digest of the trainer, of the engine, bytes)."""
+        plan, blocks = self.send(version, content)
+        receivers = self.take(plan, blocks)
+        for rank, receiver in enumerate(receivers):
             if serve:
                 self.held[rank] |= {name: tensor.clone() for name, tensor in receiver.tensors()}
                 receiver.committed()
@@ -134,6 +142,19 @@ def test_an_engine_without_frozen_weights_refuses_adapters_alone(ends, loss):
         return
     with pytest.raises(RuntimeError, match="the weights that they add to are not held"):
         ends.push(3, Content.ADAPTERS)
+
+
+def test_halves_that_were_proved_stay_what_they_are_while_another_replica_is_given_everything(ends):
+    ends.push(1, Content.WHOLE)
+    receivers = ends.take(*ends.send(2, Content.ADAPTERS))
+    digest = of_replica(r.digest for r in receivers)
+    assert digest == of_trainer([s.sent for s in ends.senders])
+    ends.send(2, Content.WHOLE, others_proved=True)
+    whole = {part.name: part.tensor for part in parts(2)}
+    for receiver in receivers:
+        found = dict(receiver.tensors())
+        assert torch.equal(found[A], whole[A]) and torch.equal(found[B], whole[B])
+        receiver.close()
 
 
 def test_a_trainer_whose_whole_export_was_broken_off_still_knows_what_it_sent_before(ends):

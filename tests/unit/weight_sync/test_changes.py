@@ -1,6 +1,7 @@
 """A push of what changed leaves a replica with the same bits as a full one, and proves it by the same digest."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,6 +245,26 @@ def test_what_an_engine_keeps_does_not_change_with_the_files_it_came_in(transfer
     large = slot_of(tensors["large.torch.float32"], "large.torch.float32")
     assert torch.equal(kept[frozen], flat_bytes(tensors["frozen"]))
     assert torch.equal(kept[large], flat_bytes(tensors["large.torch.float32"]))
+
+
+@pytest.mark.parametrize("transport", ["shm", "filesystem"])
+def test_what_was_proved_stays_what_it_is_while_another_replica_is_given_everything(transfers, transport):
+    """Large pieces, of which changes came, lie in memory of the engine; the norm came whole and is mapped."""
+    tensors = weights() | {"norm": bits(5, (300,), torch.bfloat16)}
+    sender, kept = begun(transfers, tensors, transport)
+    tensors = stepped(tensors) | {"norm": bits(6, (300,), torch.bfloat16)}
+    options = {"transport": transport, "block_bytes": 1 << 20}
+    changes = transfers.sender(tensors, previous=sender, export=2, base=1, **options)
+    receiver = transfers.receiver(changes.plan, kept=kept)
+    (bucket,) = transfers.buckets([changes])
+    receiver.take(bucket)
+    everything = transfers.sender(tensors, previous=changes, export=3, others_proved=True, **options)
+    transfers.send_all([everything], [])
+    found, mapped = dict(receiver.tensors()), Path(bucket.blocks[0].location)
+    assert all(torch.equal(flat_bytes(found[name]), flat_bytes(tensor)) for name, tensor in tensors.items())
+    assert mapped.exists(), "on another host a mapping ends with its file"
+    transfers.sender(tensors, previous=everything, export=4, base=3, **options)
+    assert not mapped.exists()
 
 
 def test_auto_sends_changes_where_bytes_cross_a_network():

@@ -12,10 +12,10 @@ class FakeTrainer:
     """Exports three buckets of 100 bytes; the digest names the version and the buckets."""
 
     def __init__(self):
-        self.exports, self.open, self.gather_s = 0, 0, 0.0
+        self.plans, self.open, self.gather_s = [], 0, 0.0
 
     async def export_weights(self, plan):
-        self.exports += 1
+        self.plans.append(plan)
         self.open += 1
         try:
             yield plan
@@ -151,8 +151,15 @@ def test_a_replica_that_fails_once_is_tried_again_alone(run):
     world = World({"load_bucket": [None, RuntimeError("shm is full")]}, {})
     report = run(world.sync.push(2))
     assert [r.serves for r in world.replicas] == [2, 2] and not world.removed
-    assert report.attempts == 2 and world.sync.sync_failures == 1 and world.trainer.exports == 2
+    assert report.attempts == 2 and world.sync.sync_failures == 1 and len(world.trainer.plans) == 2
     assert world.calls("engine-1").count("begin_update") == 1, "a replica that has the version is left alone"
+
+
+@pytest.mark.parametrize(("call", "told"), [("load_bucket", [False, True]), ("commit", [False, False])])
+def test_the_trainer_is_told_of_replicas_that_have_proved_and_not_swapped_yet(run, call, told):
+    world = World({call: [RuntimeError("broken")]}, {})
+    run(world.sync.push(2))
+    assert [plan.others_proved for plan in world.trainer.plans] == told
 
 
 @pytest.mark.parametrize("call", ["begin_update", "load_bucket", "finish_update", "commit"])
@@ -254,7 +261,7 @@ def test_without_an_engine_left_the_push_ends_before_any_served_weight_changes(r
     world = World(stubborn=("engine-0", "engine-1"), transport=transport)
     with pytest.raises(ConnectionError, match="no engine is left"):
         run(world.sync.push(1))
-    assert world.trainer.exports == exports and world.held == [] and world.sync.status().state is SyncState.IDLE
+    assert len(world.trainer.plans) == exports and world.held == [] and world.sync.status().state is SyncState.IDLE
     assert [r.serves for r in world.replicas] == [0, 0]
 
 
