@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.adapters import adapters_of
-from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import FILES, STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.calls import ReplicaCalls
 from roll_async.weight_sync.canary import Canary, CanaryReport
 from roll_async.weight_sync.export_plans import ExportPlanner
@@ -318,7 +318,7 @@ class ParameterSynchronizer(Generic[Replica]):
             failures = {r.name: f"the trainer sent nothing within {self._calls.limit}" for r in push.waiting}
         push.transfer_s += loop.time() - started
         tried, push.waiting = push.waiting, []
-        proved = self._sort(push, tried, failures, relayed=True)
+        proved = self._sort(push, tried, failures, relayed=options.transport not in FILES)
         self._plans.transferred(tried, proved)
         push.proved += proved
 
