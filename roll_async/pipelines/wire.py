@@ -57,7 +57,7 @@ class EngineOptions:
     max_restarts: int
     """Restarts per replica."""
     start_timeout_s: float
-    """Seconds a replica may take to start, and to resume."""
+    """Seconds a replica may take to start."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> EngineOptions:
@@ -90,7 +90,11 @@ def connect(
     """The manager of the replicas and its supervisor. `starter` starts lost replicas again, and new ones."""
     manager = classes.manager(replicas, options.manager)
     supervisor = EngineSupervisor(
-        manager, starter, max_restarts=options.max_restarts, start_timeout_s=options.start_timeout_s
+        manager,
+        starter,
+        max_restarts=options.max_restarts,
+        start_timeout_s=options.start_timeout_s,
+        resume_timeout_s=options.manager.interrupt_timeout_s,
     )
     return Engines(manager=manager, supervisor=supervisor)
 

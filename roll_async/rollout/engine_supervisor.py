@@ -62,10 +62,18 @@ class EngineSupervisor:
     """Restarts each replica at most `max_restarts` times (`fault.max_engine_restarts`). Close it before the manager."""
 
     def __init__(
-        self, manager: AsyncLLMServerManager, starter: Starter, *, max_restarts: int, start_timeout_s: float
+        self,
+        manager: AsyncLLMServerManager,
+        starter: Starter,
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+        resume_timeout_s: float,
     ) -> None:
+        """`resume_timeout_s`: a push waits so long at most for a replica that returns."""
         self._manager, self._starter = manager, starter
-        self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
+        self._max_restarts = max_restarts
+        self._start_timeout_s, self._resume_timeout_s = start_timeout_s, resume_timeout_s
         self._joins: Joins | None = None
         self._restarts: Counter[str] = Counter()
         self._starts = Counter(client.name for client in manager.clients)
@@ -151,10 +159,10 @@ class EngineSupervisor:
         """Resume a replica that holds the weights. One that does not resume is lost once more."""
         reason = ""
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(self._resume_timeout_s):
                 await client.resume()
         except TimeoutError:
-            reason = f"did not resume within {self._start_timeout_s:g} s"
+            reason = f"did not resume within {self._resume_timeout_s:g} s"
         except (RuntimeError, OSError) as error:
             reason = f"did not resume: {error}"
         if self._coming.get(client.name) is not client:  # it left meanwhile

@@ -90,7 +90,7 @@ class SyncReport:
     transfer_s: float
     """Seconds until the digests of all replicas were verified, all attempts together."""
     stopped_s: float
-    """Seconds from the interruption to the end of the push, in which no engine generated."""
+    """Seconds from the interruption until the engines go on, in which none generated."""
     num_bytes: int
     """Sent by the trainer in the last attempt."""
     sent_share: float
@@ -248,11 +248,11 @@ class ParameterSynchronizer(Generic[Replica]):
             await self._remove_failed(push)
             self._enter(SyncState.RESUMING)
             await self._rollout.release()
-            await self._readmit_serving(push)
             self.version = version
             self.param_sync_count += 1
             self._weights_held(version)
-            report = self._report(push)
+            report = self._report(push)  # engines generate: those that return need not hold the queue, or the figures
+            await self._readmit_serving(push)
             if self._canary is not None:
                 await self._canary.start(version, push.serving)
             return report

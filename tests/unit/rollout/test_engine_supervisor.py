@@ -42,7 +42,8 @@ class Garage:
 async def supervised(replicas, garage, max_restarts=2, refusals=0):
     manager = AsyncLLMServerManager(replicas, ManagerOptions())
     await manager.start()
-    supervisor = EngineSupervisor(manager, garage, max_restarts=max_restarts, start_timeout_s=100.0)
+    limits = {"start_timeout_s": 100.0, "resume_timeout_s": 20.0}
+    supervisor = EngineSupervisor(manager, garage, max_restarts=max_restarts, **limits)
 
     class Synchronizer:
         """Weights, then readmit."""
@@ -156,7 +157,9 @@ def test_a_replica_that_holds_the_weights_and_does_not_go_on_is_restarted_again(
                 await asyncio.sleep(0.5)
             await asyncio.sleep(1.5)
             garage.last.resume = resume
+            began = asyncio.get_running_loop().time()
             assert len((await manager.generate(make())).token_ids) == 10
+            assert asyncio.get_running_loop().time() - began < 60, "less than it may take to start"
             assert garage.started == [("a", 1), ("a", 2)] and manager.num_servers == 1
 
     run(go())

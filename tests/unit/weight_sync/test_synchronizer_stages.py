@@ -216,6 +216,25 @@ def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_s
     assert world.order("interrupt", "release") == [] and world.held == [1]
 
 
+def test_a_returning_replica_that_is_slow_to_go_on_holds_neither_the_queue_nor_the_figures(run):
+    class Slow(World):
+        async def readmit(self, replica):
+            self.told = list(self.held), self.sync.version, self.stopped
+            await asyncio.sleep(1000.0)
+            await super().readmit(replica)
+
+    world = Slow()
+    world.out["engine-0"] = "restarted"
+
+    async def go():
+        world.sync.rejoin(world.engines[0])
+        return await world.sync.push(4)
+
+    report = run(go())
+    assert world.told == ([4], 4, False) and world.back == [("engine-0", 4)]
+    assert report.stopped_s == pytest.approx(PAUSE_S + COMMIT_S) and report.total_s < 10
+
+
 def test_a_replica_that_leaves_while_another_one_rejoins_is_let_go(run):
     class Leaving(World):
         async def readmit(self, replica):
