@@ -7,6 +7,7 @@ ignored all pass it, and the run then learns from samples of another policy.
     begin(version): the trainer scores the canary before it exports
     start(version): engines are asked after the swap; they answer when it is their requests' turn
     found():        what they answered -> CanaryReport, with an alarm for each replica that differs
+    check_returned: the same of replicas that return between two pushes, where a mismatch ends the run
 
 Engines may have hundreds of requests to run before it, so the trainer does not wait for them: it trains the next step
 meanwhile. The next push waits for the answers, because they are of these weights.
@@ -146,8 +147,7 @@ class Canary:
         """
         trainer = self._trainer
         assert trainer is not None and trainer.version == version, "check without begin"
-        answers = await asyncio.gather(*(self._ask(replica) for replica in replicas))
-        scores = {r.name: a for r, a in zip(replicas, answers, strict=True) if a is not None}
+        scores = await self._scores_of(replicas)
         difference = {name: _distance(values, trainer.values) for name, values in scores.items()}
         moved = None if self._before is None else _distance(trainer.values, self._before.values)
         alarms = [self._judge(name, scores, difference, moved) for name in scores]
@@ -163,6 +163,27 @@ class Canary:
         if self._options.stop and any(alarms[: len(scores)]):
             raise EngineMismatch(f"version {version}: {report.alarms[0]} (weight_sync.on_mismatch: stop)")
         return report
+
+    async def check_returned(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> None:
+        """With the option `stop`: compare replicas that were given the trainer's present weights between two pushes,
+        `version` or later ones. What is known of the last push stays. Raises EngineMismatch.
+        """
+        if not self._options.stop or not replicas:
+            return
+        trainer = _flat(await self._source.score(self._rows))
+        for name, values in (await self._scores_of(replicas)).items():
+            if (difference := _distance(values, trainer)) <= self._options.band:
+                continue
+            raise EngineMismatch(
+                f"version {version}: {name}, which returned between two pushes, differs from the trainer by "
+                f"{difference:.2g} nats on average (band {self._options.band:g}). Suspect: weights of this replica "
+                "(weight_sync.on_mismatch: stop)"
+            )
+
+    async def _scores_of(self, replicas: Sequence[UpdatedReplica]) -> dict[str, array]:
+        """By name; replicas that do not answer are left out."""
+        answers = await asyncio.gather(*(self._ask(replica) for replica in replicas))
+        return {r.name: a for r, a in zip(replicas, answers, strict=True) if a is not None}
 
     async def _ask(self, replica: UpdatedReplica) -> array | None:
         try:

@@ -213,6 +213,7 @@ class ParameterSynchronizer(Generic[Replica]):
         """Give restarted replicas the trainer's current weights, between pushes; the others continue generating.
 
         `version`: the newest whose training the current weights contain in full. The others may serve an older one.
+        Raises EngineMismatch as `push` does.
         """
         assert self._push is None, f"resync_returned with version {version} during a push"
         now = asyncio.get_running_loop().time()
@@ -222,7 +223,9 @@ class ParameterSynchronizer(Generic[Replica]):
         try:
             await self._transfer_and_commit(push)
             await self._remove_failed(push)
-            await self._readmit_serving(push)
+            back = await self._readmit_serving(push)
+            if self._canary is not None:
+                await self._canary.check_returned(version, back)
         finally:
             self._push = None
             self._enter(SyncState.IDLE)
@@ -406,14 +409,17 @@ class ParameterSynchronizer(Generic[Replica]):
         self._plans.committed(proved, serving)
         push.serving += serving
 
-    async def _readmit_serving(self, push: _Push[Replica]) -> None:
-        """Call `readmit` for restarted replicas that now serve the version."""
+    async def _readmit_serving(self, push: _Push[Replica]) -> list[Replica]:
+        """Call `readmit` for restarted replicas that now serve the version; these."""
+        back: list[Replica] = []
         for replica in list(push.serving):
             if self._returning.get(replica.name) is not replica:  # of the returning ones, some leave meanwhile
                 continue
             await self._readmit(self._returning.pop(replica.name))
+            back.append(replica)
             self._removed.pop(replica.name, None)
             logger.info("Parameter sync: %s rejoined with version %d", replica.name, push.version)
+        return back
 
     def _report(self, push: _Push[Replica]) -> SyncReport:
         now = asyncio.get_running_loop().time()

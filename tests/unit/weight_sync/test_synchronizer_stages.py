@@ -1,10 +1,12 @@
 """In which order a push goes, what it says about itself meanwhile, and how a lost replica comes back."""
 
 import asyncio
+from array import array
 
 import pytest
 
 from roll_async.weight_sync.bucket import Block, Bucket
+from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
 
 BUCKETS, LOAD_S, COMMIT_S, PAUSE_S = 4, 1.0, 0.5, 0.25
@@ -15,7 +17,7 @@ class Engine:
 
     def __init__(self, world, name):
         self.world, self.name = world, name
-        self.serves, self.got, self.wrong = 0, None, {}
+        self.serves, self.got, self.wrong, self.differs = 0, None, {}, 0.0
 
     def _step(self, call):
         self.world.calls.append((self.name, call, asyncio.get_running_loop().time()))
@@ -48,14 +50,19 @@ class Engine:
         await asyncio.sleep(COMMIT_S)
         self.serves = version
 
+    async def score(self, rows):
+        self._step("score")
+        assert self.name not in self.world.out
+        return [array("f", [-1.0 * self.serves + self.differs]) for _ in rows]
+
 
 class World:
     """A trainer, a rollout and engines around one synchronizer, on the virtual clock."""
 
-    def __init__(self, num_engines=2, **options):
+    def __init__(self, num_engines=2, canary=None, **options):
         self.calls, self.states, self.held, self.back, self.stopped = [], [], [], [], False
         self.engines = [Engine(self, f"engine-{i}") for i in range(num_engines)]
-        self.out = {}
+        self.out, self.trained = {}, 1
         options = {"transport": "shm", "max_retries": 1, "timeout_s": 20.0, "retry_delay_s": 3.0, **options}
         self.sync = ParameterSynchronizer(
             self,
@@ -66,7 +73,11 @@ class World:
             remove_replica=self.remove_replica,
             readmit=self.readmit,
             expects_return=lambda: False,
+            canary=None if canary is None else Canary([[1, 2]], self, canary),
         )
+
+    async def score(self, rows):
+        return [array("f", [-1.0 * self.trained]) for _ in rows]
 
     async def export_weights(self, plan):
         yield plan
@@ -233,6 +244,30 @@ def test_a_returning_replica_that_is_slow_to_go_on_holds_neither_the_queue_nor_t
     report = run(go())
     assert world.told == ([4], 4, False) and world.back == [("engine-0", 4)]
     assert report.stopped_s == pytest.approx(PAUSE_S + COMMIT_S) and report.total_s < 10
+
+
+@pytest.mark.parametrize("differs", [0.0, 1.0])
+def test_with_stop_a_replica_that_returns_between_pushes_is_asked_before_anything_of_it_is_trained(run, differs):
+    world = World(canary=CanaryOptions(prompts=1, band=0.1, stop=True))
+    world.out["engine-0"] = "restarted"
+
+    async def go():
+        await world.sync.push(1)
+        before, world.trained = await world.sync.checked(), 2
+        world.engines[0].differs = differs
+        world.sync.rejoin(world.engines[0])
+        try:
+            await world.sync.resync_returned(2)
+        finally:
+            assert world.back == [("engine-0", 2)] and await world.sync.checked() is before
+            assert [name for name, call, _ in world.calls if call == "score"] == ["engine-1", "engine-0"]
+
+    if differs:
+        with pytest.raises(EngineMismatch, match="version 2: engine-0, which returned .*by 1 nats.*on_mismatch: stop"):
+            run(go())
+    else:
+        run(go())
+    assert world.sync.status().state is SyncState.IDLE
 
 
 def test_a_replica_that_leaves_while_another_one_rejoins_is_let_go(run):
