@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
 _NUM_BUFFERS = 2
-"""Blocks that a device transport keeps: the one being pulled and the one being filled."""
+"""Blocks of each trainer rank that are served at a time: the one being pulled and the one being filled."""
 _GROUP_TIMEOUT = timedelta(minutes=10)
 """For one chunk; the deadline of a push is the synchronizer's."""
 _UPSTREAM_WITHIN_S = 10.0
@@ -250,7 +250,7 @@ class LinkReader:
             self._server.publish(key, published)
             self._keys.append(key)
             if not self._medium.keeps_memory:
-                self._server.withdraw(self._keys[:-_NUM_BUFFERS])
+                self._server.withdraw(self._keys[: -_NUM_BUFFERS * len(self._links)])  # a link per trainer rank
         try:
             if not self._pull_from_upstream(key, published):
                 source.pull(key, published, waits=False)

@@ -268,6 +268,29 @@ def test_without_streams_of_their_own_transfers_would_be_read_before_they_are_th
     sender.close()
 
 
+def test_a_relay_keeps_a_whole_bucket_of_several_trainer_ranks_for_the_replica_after_it(transfers, monkeypatch, caplog):
+    """On devices, where it does not keep everything: four ranks, and a second replica that is a bucket behind."""
+    monkeypatch.setattr(links, "_UPSTREAM_WITHIN_S", 0.5)
+    plan = transfers.sender({}, "gloo").plan
+    truth = {f"w{rank}": torch.randn(2, 300) for rank in range(4)}
+    senders = [
+        BlockSender(transfers.whole({name: tensor}), plan, 1200, LinkWriter(StreamMedium()), LastExport(), source=rank)
+        for rank, (name, tensor) in enumerate(truth.items())
+    ]
+    plans = [replace(plan, replica="first"), replace(plan, replica="second", upstream="first")]
+    first, second = (Receiver(p, LinkReader(StreamMedium(), p, 0), LastExport(), keeps_memory=False) for p in plans)
+    num_blocks = 0
+    for bucket in transfers.buckets(senders):
+        first.take(bucket)
+        second.take(bucket)
+        num_blocks += len(bucket.blocks)
+    assert num_blocks == 8 and first.digest == second.digest == of_trainer([s.sent for s in senders])
+    assert_equal(dict(second.tensors()), truth)
+    assert "instead of its upstream replica" not in caplog.text
+    for end in (second, first, *senders):
+        end.close()
+
+
 class SameMemory:
     """Reads a block in the memory of its writer, as a handle of device memory would."""
 
