@@ -82,6 +82,8 @@ class SglangEngine:
         """The model holds no whole version: nothing is generated until the next commit."""
         self._running: dict[str, _Running] = {}
         self._incoming: Incoming | None = None
+        self._open_in_sglang = False
+        """Its session of a weight update: it opens no second one."""
         self._kept = LastExport()
         self._failed = False
         self._broadcast: RankBroadcast | None = None
@@ -340,13 +342,12 @@ class SglangEngine:
             await self._open()
 
     async def _give_up(self) -> None:
-        """Discard an update that was not committed."""
-        if self._incoming is None:
-            return
-        if self._incoming.in_place:
+        """Discard an update that was not committed, or whose commit failed."""
+        if self._open_in_sglang and not self._failed:  # dead schedulers answer nothing
             await self._close()
-        self._incoming.close()
-        self._incoming = None
+        if self._incoming is not None:
+            self._incoming.close()
+            self._incoming = None
 
     async def load_bucket(self, bucket: Bucket) -> None:
         if self._incoming is None:
@@ -388,11 +389,13 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         checked("begin_weight_update", await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        self._open_in_sglang = True
 
     async def _close(self) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         checked("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        self._open_in_sglang = False
 
     @property
     def _ranks(self) -> int:

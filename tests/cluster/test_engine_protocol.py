@@ -534,6 +534,29 @@ def test_a_partial_update_is_refused_and_a_whole_one_heals(replica, name):
     replica.runner.run(go())
 
 
+@pytest.mark.parametrize("shared", ["sglang"], indirect=True)
+def test_sglang_takes_an_update_after_one_whose_commit_failed_while_it_loaded(replica):
+    """Its session of an update is open then, and it opens no second one."""
+    engine = replica.engine
+    load = engine._load
+
+    async def without_room(tensors):
+        engine._load = load
+        raise RuntimeError("no room in /dev/shm")
+
+    async def go():
+        await replica.take_in(tensors_of(replica.models["new"]), 8)
+        await engine.pause(PauseMode.ABORT)
+        engine._load, replica.version = without_room, None
+        with pytest.raises(RuntimeError, match="no room"):
+            await engine.commit(8)
+        await replica.push("new", 9)
+        request = replica.request()
+        replica.assert_sampled_from("new", request, await engine.generate(request))
+
+    replica.runner.run(go())
+
+
 def test_a_byte_changed_on_the_way_shows_in_the_digest(replica):
     async def go():
         sender = replica.send(tensors_of(replica.models["new"]), 10)
