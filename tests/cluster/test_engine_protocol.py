@@ -1,6 +1,7 @@
 """One suite for every engine: what `inference/protocol.py` promises, checked against plain Transformers in float32."""
 
 import asyncio
+import copy
 import time
 from array import array
 from pathlib import Path
@@ -161,21 +162,21 @@ class Replica:
             (torch.tensor(completion.logprobs) - wanted).abs().max()
         )
 
-    def send(self, tensors, version, transport="shm", verify="full"):
-        """The trainer's side of one version."""
+    def send(self, tensors, version, transport="shm", verify="full", **numbers):
+        """The trainer's side of one version. `numbers`: export and base of the plan."""
         parts = (TensorPart.whole(name, tensor) for name, tensor in tensors)
-        plan = UpdatePlan(version=version, transport=transport, verify=verify, layout=self.layout)
+        plan = UpdatePlan(version=version, transport=transport, verify=verify, layout=self.layout, **numbers)
         previous = self.senders.get(transport)
         self.senders[transport] = open_sender(plan, parts, block_bytes=100_000, previous=previous)
         return self.senders[transport]
 
-    async def take_in(self, tensors, version, transport="shm", verify="full", num_buckets=None):
-        sender = self.send(tensors, version, transport, verify)
+    async def take_in(self, tensors, version, transport="shm", verify="full", num_buckets=None, **numbers):
+        sender = self.send(tensors, version, transport, verify, **numbers)
         await self.engine.begin_update(sender.plan)
-        taken = 0
+        taken = self.sent_bytes = 0
         while (block := await asyncio.to_thread(sender.next_block)) is not None and taken != num_buckets:
             await self.engine.load_bucket(Bucket(index=taken, blocks=(block,)))
-            taken += 1
+            taken, self.sent_bytes = taken + 1, self.sent_bytes + block.num_bytes
         return sender
 
     async def push(self, model, version, **options):
@@ -512,6 +513,28 @@ def test_an_update_given_up_halfway_changes_nothing_and_the_next_one_is_whole(re
         await replica.push("new", 6)
         request = replica.request()
         replica.assert_sampled_from("new", request, await replica.engine.generate(request))
+
+    replica.runner.run(go())
+
+
+@torch.no_grad()
+def stepped(model):
+    """The model with one of a hundred values of each tensor changed."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.view(-1)[::100] += 0.2
+    return model
+
+
+def test_a_push_of_what_changed_builds_on_what_trainer_and_engine_kept_of_the_one_before(replica):
+    async def go():
+        replica.models["stepped"] = stepped(replica.models["new"])
+        await replica.push("new", 14, export=1)
+        whole = replica.sent_bytes
+        await replica.push("stepped", 15, export=2, base=1)
+        assert replica.sent_bytes < whole / 20
+        request = replica.request()
+        replica.assert_sampled_from("stepped", request, await replica.engine.generate(request))
 
     replica.runner.run(go())
 

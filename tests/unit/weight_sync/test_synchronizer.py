@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from roll_async.config.api import load
 from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
 
@@ -389,3 +390,30 @@ def test_without_sparse_no_replica_keeps_anything(run):
 
     run(go())
     assert plans_of(world) == [(0, None), (0, None)]
+
+
+def options_of(transport, *overrides):
+    return SyncOptions.of(load("configs/rlvr_config_async_cpu.yaml", overrides, "rlvr"), transport)
+
+
+def test_the_options_are_those_of_the_config():
+    overrides = (
+        "weight_sync.verify=full",
+        "async_training.interrupt={mode: keep, timeout: 13}",
+        "async_training.max_sync_retries=7",
+        "async_training.sync_timeout=17",
+        "async_training.sync_retry_delay=0.5",
+    )
+    assert options_of("gloo", *overrides) == SyncOptions(
+        transport="gloo",
+        verify="full",
+        interrupt_mode="keep",
+        interrupt_timeout_s=13.0,
+        max_retries=7,
+        timeout_s=17.0,
+        retry_delay_s=0.5,
+        sparse=True,
+        adapters=False,
+    )
+    assert not options_of("shm").sparse and options_of("shm", "weight_sync.sparse=on").sparse
+    assert options_of("shm", "actor_train.model_args.lora_rank=4").adapters
