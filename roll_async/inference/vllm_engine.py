@@ -245,8 +245,9 @@ class VllmEngine:
         self._serving.clear()
         admitted = [t for t in self._running.values() if t.admitted]
         await self._handed_over(admitted)
-        # Kept requests go on with the KV of the old weights; where prompts share blocks they compute it again, or a
-        # request that begins under the new weights would read what an old one wrote.
+        # Here, and not at the commit, the prefix cache is emptied, or vLLM raises. Kept requests go on with the KV of
+        # the old weights; where prompts share blocks they compute it again, or a request that begins under the new
+        # weights would read what an old one wrote.
         clear = mode is PauseMode.ABORT or self._settings.enable_prefix_caching
         # Not `pause_generation`: it sleeps for 20 ms in case somebody expects the outputs, who are awaited below.
         await self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=clear)
@@ -291,7 +292,6 @@ class VllmEngine:
             raise RuntimeError("commit on a running engine; pause it first")
         self._mixed = True
         await self._workers("roll_commit")
-        await self._llm.reset_prefix_cache()
         await self._label(version)
         self._version, self._transport, self._mixed = version, None, False
 
@@ -325,7 +325,6 @@ class VllmEngine:
         if level == 2:
             self._mixed = True
         if self._settings.device == "cpu":  # vLLM cannot sleep on CPU
-            await self._llm.reset_prefix_cache()
             await self._workers("roll_sleep", level)
         else:
             if level == 2:

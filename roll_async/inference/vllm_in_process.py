@@ -164,9 +164,6 @@ class InProcessLLM:
         """A call of the worker that may run during a step."""
         return await asyncio.to_thread(self._core.collective_rpc, method, None, args)
 
-    async def reset_prefix_cache(self) -> bool:
-        return await self._call(self._core.reset_prefix_cache)
-
     async def update_weight_version(self, version: str) -> None:
         await self._call(lambda: self._core.set_weight_version(version))
 
