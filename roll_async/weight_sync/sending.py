@@ -21,8 +21,8 @@ class BlockWriter(Protocol):
     def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
         """Publish block `index` of a version; (location, its bytes: uint8 [>= num_bytes]).
 
-        Transports of host memory keep every block of a version readable until the next version begins; device
-        transports only until the block after next.
+        Files keep every block of a version readable until the next version begins; all other transports only until the
+        block after next.
         """
         ...
 
