@@ -127,8 +127,6 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
      "self.num_skipped += 1\n        return False", "return False"),
     ("a stop waits for a validation", "pipelines/rlvr.py",
      "await self._save_before_waiting()", "pass"),
-    ("a restored step is never measured", "launch/run.py",
-     "restored > 0 and not folder.has_validation(restored)", "False"),
     ("replicas of a validation keep old weights", "pipelines/validators.py",
      "            self._joins.rejoin(client)\n", "            pass\n"),
     ("a step is published before it is recorded", "pipelines/rlvr.py",

@@ -1,6 +1,7 @@
-"""What each way to run vLLM costs on CPU: its core in the replica's process, in a process of its own, two ranks.
+"""What each way to generate costs on CPU: vLLM with its core in the replica's process, in a process of its own, on two
+ranks; hf_infer with its attention by request, and with that of Transformers.
 
-    python tools/bench/engine_cores.py [--requests 256] [--tokens 64] [--running 128]
+    python tools/bench/engine_cores.py [--requests 256] [--tokens 64] [--running 128] [--only WORD]
 
 Each case is a process of its own: seconds until the engine has started, resident memory of all its processes, tokens
 per second of one round of requests (the best of three), core-seconds of all processes for 1,000 tokens (also true on a
@@ -29,25 +30,32 @@ UNITS = {
     "pause_ms": "ms",
 }
 CASES = {
-    "core in the replica's process": {},
-    "core in a process of its own": {"core_in_process": False},
-    "tensor parallel 2": {"tensor_parallel_size": 2},
+    "vLLM, core in the replica's process": ("vllm", {}),
+    "vLLM, core in a process of its own": ("vllm", {"core_in_process": False}),
+    "vLLM, tensor parallel 2": ("vllm", {"tensor_parallel_size": 2}),
+    "hf_infer": ("hf_infer", {}),
+    "hf_infer, attention of Transformers": ("hf_infer", {}),
 }
+"""Strategy and what differs in its settings."""
 
 
-async def measure(folder: str, changes: dict, args: argparse.Namespace) -> dict:
+async def measure(folder: str, case: str, args: argparse.Namespace) -> dict:
     import psutil
 
+    from roll_async.inference import hf_attention
     from roll_async.inference.backends import create_engine
     from roll_async.inference.protocol import PauseMode
     from roll_async.inference.settings import EngineSettings
     from roll_async.schema import GenerateRequest, SamplingParams
 
+    strategy, changes = CASES[case]
+    if case.endswith("of Transformers"):
+        hf_attention.install = lambda: None
     started = time.perf_counter()
     settings = EngineSettings(
         model_folder=folder, dtype="fp32", device="cpu", max_model_len=256, max_running=args.running, **changes
     )
-    engine = create_engine("vllm", settings)
+    engine = create_engine(strategy, settings)
     await engine.start()
     start_s = time.perf_counter() - started
 
@@ -107,23 +115,24 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--running", type=int, default=128)
+    parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--folder")
     args = parser.parse_args()
     if args.case:
-        print("RESULT", json.dumps(asyncio.run(measure(args.folder, CASES[args.case], args))), flush=True)
+        print("RESULT", json.dumps(asyncio.run(measure(args.folder, args.case, args))), flush=True)
         return
     from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
-        for case in CASES:
+        for case in (name for name in CASES if args.only in name):
             command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--folder", folder]
             output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
             result = next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT ")
             for name, value in json.loads(result).items():
-                line = {"name": f"vLLM, {case}: {name}", "value": round(value, 2), "unit": UNITS[name]}
+                line = {"name": f"{case}: {name}", "value": round(value, 2), "unit": UNITS[name]}
                 print(json.dumps(line), flush=True)
 
 

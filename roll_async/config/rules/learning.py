@@ -61,7 +61,7 @@ def validation_place(config: PipelineConfig) -> Findings:
 def validation_sets(config: PipelineConfig) -> Findings:
     """C155."""
     if isinstance(config, RLVRConfig) and config.validation is not None and MAIN_SET in config.validation.sets:
-        message = f"'{MAIN_SET}' is the name of the main set in the results of roll-async eval; choose another"
+        message = f"'{MAIN_SET}' is the name of the main set in the results of roll-async eval; choose another name"
         yield "C155", f"validation.sets.{MAIN_SET}", message
 
 
