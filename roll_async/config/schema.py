@@ -221,7 +221,10 @@ class PipelineConfig:
             (a.adv_estimator == "optimal_token_baseline", f"adv_estimator {a.adv_estimator}, {early}"),
             (a.pg_variant in SELECTS_TOKENS, f"pg_variant {a.pg_variant}, {early}"),
             (a.correction.normalise != "none", f"correction.normalise {a.correction.normalise}, {early}"),
-            *((share > 0, f"{name}, whose training forward pass is not the policy") for name, share in self._dropouts()),
+            *(
+                (share > 0, f"{name}, whose training forward pass is not the policy")
+                for name, share in self._dropouts()
+            ),
         )
         return next((reason for holds, reason in reasons if holds), None)
 
