@@ -27,14 +27,13 @@ class LoadReader:
         self._asked += _growth("prompt_tokens", before, now)
         self._hits += _growth("cached_tokens", before, now)
 
-    def read(self, num_requests: int) -> tuple[int, KVCache | None]:
-        """Of `num_requests` those that run, and the cache; None before the first step."""
+    def read(self, num_requests: int) -> tuple[int, KVCache]:
+        """Of `num_requests` those that run, and the cache: none and an empty one before the first snapshot."""
         told = self._snapshots.read(0)
-        if told is None:
-            return num_requests, None
+        running, used = (0, 0) if told is None else (told.num_running_reqs, told.num_used_tokens)
         # Without requests no step tells that the last ones were aborted.
-        used = min(told.num_used_tokens, self._total_tokens) if num_requests else 0
-        return min(told.num_running_reqs, num_requests), KVCache(
+        used = min(used, self._total_tokens) if num_requests else 0
+        return min(running, num_requests), KVCache(
             total_tokens=self._total_tokens,
             free_tokens=self._total_tokens - used,
             preemptions=self._retractions,

@@ -108,14 +108,16 @@ class StatisticsReader:
         return self
 
     def started(self, llm: AsyncLLM, total_tokens: int) -> None:
-        """The core has started: the size of its cache is known. vLLM adds a logger for Prometheus, which costs time at
-        every step and is not asked for.
+        """The core has started: its cache has this size and is empty. Its statistics begin with its first step, when
+        requests have been sent already. vLLM adds a logger for Prometheus, which costs time at every step and is not
+        asked for.
         """
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         self._total_tokens, manager = total_tokens, llm.logger_manager
         if manager is not None:
             manager.stat_loggers = [one for one in manager.stat_loggers if not isinstance(one, PrometheusStatLogger)]
+            self._last = SchedulerLoad(running=0, kv=KVCache(total_tokens=total_tokens, free_tokens=total_tokens))
 
     def record(
         self,

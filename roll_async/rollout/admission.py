@@ -118,17 +118,23 @@ class ReplicaAdmission:
         """When the next forecast is due."""
         self._critical = 0.0
         """Tokens from now at which the forecast is highest, compared with what a new request adds to it."""
+        self._share = 1.0
+        """Of a prompt, what is not in the cache once for many requests."""
         self._prompt = 0.0
+        """Tokens that the average new request begins with, of its own."""
 
     @property
     def slots(self) -> int:
         """Requests that may run there now."""
         return max(1, min(self._cap, int(self.limit))) if self.known else 1
 
-    def sent(self, prompt_tokens: int) -> None:
-        """A request goes there. One with a longer prompt than most takes the room of several."""
+    def sent(self, prompt_tokens: int, num_generated: int = 0) -> None:
+        """A request goes there, with what its earlier attempts have generated. One that begins with more tokens of its
+        own than most takes the room of several.
+        """
         if self._prompt:
-            self.limit -= (prompt_tokens + self._critical) / (self._prompt + self._critical) - 1
+            own = self._share * prompt_tokens + num_generated
+            self.limit -= (own + self._critical) / (self._prompt + self._critical) - 1
 
     def ended(self) -> None:
         """An answer has ended there."""
@@ -146,17 +152,18 @@ class ReplicaAdmission:
         now_s: float,
     ) -> None:
         """Set the limit from what the replica reports. `prompt_tokens`: of the requests that come next, on average;
-        `longest`: that an answer may be. `all_run`: none of its requests waits in the engine. `waits`: requests wait
-        for room.
+        `longest`: that an answer may be. `all_run`: none of its requests waits in the engine or is on its way there.
+        `waits`: requests wait for room.
         """
         self.due_s = now_s + INTERVAL_S
         self._adapt(kv.preemptions, len(running), waits)
         known = sum(r.prompt_tokens + r.answer_tokens for r in running)
         extra = max(0.0, (kv.used_tokens - known) / max(1, len(running)))
-        share = 1.0  # of the prompts that are not in the cache once for many requests
-        if all_run and running and kv.used_tokens < known:
+        if running:
             prompts = sum(r.prompt_tokens for r in running)
-            share = max(0.0, 1 - (known - kv.used_tokens) / max(1, prompts))
+            least = min(1.0, max(0.0, 1 - (known - kv.used_tokens) / max(1, prompts)))
+            # One that waits holds nothing, which looks like a prompt that is shared: the share may only rise then.
+            self._share = least if all_run else max(self._share, least)
         answers = [min(r.max_tokens - 1, r.answer_tokens + int(extra)) for r in running]
         alive = self._book.survival(answers, longest)
         # Requests of one length bucket are forecast together: how many, their tokens now, their length.
@@ -164,10 +171,10 @@ class ReplicaAdmission:
         for request, answer in zip(running, answers, strict=True):
             group = groups.setdefault(_bucket(answer), [0.0, 0.0, 0.0])
             group[0] += 1
-            group[1] += share * request.prompt_tokens + answer
+            group[1] += self._share * request.prompt_tokens + answer
             group[2] += answer
         parts = [(n, tokens, length / n, _share(alive, length / n)) for n, tokens, length in groups.values()]
-        total, prompt = self.target * kv.total_tokens, max(1.0, share * prompt_tokens)
+        total, prompt = self.target * kv.total_tokens, max(1.0, self._share * prompt_tokens)
         room, critical = float("inf"), 0.0
         mean = sum(a * (_first(b + 1) - _first(b)) for b, a in enumerate(alive[:-1]))
         for later in _later(longest):
@@ -181,11 +188,13 @@ class ReplicaAdmission:
         self.known = True
 
     def _adapt(self, preemptions: int, num_running: int, waits: bool) -> None:
-        """Once for as many answers as run at a time: what was decided before shows only then."""
+        """Once for as many answers as run at a time: what was decided before shows only then. Nothing runs during a
+        weight push, after which the same answers go on.
+        """
         before = self._preemptions
-        if before is None or preemptions < before or not num_running:  # at first, and after a restart
+        if before is None or preemptions < before:  # at first, and after a restart
             self._preemptions, self._num_ended = preemptions, 0
-        elif self._num_ended >= num_running:
+        elif num_running and self._num_ended >= num_running:
             if preemptions - before > _TOLERATED * self._num_ended:
                 self.target = max(LOWEST_TARGET, self.target * _FALL)
             elif waits:
@@ -218,7 +227,7 @@ class Admission:
         tokens = _prompt_of(pending)
         self._prompt = tokens if self._prompt is None else self._prompt + (tokens - self._prompt) / _RECENT
         if (found := self._replicas.get(link)) is not None:
-            found.sent(tokens)
+            found.sent(len(pending.request.prompt_token_ids), pending.num_generated)
 
     def ended(self, link: ReplicaLink, num_tokens: int) -> None:
         """An answer has ended there at this length."""
@@ -248,7 +257,7 @@ class Admission:
             running,
             prompt_tokens=self._prompt or 1.0,
             longest=max([*limits, *(r.max_tokens for r in running)]),
-            all_run=not load.waiting,
+            all_run=not load.waiting and load.running >= len(running),
             waits=following is not None,
             now_s=now_s,
         )

@@ -190,6 +190,8 @@ class Replica:
 
 async def generate_nothing_before_the_first_update(replica):
     assert replica.engine.version is None
+    kv = replica.engine.load().kv
+    assert replica.strategy == "hf_infer" or kv.free_tokens == kv.total_tokens > 0, "known before the first step"
     request = replica.request()
     (task,) = replica.start(request)
     await asyncio.sleep(0.2)
