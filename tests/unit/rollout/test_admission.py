@@ -270,7 +270,7 @@ def test_requests_that_hold_nothing_yet_are_not_taken_for_shared_prompts(managed
 
 def test_answers_that_have_ended_tell_how_many_may_run_whatever_pieces_they_came_in(managed, replica_class, start):
     async def sent_after(num_answers, *, pushed_after_s=None):
-        """30 answers of 100 tokens, then requests that may have 1,000. One runs all the time."""
+        """So many answers of 100 tokens, then requests that may have 1,000. One runs all the time."""
         replica = with_kv(replica_class("a"), total=12_000)
         async with managed(replica, max_concurrent_per_server=512, admission="kv") as manager:
             start(manager, [make_request("slow", prompt=range(10), tokens=1000)])
