@@ -92,6 +92,18 @@ async def build_run(
     return assembled
 
 
+def learner_parts(config: PipelineConfig, training: Mapping[str, RayTrainerGroup]) -> LearnerParts:
+    """The started training roles as a step uses them."""
+    actor = training["actor_train"]
+    return LearnerParts(
+        actor=actor,
+        reference=BasePolicy(actor) if reference_is_actor(config) else training.get("reference"),
+        teacher=training.get("teacher"),
+        critic=training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
+        sharing=roles_on_same_devices(config),
+    )
+
+
 async def couple(
     config: PipelineConfig,
     roles: Roles,
@@ -102,14 +114,7 @@ async def couple(
 ) -> Assembled:
     """A pipeline on roles that run already; restores the checkpoint that `checkpoint.resume_from` names."""
     actor = roles.training["actor_train"]
-    learner_parts = LearnerParts(
-        actor=actor,
-        reference=BasePolicy(actor) if reference_is_actor(config) else roles.training.get("reference"),
-        teacher=roles.training.get("teacher"),
-        critic=roles.training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
-        sharing=roles_on_same_devices(config),
-    )
-    learner = Learner(learner_parts, LearnerOptions.of(config))
+    learner = Learner(learner_parts(config, roles.training), LearnerOptions.of(config))
     checkpoints = RunCheckpoints(folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep)
     saved = {name: roles.training[name] for name in ("actor_train", "critic") if name in roles.training}
     restored, position = await restore_loop(config, saved, learner, checkpoints)

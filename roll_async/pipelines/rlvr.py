@@ -227,7 +227,7 @@ class TrainLoop:
         measures = measures and await validations.can_begin(step)
         await self.push(step)
         if measures:
-            await validations.begin_again(step, last=last)
+            await validations.begin(step, last=last)
 
     async def _save_before_waiting(self) -> None:
         """After a stop: whatever ends the process from now on, the state is saved."""
@@ -291,7 +291,8 @@ class TrainLoop:
                 with clock.measure("validation"):
                     results.append(await validations.result(wait=False))
                     if measures and not self._stop.is_set():
-                        results.append(await validations.begin(step, last=last))
+                        await validations.begin(step, last=last)
+                        results.append(await validations.result(wait=False))
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
             metrics = self._metrics(groups, report, sync, clock, ages)
             *earlier, validation = [result for result in results if result] or [{}]
@@ -318,7 +319,8 @@ class TrainLoop:
             measures = measures and await validations.can_begin(step)
             await self._push(step, measures=measures)
         if measures and not self._stop.is_set():
-            self._tell(await validations.begin(step, last=True))
+            await validations.begin(step, last=True)
+            self._tell(await validations.result(wait=False))
 
     async def _push(self, step: int, *, measures: bool) -> SyncReport | None:
         """The weights of a step to all engines, if they are due there, else to those of the validation alone. Nothing

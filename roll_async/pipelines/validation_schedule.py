@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Waits(Protocol):
-    """How the train loop waits for a result, or where it is `stoppable` for a stop."""
+    """Waits until a result is there; `stoppable`: or until the run is stopped."""
 
     async def __call__(self, result: Awaitable[object], *, stoppable: bool) -> object: ...
 
@@ -78,17 +78,8 @@ class ValidationSchedule:
         self.num_skipped += 1
         return False
 
-    async def begin(self, step: int, *, last: bool) -> Mapping[str, float]:
-        """Begin the validation of a due step. Its result, if it is waited for at once: else nothing yet."""
-        if self._mode != "pause" and not last:
-            self._begin(step)
-            return {}
-        async with self._training_set_aside():
-            self._begin(step)
-            return await self._result(stoppable=True)
-
-    async def begin_again(self, step: int, *, last: bool) -> None:
-        """Begin the validation of a restored step. Its result is that of an earlier step, whoever waits for it."""
+    async def begin(self, step: int, *, last: bool) -> None:
+        """Begin the validation of a due step. Where training waits for it, `result` has it afterwards."""
         if self._mode != "pause" and not last:
             self._begin(step)
             return
@@ -102,8 +93,8 @@ class ValidationSchedule:
         self._running = _Running(step=step, metrics=asyncio.ensure_future(self._validate(step)))
 
     async def result(self, *, wait: bool, stoppable: bool = True) -> Mapping[str, float]:
-        """The result of a validation that began at an earlier step; nothing without one. What is left of it goes before
-        training; without `wait`, it is left alone.
+        """The result of the validation that has begun; nothing without one. What is left of it goes before training;
+        without `wait`, it is left alone.
         """
         if self._running is None or not (wait or self._running.metrics.done()):
             return {}

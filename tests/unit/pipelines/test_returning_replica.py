@@ -1,0 +1,23 @@
+"""A replica that was started again and holds the weights."""
+
+import asyncio
+
+from roll_async.pipelines.wire import EngineOptions, connect
+from roll_async.rollout.manager_options import ManagerOptions
+
+
+def test_one_that_hangs_in_resume_holds_a_push_no_longer_than_one_that_serves(run, replica_class):
+    async def go():
+        replica = replica_class("a")
+
+        async def hang():
+            await asyncio.sleep(1e6)
+
+        replica.resume = hang
+        options = EngineOptions(manager=ManagerOptions(interrupt_timeout_s=5.0), max_restarts=0, start_timeout_s=3600.0)
+        engines = connect([replica], None, options)
+        began = asyncio.get_running_loop().time()
+        await engines.supervisor.readmit(replica)
+        assert asyncio.get_running_loop().time() - began == 5.0
+
+    run(go())
