@@ -94,7 +94,7 @@ def engine_side(args: argparse.Namespace) -> None:
         runner.run(engine.close())
 
 
-def array_of(i: int):  # noqa: ANN201 (array, imported late)
+def array_of(i: int):
     """A prompt of eight tokens."""
     from array import array
 
