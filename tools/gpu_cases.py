@@ -19,6 +19,7 @@ import json
 import math
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from gpu_trainer import free_port, make_rows, train_mask
+from gpu_trainer import make_rows, train_mask
 
 VOCABULARY, LONGEST, TOKENS = 512, 64, 512
 LOGPROB_BUDGET = 0.02
@@ -60,7 +61,7 @@ def start(folder: str, device: str, *, cpu_offload: bool = False):
     from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
     worker = MegatronWorker(
-        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port(), device=device),
+        RankSpec.alone(device),
         MegatronSettings(
             model_folder=folder,
             optimizer=OptimizerSettings(learning_rate=1e-3, cpu_offload=cpu_offload),
@@ -143,6 +144,12 @@ def compared(device: str, scratch: str, fields: dict, ranks: int = 1) -> dict:
         "budget": LOGPROB_BUDGET,
         "tokens": len(difference),
     }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def scored(device: str, folder: str, fields: dict, ranks: int, rows: tuple | None = None) -> torch.Tensor:

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import resource
-import socket
 import statistics
 import sys
 import time
@@ -52,12 +51,6 @@ def write_model(shape: str, folder: Path, device: str) -> None:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def train_mask(tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -111,7 +104,7 @@ def megatron_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> 
 
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     worker = MegatronWorker(
-        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port(), device=args.device),
+        RankSpec.alone(args.device),
         MegatronSettings(
             model_folder=args.folder,
             dtype="bf16",

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import sys
 import time
 from pathlib import Path
@@ -122,11 +121,8 @@ def warm_start(source: Path, target: Path, steps: int, rate: float, dtype: str, 
     from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     worker = MegatronWorker(
-        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
+        RankSpec.alone(),
         MegatronSettings(
             model_folder=str(source),
             dtype=dtype,

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import socket
 import time
 from pathlib import Path
 
@@ -49,9 +48,6 @@ def start():
 
     def make(folder: str, **settings) -> WholeBatchWorker:
         stop()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         defaults = {
             "dtype": "fp32",
             "optimizer": OptimizerSettings(learning_rate=1e-2),
@@ -60,7 +56,7 @@ def start():
             "mini_batch_rows": ROWS,
         }
         worker = WholeBatchWorker(
-            RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
+            RankSpec.alone(),
             MegatronSettings(model_folder=folder, **{**defaults, **settings}),
         )
         worker.start()

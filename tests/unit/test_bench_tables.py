@@ -12,6 +12,7 @@ from tools.addition import HEAVY_TAIL_DIGITS, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
+import neighbours
 import staleness_table
 import vs_trl
 
@@ -106,3 +107,13 @@ def test_a_heavy_tail_has_answers_of_several_times_the_mean():
         assert least < max(lengths) * len(lengths) / sum(lengths) < most
         assert max(lengths) < (256 if heavy else 96)
     assert max(len(str(p.left)) for p in problems(3000, seed=1, heavy_tail=True)) <= HEAVY_TAIL_DIGITS
+
+
+def test_neighbours_are_compared_by_the_work_that_lies_wholly_in_the_time_both_worked():
+    units = [
+        neighbours.Unit(began_s=began, ended_s=ended, core_s=core)
+        for began, ended, core in [(0.0, 2.0, 1.9), (2.0, 4.0, 1.0), (4.0, 8.0, 2.0), (8.0, 11.0, 2.9)]
+    ]
+    assert neighbours.rate_within(units, 1.0, 10.0) == (2 / 6, 1.5)
+    with pytest.raises(SystemExit, match="no unit of work fits into --seconds 1; give more"):
+        neighbours.rate_within(units, 2.5, 3.5)

@@ -17,16 +17,17 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,36 +69,31 @@ def engine_side(args: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         model = endless(Path(args.model), Path(folder) / "model")
-        engine = VllmEngine(
-            EngineSettings(
-                model_folder=model, dtype="fp32", device="cpu", max_model_len=256, max_running=args.running,
-                enable_prefix_caching=False,
-            )
-        )  # fmt: skip
+        settings = EngineSettings(
+            model_folder=model,
+            dtype="fp32",
+            device="cpu",
+            max_model_len=256,
+            max_running=args.running,
+            enable_prefix_caching=False,
+        )
+        engine = VllmEngine(settings)
         runner.run(engine.start())
-        number = 0
+        sampling, numbers = SamplingParams(max_new_tokens=NEW_TOKENS), count()
 
         async def one_round() -> None:
-            nonlocal number
-            number += 1
-            sampling = SamplingParams(max_new_tokens=NEW_TOKENS)
-            await asyncio.gather(
-                *(
-                    engine.generate(
-                        GenerateRequest(request_id=f"{number}-{i}", prompt_token_ids=array_of(i), sampling=sampling)
-                    )
-                    for i in range(args.running)
-                )
-            )
+            requests = [
+                GenerateRequest(request_id=str(next(numbers)), prompt_token_ids=prompt_of(i), sampling=sampling)
+                for i in range(args.running)
+            ]
+            await asyncio.gather(*map(engine.generate, requests))
 
         work(lambda: runner.run(one_round()))
         runner.run(engine.close())
 
 
-def array_of(i: int):
-    """A prompt of eight tokens."""
-    from array import array
-
+def prompt_of(i: int) -> array[int]:
+    """Eight tokens."""
     return array("i", [3 + (i + k) % 10 for k in range(8)])
 
 
@@ -113,11 +109,8 @@ def trainer_side(args: argparse.Namespace) -> None:
     tokens = torch.where(inside, torch.randint(3, 13, inside.shape), 0)
     mask = inside.clone()
     mask[:, 0] = False
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     worker = MegatronWorker(
-        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
+        RankSpec.alone(),
         MegatronSettings(
             model_folder=args.model,
             dtype="fp32",
@@ -169,12 +162,17 @@ def measured(processes: list[subprocess.Popen], seconds: float) -> list[tuple[fl
     for process in processes:
         assert process.stdout is not None
         units = [Unit(**record) for record in json.loads(process.stdout.readline())]
-        whole = [u for u in units if u.began_s >= began and u.ended_s <= ended]
-        if not whole:
-            sys.exit(f"no unit of work fits into --seconds {seconds:g}; give more")
-        spent = sum(u.ended_s - u.began_s for u in whole)
-        found.append((len(whole) / spent, sum(u.core_s for u in whole) / len(whole)))
+        found.append(rate_within(units, began, ended))
     return found
+
+
+def rate_within(units: list[Unit], began_s: float, ended_s: float) -> tuple[float, float]:
+    """Units a second and core-seconds a unit, of those that lie wholly in the window."""
+    whole = [u for u in units if u.began_s >= began_s and u.ended_s <= ended_s]
+    if not whole:
+        sys.exit(f"no unit of work fits into --seconds {ended_s - began_s:.3g}; give more")
+    spent_s = sum(u.ended_s - u.began_s for u in whole)
+    return len(whole) / spent_s, sum(u.core_s for u in whole) / len(whole)
 
 
 def own_arguments(args: argparse.Namespace, scratch: Path) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -94,11 +93,8 @@ def start(size: Size, micro_batching: str, folder: str):
         dtype="float32",
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     worker = MegatronWorker(
-        RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
+        RankSpec.alone(),
         MegatronSettings(
             model_folder=folder,
             dtype="fp32",

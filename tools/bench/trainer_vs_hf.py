@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -123,11 +122,8 @@ def _ours(model, size: Size, mode: str, tokens, lengths, inside) -> Callable[[],
     mask[:, 0] = False
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         worker = MegatronWorker(
-            RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, device="cpu"),
+            RankSpec.alone(),
             MegatronSettings(
                 model_folder=folder,
                 dtype="fp32",

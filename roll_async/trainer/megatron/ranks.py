@@ -31,6 +31,11 @@ class RankSpec:
     """cpu (gloo) or cuda (nccl)."""
     timeout_s: float = 600.0
 
+    @classmethod
+    def alone(cls, device: str = "cpu") -> RankSpec:
+        """The only rank of a role; the system picks the port, so that two such processes never meet at one."""
+        return cls(rank=0, world_size=1, master_addr="127.0.0.1", master_port=0, device=device)
+
 
 def join(spec: RankSpec, parallel: ParallelSizes, seed: int) -> None:
     """Join the process group and form Megatron's groups. Blocks until all ranks are there."""
@@ -67,7 +72,8 @@ def _store(spec: RankSpec) -> dist.TCPStore:
         return dist.TCPStore(*address, spec.world_size, False, timeout)
     family = socket.AF_INET6 if ":" in spec.master_addr else socket.AF_INET
     server = socket.create_server(address, family=family, backlog=spec.world_size)
-    return dist.TCPStore(*address, spec.world_size, True, timeout, master_listen_fd=server.detach())
+    host, port = server.getsockname()[:2]
+    return dist.TCPStore(host, port, spec.world_size, True, timeout, master_listen_fd=server.detach())
 
 
 def leave() -> None:
