@@ -21,6 +21,7 @@ from roll_async.config.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron.model_flops import model_flops
 from roll_async.trainer.megatron.ranks import RankSpec
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
+from roll_async.trainer.megatron.shares import BatchSplitter
 from roll_async.trainer.protocol import PolicyRows, TokenRows
 
 ROWS, WIDTH = 12, 30
@@ -192,6 +193,40 @@ def test_rows_without_advantage_are_left_out_and_the_step_stays_the_same(start, 
     assert left_out["trainer/loss"] == pytest.approx(computed["trainer/loss"], abs=1e-6)
     assert left_out["trainer/grad_norm"] == pytest.approx(computed["trainer/grad_norm"], rel=1e-5)
     assert (after - reference).abs().max() < 1e-3  # Adam turns rounding of tiny gradients into steps
+
+
+@pytest.mark.parametrize(
+    "split",
+    [{}, *({"micro_batching": mode, "max_tokens_per_microbatch": 96} for mode in ("dynamic", "packed"))],
+    ids=["fixed", "dynamic", "packed"],
+)
+def test_copies_are_computed_once_and_the_step_is_that_of_all_rows(start, tmp_path, monkeypatch, split):
+    """Rows of a group, as in a run: of twelve answers to three prompts five are copies, with other advantages."""
+    folder = model_folder(tmp_path / "in", tied=True)
+    rows, policy = batch()
+    taken = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 6, 6, 6])
+    rows = TokenRows(tokens=rows.tokens[taken], lengths=rows.lengths[taken], mask=rows.mask[taken])
+    policy = dataclasses.replace(policy, tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask)
+    results = []
+    for each_by_itself in (False, True):
+        if each_by_itself:
+            monkeypatch.setattr(BatchSplitter, "_sequences", lambda self, step, rows: [[row] for row in rows])
+        worker = start(folder, **split)
+        scored = worker.compute_logprobs(rows)
+        metrics = worker.update_policy(policy, 1)
+        results.append((metrics, worker.measured, scored, worker.compute_logprobs(rows)))
+    (once, used, scored, after), (each, used_by_each, expected, reference) = results
+    assert once["trainer/copied_rows_share"] == pytest.approx(5 / 12) and each["trainer/copied_rows_share"] == 0
+    assert (scored - expected).abs().max() < 1e-5
+    assert (after - reference).abs().max() < 1e-3  # Adam turns rounding of tiny gradients into steps
+    assert (after - scored).abs().max() > 1e-2
+    for key in each.keys() - {"trainer/copied_rows_share"}:
+        assert once[key] == pytest.approx(each[key], rel=1e-4, abs=1e-6), key
+    config = HfConfig(json.loads((Path(folder) / "config.json").read_text()), "config.json")
+    flops = model_flops(config, MegatronSettings(model_folder=""))
+    for measured, fed in ((used, rows.lengths[[0, 3, 4, 6, 7, 8, 9]].tolist()), (used_by_each, rows.lengths.tolist())):
+        work_per_token = measured["trainer/tflops_per_device"] * 1e12 / measured["trainer/tokens_per_device_s"]
+        assert work_per_token == pytest.approx(flops.step(fed) / sum(fed))
 
 
 def test_a_batch_without_any_advantage_takes_its_step(start, tmp_path):

@@ -1,8 +1,10 @@
 """Rows to what the model reads, and the model's answers back to rows.
 
 The model may see rows padded side by side, or packed one after another, and under context parallelism only its share of
-the positions. The loss never knows: answers are brought back to [b,t] rows, aligned with the tokens they speak of.
-Shape letters: B rows of a StepRows, b rows of a micro-batch, t its width, s positions this rank feeds.
+the positions; of rows that are copies of one another it sees one. The loss never knows: answers are brought back to
+[b,t] rows, aligned with the tokens they speak of.
+Shape letters: B rows of a StepRows, b rows of a micro-batch, q sequences fed for them, t its width, s positions that
+this rank feeds.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ class ContextShare:
 class ModelFeed:
     """What this rank's model reads. Position s predicts `targets[s]`, the token after it."""
 
-    tokens: Tensor  # [b,s] int64, packed: [1,s]
+    tokens: Tensor  # [q,s] int64, packed: [1,s]
     positions: Tensor  # like tokens
     targets: Tensor  # like tokens
     asked: Tensor  # [n] int64: positions of the flattened grid whose prediction is asked for
     padding: Tensor  # like tokens, bool: not a token of any row
     bounds: tuple[int, ...] | None
     """packed: where each sequence starts in the pack (over all context ranks), and the end; None: padded rows."""
-    experts: Tensor | None = None  # [b,s,L,K] int16, -1 where nothing is recorded
+    experts: Tensor | None = None  # [q,s,L,K] int16, -1 where nothing is recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +75,6 @@ class MicroBatch:
     """Some rows, cut to the longest of them. No rows: filler, so that all ranks take part equally often."""
 
     rows: Tensor  # [b] int64 row numbers in the StepRows they were cut from
-    tokens: Tensor  # [b,t] int64
     mask: Tensor  # [b,t] bool
     fields: Mapping[str, Tensor]  # [b,t] or [b]
     feed: ModelFeed
@@ -81,7 +82,7 @@ class MicroBatch:
 
 
 def cut(
-    rows: Sequence[int],
+    sequences: Sequence[Sequence[int]],
     step: StepRows,
     settings: MegatronSettings,
     *,
@@ -89,11 +90,15 @@ def cut(
     context: ContextShare,
     feed_shape: tuple[int, int] | None = None,
 ) -> MicroBatch:
-    """The micro-batch of these rows, on the device. `feed_shape` (rows, positions): pad the model's input up to it."""
-    index = torch.tensor(list(rows), dtype=torch.int64)
-    lengths = step.lengths[index].tolist()
+    """The micro-batch of these sequences, on the device: of each the rows that are it, equal in tokens and mask. The
+    first of them is fed. `feed_shape` (sequences, positions): pad the model's input up to it.
+    """
+    rows = torch.tensor([row for copies in sequences for row in copies], dtype=torch.int64)
+    fed = torch.tensor([copies[0] for copies in sequences], dtype=torch.int64)
+    fed_as = torch.tensor([i for i, copies in enumerate(sequences) for _ in copies], dtype=torch.int64)
+    lengths = step.lengths[fed].tolist()
     width = max((int(x) for x in lengths), default=1)
-    tokens, mask = _take(step.tokens, index, width), _take(step.mask, index, width)
+    tokens, mask = _take(step.tokens, fed, width), _take(step.mask, fed, width)
     place = _packed_place if settings.micro_batching == "packed" else _padded_place
     grid, bounds, source = place(lengths, width, settings, feed_shape)
     predicts = torch.zeros_like(mask)
@@ -103,7 +108,7 @@ def cut(
     share = _share_of(grid.shape, bounds, context)
 
     def lay(values: Tensor, filler: int | bool) -> Tensor:
-        """[b,t] values into the feed's grid, this context rank's share."""
+        """[q,t] values into the feed's grid, this context rank's share."""
         flat = torch.cat([values.reshape(-1), values.new_full((1,), filler)])
         return flat[grid.reshape(-1)].view(grid.shape).gather(1, share)
 
@@ -121,15 +126,14 @@ def cut(
         bounds=bounds,
         experts=None
         if step.experts is None
-        else _experts_at(step.experts, lay(_recorded(step.experts, index, width), -1)).to(device),
+        else _experts_at(step.experts, lay(_recorded(step.experts, fed, width), -1)).to(device),
     )
     return MicroBatch(
-        rows=index,
-        tokens=tokens.to(device),
-        mask=mask.to(device),
-        fields={name: _take(x, index, width).to(device) for name, x in step.fields.items()},
+        rows=rows,
+        mask=mask[fed_as].to(device),
+        fields={name: _take(x, rows, width).to(device) for name, x in step.fields.items()},
         feed=feed,
-        source=_in_gathered(source, grid.shape, bounds, context).to(device),
+        source=_in_gathered(source, grid.shape, bounds, context)[fed_as].to(device),
     )
 
 
@@ -144,7 +148,7 @@ def _records_of(experts: ExpertRows, index: Tensor) -> ExpertRows:
 
 
 def _recorded(experts: ExpertRows, index: Tensor, width: int) -> Tensor:
-    """[b,t] where the record of each token of the rows lies in `experts.ids`; -1 where there is none."""
+    """[q,t] where the record of each token of the rows lies in `experts.ids`; -1 where there is none."""
     count = experts.num_positions
     first = (count.cumsum(0) - count)[index, None]
     position = torch.arange(width)[None]
@@ -152,7 +156,7 @@ def _recorded(experts: ExpertRows, index: Tensor, width: int) -> Tensor:
 
 
 def _experts_at(experts: ExpertRows, places: Tensor) -> Tensor:
-    """[b,s,L,K] int16 records at `places` [b,s]; -1 where that is -1."""
+    """[q,s,L,K] int16 records at `places` [q,s]; -1 where that is -1."""
     if not len(experts.ids):
         return torch.full((*places.shape, *experts.ids.shape[1:]), -1, dtype=torch.int16)
     found = experts.ids[places.clamp(min=0)].to(torch.int16)

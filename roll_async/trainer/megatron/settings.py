@@ -112,6 +112,11 @@ class MegatronSettings:
     extra: Mapping[str, object] = field(default_factory=dict)
     """Handed to TransformerConfig unchanged."""
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether a training step leaves out activations at random."""
+        return any((self.lora_dropout, self.extra.get("hidden_dropout"), self.extra.get("attention_dropout")))
+
     @classmethod
     def of(cls, config: PipelineConfig, role: WorkerConfig) -> MegatronSettings:
         """One Megatron role as the config has it; with an optimizer and a loss when it trains."""

@@ -54,8 +54,10 @@ class ModelTraits:
 class MiniBatch:
     """One optimizer step, or one scoring call, as one data-parallel rank computes it."""
 
-    micro_batches: Parts
-    """Row numbers in the share. All ranks have the same number of micro-batches; some may be empty."""
+    micro_batches: Sequence[Parts]
+    """Of each micro-batch its sequences, of each sequence the rows that are it, by their numbers in the share; the
+    model is fed one of them. All ranks have the same number of micro-batches; some may be empty.
+    """
     feed_shape: tuple[int, int] | None
     """(rows, positions) of every micro-batch; None = as its rows need."""
     denominators: Mapping[str, Denominators]
@@ -66,6 +68,8 @@ class MiniBatch:
     """Of all rows that some rank computes, prompts included."""
     zero_gradient_rows_share: float
     """Of the rows, those that no rank computes."""
+    copied_rows_share: float
+    """Of the rows that some rank computes, those that it is not fed, because they are copies of one that it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +165,8 @@ class BatchSplitter:
         self, step: StepRows, part: range, computed: Sequence[int], rows_per_batch: int, normalizer_length: int
     ) -> list[MiniBatch]:
         """By data-parallel rank, still with the row numbers of the batch."""
-        lengths = [int(step.lengths[row]) for row in computed]
+        sequences = self._sequences(step, computed)
+        lengths = [int(step.lengths[copies[0]]) for copies in sequences]
         plan = plan_rows(
             lengths,
             self._settings,
@@ -175,12 +180,29 @@ class BatchSplitter:
             feed_shape=self._common_shape(plan, lengths),
             denominators=count_parts(step.fields, step.mask, part, normalizer_length),
             computed=count_parts(step.fields, step.mask, computed, 1),
-            num_tokens=sum(lengths),
+            num_tokens=int(step.lengths[list(computed)].sum()),
             zero_gradient_rows_share=1 - len(computed) / max(1, len(part)),
+            copied_rows_share=1 - len(sequences) / max(1, len(computed)),
         )
         return [
-            replace(of_all, micro_batches=[[computed[i] for i in rows] for rows in batches]) for batches in plan.ranks
+            replace(of_all, micro_batches=[[sequences[i] for i in batch] for batch in batches])
+            for batches in plan.ranks
         ]
+
+    def _sequences(self, step: StepRows, computed: Sequence[int]) -> Parts:
+        """The rows that are computed, by what the model reads and is asked. Samples of a group are often copies of one
+        another, and a model that draws nothing at random answers copies alike. Their losses may differ (advantages,
+        behaviour log-probs); what flows back into the one answer is the sum of their gradients. Not with experts, whose
+        load is balanced over all rows, and who may replay a record of each.
+        """
+        if self._model.has_experts or self._settings.drops_out:
+            return [[row] for row in computed]
+        found: dict[tuple[bytes, bytes], list[int]] = {}
+        for row in computed:
+            length = int(step.lengths[row])
+            read, asked = step.tokens[row, :length].numpy(), step.mask[row, :length].numpy()
+            found.setdefault((read.tobytes(), asked.tobytes()), []).append(row)
+        return list(found.values())
 
     def _common_shape(self, plan: RowPlan, lengths: Sequence[int]) -> tuple[int, int] | None:
         """One shape for all micro-batches of all ranks, where the model asks for it."""
@@ -195,14 +217,17 @@ class BatchSplitter:
 
 def _share(step: StepRows, mini_batches: Sequence[MiniBatch]) -> Share:
     """The rows of these mini-batches, and the mini-batches with row numbers of the share."""
-    numbers = sorted(row for part in mini_batches for rows in part.micro_batches for row in rows)
+    numbers = sorted(row for part in mini_batches for batch in part.micro_batches for rows in batch for row in rows)
     place = {row: i for i, row in enumerate(numbers)}
     index = torch.tensor(numbers, dtype=torch.int64)
     return Share(
         rows=step.taken(index),
         numbers=index,
         mini_batches=[
-            replace(part, micro_batches=[[place[row] for row in rows] for rows in part.micro_batches])
+            replace(
+                part,
+                micro_batches=[[[place[row] for row in rows] for rows in batch] for batch in part.micro_batches],
+            )
             for part in mini_batches
         ],
     )

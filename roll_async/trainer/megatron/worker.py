@@ -186,14 +186,16 @@ class MegatronWorker:
         for _ in range(settings.ppo_epochs):
             for part in share.mini_batches:
                 result = self._step(share, part, loss_for)
-                results.append({**result, "trainer/zero_gradient_rows_share": part.zero_gradient_rows_share})
+                result["trainer/zero_gradient_rows_share"] = part.zero_gradient_rows_share
+                result["trainer/copied_rows_share"] = part.copied_rows_share
+                results.append(result)
         used = self._use_of_device(share, settings.ppo_epochs, time.perf_counter() - began_s)
         return {**_mean_of(results, "trainer"), **used}
 
     def _use_of_device(self, share: Share, epochs: int, seconds: float) -> dict[str, float]:
         """What this rank's device did in a step, as its share of what the ranks with the same rows did."""
-        parts = [rows for part in share.mini_batches for rows in part.micro_batches]
-        lengths = [length for rows in parts for length in share.rows.lengths[list(rows)].tolist()]
+        fed = [rows[0] for part in share.mini_batches for batch in part.micro_batches for rows in batch]
+        lengths = share.rows.lengths[fed].tolist()
         sizes = self._settings.parallel
         rank_seconds = seconds * sizes.tensor * sizes.pipeline * sizes.context
         tflops = epochs * self._model.flops.step(lengths) / rank_seconds / 1e12

@@ -25,6 +25,11 @@ def step():
     return StepRows(tokens=torch.where(inside, tokens, 0), lengths=lengths, mask=mask, fields=fields)
 
 
+def alone(rows):
+    """Each row a sequence of its own."""
+    return [[row] for row in rows]
+
+
 def feeds(rows, mode, context, feed_shape=None):
     """The micro-batch as each context rank cuts it."""
     settings = MegatronSettings(
@@ -34,7 +39,7 @@ def feeds(rows, mode, context, feed_shape=None):
         parallel=ParallelSizes(context=context),
     )
     shares = [ContextShare(rank=rank, size=context) for rank in range(context)]
-    return [cut(rows, step(), settings, device=CPU, context=share, feed_shape=feed_shape) for share in shares]
+    return [cut(alone(rows), step(), settings, device=CPU, context=share, feed_shape=feed_shape) for share in shares]
 
 
 @pytest.mark.parametrize("mode", ["fixed", "packed"])
@@ -124,7 +129,8 @@ def test_recorded_experts_lie_where_their_tokens_are_fed(mode, context):
     seen = 0
     for rank in range(context):
         share = ContextShare(rank=rank, size=context)
-        feed = cut(rows, replace(whole, experts=experts), settings, device=CPU, context=share, feed_shape=shape).feed
+        step_rows = replace(whole, experts=experts)
+        feed = cut(alone(rows), step_rows, settings, device=CPU, context=share, feed_shape=shape).feed
         assert feed.experts.shape == (*feed.tokens.shape, 2, 3) and feed.experts.dtype == torch.int16
         for token, position, padding, found in zip(
             *(x.reshape(-1).tolist() for x in (feed.tokens, feed.positions, feed.padding)),
@@ -139,3 +145,33 @@ def test_recorded_experts_lie_where_their_tokens_are_fed(mode, context):
             assert position < counts[b] and token == whole.tokens[b, position]
             seen += 1
     assert seen == sum(counts[b] for b in rows)
+
+
+@pytest.mark.parametrize("mode", ["fixed", "packed"])
+@pytest.mark.parametrize("context", [1, 2])
+def test_copies_are_fed_once_and_each_takes_its_answers_and_gives_its_gradient(mode, context):
+    index = torch.tensor([0, 3, 0, 3, 4, 3])
+    whole = replace(step().taken(index), fields={"advantages": torch.arange(6.0)})
+    settings = MegatronSettings(
+        model_folder="", micro_batching=mode, max_tokens_per_microbatch=64, parallel=ParallelSizes(context=context)
+    )
+    copies = [[1, 3, 5], [4], [0, 2]]
+    parts = [
+        cut(copies, whole, settings, device=CPU, context=ContextShare(rank=rank, size=context))
+        for rank in range(context)
+    ]
+    fed = [tokens for part in parts for tokens in part.feed.tokens[~part.feed.padding].tolist()]
+    assert sorted(fed) == sorted(whole.tokens[[0, 1, 4]][whole.tokens[[0, 1, 4]] != 0].tolist())
+    answers = torch.cat([(part.feed.tokens * 100 + part.feed.positions).reshape(-1).double() for part in parts])
+    answers.requires_grad_()
+    rows = [1, 3, 5, 4, 0, 2]
+    assert parts[0].rows.tolist() == rows and parts[0].fields["advantages"].tolist() == rows
+    found = rows_of(parts[0], answers)
+    for i, row in enumerate(rows):
+        for t in range(1, int(whole.lengths[row])):
+            expected = whole.tokens[row, t - 1] * 100 + t - 1 if whole.mask[row, t] else 0
+            assert found[i, t] == expected
+    (found * parts[0].fields["advantages"][:, None]).sum().backward()
+    # 9 = 1 + 3 + 5, 2 = 0 + 2: each position of a fed row is given what its copies give together.
+    assert answers.grad.sum() == 9 * whole.mask[1].sum() + 4 * whole.mask[4].sum() + 2 * whole.mask[0].sum()
+    assert set(answers.grad.tolist()) == {0.0, 9.0, 4.0, 2.0}

@@ -1,6 +1,7 @@
 """Shares of a batch: every row is sent to one data-parallel rank with all that belongs to it, the counts to all."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def rows():
     return TokenRows(tokens=tokens, lengths=lengths, mask=mask, experts=experts), policy
 
 
-def splitter(num_ranks, mode="fixed", *, common_shape=False, **fields):
+def splitter(num_ranks, mode="fixed", *, common_shape=False, has_experts=False, **fields):
     settings = MegatronSettings(
         model_folder="",
         loss=LossSettings(pg_variant="ppo", pg_options=PpoOptions(), normalizer_length=77),
@@ -56,7 +57,7 @@ def splitter(num_ranks, mode="fixed", *, common_shape=False, **fields):
         mini_batch_rows=NUM_ROWS // 2,
         **{"router_replay": True, **MODES[mode], **fields},
     )
-    model = ModelTraits(flops=FLOPS, has_experts=False, common_shape=common_shape)
+    model = ModelTraits(flops=FLOPS, has_experts=has_experts, common_shape=common_shape)
     return BatchSplitter(settings, model, num_ranks)
 
 
@@ -85,7 +86,9 @@ def test_every_row_is_computed_once_by_the_one_rank_it_is_sent_to(mode, num_rank
         assert len(shares) == num_ranks
         assert sorted(row for share in shares for row in share.numbers.tolist()) == list(range(NUM_ROWS))
         for share in shares:
-            computed = [i for part in share.mini_batches for batch in part.micro_batches for i in batch]
+            computed = [
+                i for part in share.mini_batches for batch in part.micro_batches for rows in batch for i in rows
+            ]
             assert sorted(computed) == list(range(len(share.numbers)))
             assert (share.numbers.diff() > 0).all()
         for parts in zip(*(share.mini_batches for share in shares), strict=True):
@@ -156,3 +159,43 @@ def test_more_ranks_than_rows_leave_some_without_any():
     shares = splitter(4).scoring(few)
     assert [len(share.numbers) for share in shares] == [1, 1, 0, 0]
     assert shares[3].rows.tokens.shape == (0, 0) and shares[3].mini_batches[0].micro_batches == [[]]
+
+
+def with_copies():
+    """The rows to train on, of which each second one has the tokens of the one before it; row 5 is asked elsewhere."""
+    _, policy = rows()
+    for values in (policy.tokens, policy.lengths, policy.mask):
+        values[1::2] = values[::2]
+    policy.mask[5, 2] ^= True
+    return replace(policy, experts=None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_copies_stay_together_and_count_once_where_work_is_planned(mode, num_ranks):
+    policy, seen = with_copies(), []
+    for share in splitter(num_ranks, mode).policy(policy):
+        for part in share.mini_batches:
+            for batch in part.micro_batches:
+                seen += [tuple(share.numbers[rows].tolist()) for rows in batch]
+                widths = [int(share.rows.lengths[rows[0]]) for rows in batch]
+                assert mode == "fixed" or len(batch) == 1 or sum(widths) <= 500
+                assert mode != "fixed" or len(batch) <= 4
+    pairs = [(row, row + 1) for row in range(0, NUM_ROWS, 2)]
+    assert [part.copied_rows_share for part in share.mini_batches] == [15 / 32, 16 / 32]
+    assert sorted(seen) == sorted([*(pair for pair in pairs if pair != (4, 5)), (4,), (5,)])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"has_experts": True},
+        {"lora_dropout": 0.1},
+        {"extra": {"hidden_dropout": 0.1}},
+        {"extra": {"attention_dropout": 0.1}},
+    ],
+)
+def test_copies_are_all_fed_where_they_are_not_answered_alike(fields):
+    (share,) = splitter(1, **fields).policy(with_copies())
+    assert all(len(rows) == 1 for part in share.mini_batches for batch in part.micro_batches for rows in batch)
+    assert [part.copied_rows_share for part in share.mini_batches] == [0, 0]
