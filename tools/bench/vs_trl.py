@@ -51,6 +51,7 @@ BEST = (
     "actor_infer.strategy_args.strategy_config.enable_prefix_caching=false",  # prompts are 8 tokens long
     "actor_train.micro_batching=packed",
     "actor_train.max_tokens_per_microbatch=4096",
+    "actor_infer.world_size=2",  # one engine decodes on one core, and the trainer leaves the other half free
 )
 
 TRL_RUN = r"""
