@@ -1,6 +1,7 @@
 """The tables of staleness and of TRL: which runs they need, how they go on after a stop, and when a budget is kept."""
 
 import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from tools.addition import HEAVY_TAIL_DIGITS, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
+import admission_table
 import neighbours
 import staleness_table
 import vs_trl
@@ -117,3 +119,21 @@ def test_neighbours_are_compared_by_the_work_that_lies_wholly_in_the_time_both_w
     assert neighbours.rate_within(units, 1.0, 10.0) == (2 / 6, 1.5)
     with pytest.raises(SystemExit, match="no unit of work fits into --seconds 1; give more"):
         neighbours.rate_within(units, 2.5, 3.5)
+
+
+@pytest.mark.parametrize("seed", [1, 8])
+def test_answers_get_longer_when_the_setting_says_so(monkeypatch, seed):
+    """A sleep may end early by the resolution of the clock, as with seed 8: the change came after the next one."""
+    asked_s = []
+
+    class Watched(admission_table.Backlog):
+        def next(self):
+            if self.longer:
+                asked_s.append(asyncio.get_running_loop().time())
+            return super().next()
+
+    monkeypatch.setattr(admission_table, "Backlog", Watched)
+    lengths = admission_table.lognormal(100, 0.8, 1000)
+    setting = admission_table.Setting(name="", lengths=lengths, limit=1000, seconds=900, longer_from_s=300)
+    admission_table.measure(setting, fixed=4, seed=seed)
+    assert 300 <= round(min(asked_s), 3) < 303

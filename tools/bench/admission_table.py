@@ -36,7 +36,9 @@ CAP = 256
 FIXED = (4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256)
 TOKEN_S, PREFILL_S = 0.02, 0.0002
 ROUNDING_S = 1e-6
-"""A sleep shorter than the resolution of the loop's clock takes no time, and would be repeated for ever."""
+"""A sleep shorter than the resolution of the loop's clock takes no time, and would be repeated for ever; one may end
+by so much early.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ async def _measure(setting: Setting, manager_options: ManagerOptions, seed: int)
         step_s = setting.push_s or setting.longer_from_s or setting.seconds
         while setting.seconds - loop.time() > ROUNDING_S:
             await asyncio.sleep(min(step_s, setting.seconds - loop.time()))
-            if setting.longer_from_s is not None and loop.time() >= setting.longer_from_s:
+            if setting.longer_from_s is not None and loop.time() >= setting.longer_from_s - ROUNDING_S:
                 backlog.longer = True
             if setting.push_s is not None:
                 await manager.interrupt("resume", 10.0)
