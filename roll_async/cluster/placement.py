@@ -55,22 +55,16 @@ class GrantedNode:
     """Threads of each process there."""
 
 
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the maximum
-    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
-"""For glibc, of processes that compute on the CPU. The tensors of a step are as large as those of the one before, and
-memory that goes back to the system in between is fetched and zeroed again, page by page. The last asks for transparent
-huge pages, with which a trainer's step takes some percent less; a system without them, and glibc before 2.35, pass over
-it.
+_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
+"""For glibc, of processes that compute on the CPU: the tensors of a step are as large as those of the one before, and
+memory that goes back to the system in between is fetched and zeroed again, page by page. The first is glibc's maximum.
 """
 
 
 def process_env(placement: ProcessPlacement, granted: GrantedNode | None) -> dict[str, str]:
     """Environment that confines a process to its devices and threads, set before any library is imported."""
     if granted is None:
-        threads, devices = placement.num_threads, {"CUDA_VISIBLE_DEVICES": "", **_MALLOC}
+        threads, devices = placement.num_threads, {"CUDA_VISIBLE_DEVICES": "", **_KEEP_FREED_MEMORY}
     else:
         visible = ",".join(granted.devices[gpu] for gpu in placement.gpu_ids)
         threads = granted.num_threads

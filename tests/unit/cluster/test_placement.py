@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -63,15 +62,8 @@ def test_a_process_sees_the_devices_that_the_scheduler_gave_and_no_others():
     assert half.granted("10.0.0.2", ["GPU-b", "GPU-a"], 2).devices == {6: "GPU-b", 7: "GPU-a"}
     assert half.granted("10.0.0.2", ["10", "9"], 2).devices == {6: "9", 7: "10"}, "numbers, not texts"
     on_cpu = process_env(ProcessPlacement(index=0, node=0, gpu_ids=(), num_threads=3), None)
-    confined = {name: value for name, value in on_cpu.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    confined = {name: value for name, value in on_cpu.items() if not name.startswith("MALLOC_")}
     assert confined == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}
-
-
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def _glibc() -> tuple[int, ...]:
-    return tuple(map(int, platform.libc_ver()[1].split(".")))
 
 
 _FAULTS = """
@@ -94,8 +86,5 @@ def test_a_process_on_the_cpu_fetches_the_memory_of_its_steps_once():
 
     on_cpu = process_env(ProcessPlacement(index=0, node=0, gpu_ids=(), num_threads=1), None)
     pages = 5 * 4 * (20 << 20) // os.sysconf("SC_PAGE_SIZE")
-    with_huge_pages = {name: value for name, value in on_cpu.items() if not name.startswith("MALLOC_")}
-    by_default = {name: value for name, value in with_huge_pages.items() if name != "GLIBC_TUNABLES"}
+    by_default = {name: value for name, value in on_cpu.items() if not name.startswith("MALLOC_")}
     assert faults(on_cpu) < pages // 20 < faults(by_default)
-    if _HUGE_PAGES.exists() and "[madvise]" in _HUGE_PAGES.read_text() and _glibc() >= (2, 35):
-        assert faults(with_huge_pages) < pages // 20, "what is fetched again comes in huge pages"
