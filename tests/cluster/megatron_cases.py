@@ -71,10 +71,13 @@ def model_folder(folder, kind, seed=0, vocabulary=VOCABULARY):
 
 
 def batch(num_rows=NUM_ROWS, seed=1):
-    """Rows of different lengths with everything a PPO loss reads."""
+    """Rows of different lengths with everything a PPO loss reads; the last has the tokens of the first, as samples of a
+    group often have.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(8, WIDTH + 1, (num_rows,), generator=generator)
     tokens = torch.randint(1, VOCABULARY, (num_rows, WIDTH), generator=generator)
+    lengths[-1], tokens[-1] = lengths[0], tokens[0]
     positions = torch.arange(WIDTH)[None]
     tokens[positions >= lengths[:, None]] = 0
     mask = (positions < lengths[:, None]) & (positions >= 4)
