@@ -70,14 +70,15 @@ def model_folder(folder, kind, seed=0, vocabulary=VOCABULARY):
     return str(folder)
 
 
-def batch(num_rows=NUM_ROWS, seed=1):
-    """Rows of different lengths with everything a PPO loss reads; the last has the tokens of the first, as samples of a
-    group often have.
+def batch(num_rows=NUM_ROWS, seed=1, *, a_copy=False):
+    """Rows of different lengths with everything a PPO loss reads. `a_copy`: the last has the tokens of the first, as
+    samples of a group often have.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(8, WIDTH + 1, (num_rows,), generator=generator)
     tokens = torch.randint(1, VOCABULARY, (num_rows, WIDTH), generator=generator)
-    lengths[-1], tokens[-1] = lengths[0], tokens[0]
+    if a_copy:
+        lengths[-1], tokens[-1] = lengths[0], tokens[0]
     positions = torch.arange(WIDTH)[None]
     tokens[positions >= lengths[:, None]] = 0
     mask = (positions < lengths[:, None]) & (positions >= 4)
@@ -162,7 +163,7 @@ def measure(rank, world_size, port, settings):
     """One layout: weights out, log-probs, two optimizer steps, log-probs again. Rank 0 reports."""
     began = time.monotonic()
     worker = start_worker(rank, world_size, port, settings)
-    rows, policy = batch()
+    rows, policy = batch(a_copy=True)
     exported = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
     before = worker.compute_logprobs(rows)
     steps = [worker.update_policy(policy, step) for step in (1, 2)]
