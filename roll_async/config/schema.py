@@ -69,6 +69,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
+MEGATRON_DROPOUTS = ("hidden_dropout", "attention_dropout")
+"""Keys of `extra` with which Megatron leaves out activations at random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +233,7 @@ class PipelineConfig:
     def _dropouts(self) -> Iterator[tuple[str, float]]:
         """Of the actor: (key, share dropped in training)."""
         yield "lora_dropout", self.actor_train.model_args.lora_dropout
-        for name in ("hidden_dropout", "attention_dropout"):
+        for name in MEGATRON_DROPOUTS:
             share = self.actor_train.strategy_args.strategy_config.extra.get(name)
             yield name, share if isinstance(share, int | float) else 0.0
 

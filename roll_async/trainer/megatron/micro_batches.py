@@ -90,8 +90,8 @@ def cut(
     context: ContextShare,
     feed_shape: tuple[int, int] | None = None,
 ) -> MicroBatch:
-    """The micro-batch of these sequences, on the device: of each the rows that are it, equal in tokens and mask. The
-    first of them is fed. `feed_shape` (sequences, positions): pad the model's input up to it.
+    """The micro-batch of these sequences, on the device. Each is given as the rows that are copies of it, equal in
+    tokens and mask; the first is fed. `feed_shape` (sequences, positions): pad the model's input up to it.
     """
     rows = torch.tensor([row for copies in sequences for row in copies], dtype=torch.int64)
     fed = torch.tensor([copies[0] for copies in sequences], dtype=torch.int64)

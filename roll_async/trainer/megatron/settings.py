@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roll_async.algorithms.objective import LossSettings
-from roll_async.config.schema import MegatronInferConfig, MegatronTrainConfig, PipelineConfig, WorkerConfig
+from roll_async.config.schema import (
+    MEGATRON_DROPOUTS,
+    MegatronInferConfig,
+    MegatronTrainConfig,
+    PipelineConfig,
+    WorkerConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +121,7 @@ class MegatronSettings:
     @property
     def drops_out(self) -> bool:
         """Whether a training step leaves out activations at random."""
-        return any((self.lora_dropout, self.extra.get("hidden_dropout"), self.extra.get("attention_dropout")))
+        return bool(self.lora_dropout) or any(self.extra.get(name) for name in MEGATRON_DROPOUTS)
 
     @classmethod
     def of(cls, config: PipelineConfig, role: WorkerConfig) -> MegatronSettings:

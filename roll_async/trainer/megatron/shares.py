@@ -7,6 +7,7 @@ the batch, b rows of a share, T positions.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,11 +56,11 @@ class MiniBatch:
     """One optimizer step, or one scoring call, as one data-parallel rank computes it."""
 
     micro_batches: Sequence[Parts]
-    """Of each micro-batch its sequences, of each sequence the rows that are it, by their numbers in the share; the
-    model is fed one of them. All ranks have the same number of micro-batches; some may be empty.
+    """`micro_batches[m][i]`: the rows that are copies of sequence i of micro-batch m, by their numbers in the share;
+    the model is fed the first. All ranks have the same number of micro-batches; some may be empty.
     """
     feed_shape: tuple[int, int] | None
-    """(rows, positions) of every micro-batch; None = as its rows need."""
+    """(sequences, positions) of every micro-batch; None = as its sequences need."""
     denominators: Mapping[str, Denominators]
     """By part of the loss, over all rows of the mini-batch, whichever rank computes them."""
     computed: Mapping[str, Denominators]
@@ -190,18 +191,19 @@ class BatchSplitter:
         ]
 
     def _sequences(self, step: StepRows, computed: Sequence[int]) -> Parts:
-        """The rows that are computed, by what the model reads and is asked. Samples of a group are often copies of one
-        another, and a model that draws nothing at random answers copies alike. Their losses may differ (advantages,
-        behaviour log-probs); what flows back into the one answer is the sum of their gradients. Not with experts, whose
-        load is balanced over all rows, and who may replay a record of each.
+        """The rows that are computed, copies together: rows equal in tokens and mask. Samples of a group are often
+        copies of one another, and a model that draws nothing at random answers copies alike. Their losses may differ
+        (advantages, behaviour log-probs); what flows back into the one answer is the sum of their gradients. With
+        experts every row stays alone: their load is balanced over all rows, and each row may have its own record.
         """
         if self._model.has_experts or self._settings.drops_out:
             return [[row] for row in computed]
-        found: dict[tuple[bytes, bytes], list[int]] = {}
+        found: dict[bytes, list[int]] = {}
         for row in computed:
             length = int(step.lengths[row])
-            read, asked = step.tokens[row, :length].numpy(), step.mask[row, :length].numpy()
-            found.setdefault((read.tobytes(), asked.tobytes()), []).append(row)
+            content = hashlib.sha256(step.tokens[row, :length].contiguous().numpy())  # no copy of a batch's tokens
+            content.update(step.mask[row, :length].contiguous().numpy())
+            found.setdefault(content.digest(), []).append(row)
         return list(found.values())
 
     def _common_shape(self, plan: RowPlan, lengths: Sequence[int]) -> tuple[int, int] | None:
