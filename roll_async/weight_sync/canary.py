@@ -4,7 +4,8 @@ A digest proves that an engine holds the bytes that were sent. It does not prove
 adapter that was never merged, experts in another order, a tied head that kept its old copy, rope scaling that was
 ignored all pass it, and the run then learns from samples of another policy.
 
-    begin(version): the trainer scores the canary before it exports
+    begin(version): a push begins: engines answer first what they were asked about the weights before
+    sent(version):  the trainer, whose weights have been sent, scores the canary while the engines swap
     start(version): engines are asked after the swap; they answer when it is their requests' turn
     found():        what they answered -> CanaryReport, with an alarm for each replica that differs
     check_returned: the same of replicas that return between two pushes, where a mismatch ends the run
@@ -60,7 +61,9 @@ class CanaryOptions:
     stop: bool = False
     """An engine beyond the band ends the run; False = a warning."""
     at_once: bool = False
-    """`start` waits for the answers. With `stop` always, so that no sample of an engine is trained before its check."""
+    """The trainer scores before it sends, and `start` waits for the answers. The latter with `stop`, too, so that no
+    sample of an engine is trained before its check.
+    """
     adapter: bool = False
     """The trainer trains an adapter, which the export merges."""
     timeout_s: float = 60.0
@@ -117,21 +120,41 @@ class Canary:
         self._before: _Scores | None = None
         self._engines: dict[str, _Scores] = {}
         self._check: asyncio.Task[CanaryReport] | None = None
+        self._scoring: asyncio.Task[None] | None = None
 
     async def begin(self, version: WeightVersion) -> None:
-        """Score with the trainer under `version`, before it exports, while its weights are on its devices. Engines
-        still hold the weights before: what they are asked about these is answered first.
+        """A push of `version` begins. Engines still hold the weights before: what they are asked about these is
+        answered first. Where they share devices with the trainer, it scores now, while its weights are there.
         """
-        if self._check is not None:
-            await asyncio.wait({self._check})
+        for earlier in (self._check, self._scoring):
+            if earlier is not None:
+                await asyncio.wait({earlier})
+        self._scoring = None
+        if self._options.at_once:
+            await self._scored(version)
+
+    def sent(self, version: WeightVersion) -> None:
+        """The trainer has sent `version`, and has nothing to do until the engines serve it: it scores."""
+        if self._scoring is None:
+            self._scoring = asyncio.create_task(self._score(version), name=f"scores of version {version}")
+
+    async def _scored(self, version: WeightVersion) -> None:
+        self.sent(version)
+        assert self._scoring is not None
+        await self._scoring
+
+    async def _score(self, version: WeightVersion) -> None:
         values = _flat(await self._source.score(self._rows))
         if self._trainer is None or self._trainer.version != version:
             self._before = self._trainer
         self._trainer = _Scores(version=version, values=values)
 
     async def start(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> None:
-        """Begin the check of replicas that serve `version`; `found` has its result."""
-        self._check = asyncio.create_task(self.check(version, tuple(replicas)), name=f"canary of version {version}")
+        """Begin the check of replicas that serve `version`; `found` has its result. Waits for the trainer's scores: its
+        next step changes the weights.
+        """
+        await self._scored(version)
+        self._check = asyncio.create_task(self._compare(version, tuple(replicas)), name=f"canary of version {version}")
         if self._options.stop or self._options.at_once:
             await self._check
 
@@ -141,12 +164,12 @@ class Canary:
         """
         return None if self._check is None else await self._check
 
-    async def check(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> CanaryReport:
+    async def _compare(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> CanaryReport:
         """Compare replicas that serve `version`. A replica that does not answer is warned of only: the server manager
         detects dead replicas. Raises EngineMismatch with the option `stop`.
         """
         trainer = self._trainer
-        assert trainer is not None and trainer.version == version, "check without begin"
+        assert trainer is not None and trainer.version == version, "compared with scores of another version"
         scores = await self._scores_of(replicas)
         difference = {name: _distance(values, trainer.values) for name, values in scores.items()}
         moved = None if self._before is None else _distance(trainer.values, self._before.values)

@@ -129,6 +129,8 @@ class _Push(Generic[Replica]):
     started_s: float
     waiting: list[Replica]
     """Replicas that do not hold the weights yet."""
+    canary: Canary | None = None
+    """Checks what the replicas compute with them."""
     late: list[Replica] = field(default_factory=list)
     """Replicas that missed the deadline of a call; this push does not try them again: it would be a second time-out."""
     proved: list[Replica] = field(default_factory=list)
@@ -238,7 +240,8 @@ class ParameterSynchronizer(Generic[Replica]):
         """
         assert self._push is None, f"push of version {version} during the push of another"
         waiting = [*self._replicas(), *self._returning.values()]
-        self._push = push = _Push(version=version, started_s=asyncio.get_running_loop().time(), waiting=waiting)
+        now = asyncio.get_running_loop().time()
+        self._push = push = _Push(version=version, started_s=now, waiting=waiting, canary=self._canary)
         self._returned.clear()
         try:
             if self._canary is not None:
@@ -277,6 +280,8 @@ class ParameterSynchronizer(Generic[Replica]):
                 await self._attempt(push)
             if push.proved:
                 await self._interrupt(push)
+                if push.canary is not None:
+                    push.canary.sent(push.version)
                 await self._commit(push)
             if not push.waiting or push.attempt >= attempts:
                 break

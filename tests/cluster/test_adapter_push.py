@@ -277,7 +277,8 @@ def test_the_canary_names_an_adapter_that_was_proved_and_never_delivered(replica
         source.model = copy.deepcopy(replica.models[version])
         await canary.begin(version)
         await replica.serve(version, content)
-        return (await canary.check(version, [replica])).alarms
+        await canary.start(version, [replica])
+        return (await canary.found()).alarms
 
     async def go():
         assert await check(0, Content.WHOLE) == ()

@@ -104,14 +104,16 @@ def after_two_pushes(folder, first, damage, *, engines=2, adapter=False):
             trainer = Trainer(first)
             canary = Canary(ROWS, trainer, options)
             await canary.begin(1)
-            whole = await canary.check(1, served)
+            await canary.start(1, served)
+            whole = await canary.found()
             assert whole.alarms == () and max(whole.difference.values()) < 1e-5
             trainer.model = second
             await canary.begin(2)
             for engine in served:
                 engine.takes(second)
             damage(served[-1].model, first)
-            return await canary.check(2, served)
+            await canary.start(2, served)
+            return await canary.found()
         finally:
             for engine in served:
                 await engine.engine.close()

@@ -43,7 +43,8 @@ def history(*versions, **options):
         for version, (trainer, engines) in enumerate(versions, 1):
             canary._source.values = trainer
             await canary.begin(version)
-            reports.append(await canary.check(version, [Engine(name, values) for name, values in engines.items()]))
+            await canary.start(version, [Engine(name, values) for name, values in engines.items()])
+            reports.append(await canary.found())
         return reports
 
     return asyncio.run(go())
@@ -101,11 +102,11 @@ def test_a_push_that_is_tried_again_compares_with_the_version_before_not_with_it
     canary = Canary(ROWS, Trainer([-1, -2, -3]), CanaryOptions(prompts=2, band=0.1))
 
     async def go():
-        await canary.begin(1)
-        canary._source.values = [-2, -3, -4]
-        await canary.begin(2)
-        await canary.begin(2)
-        return await canary.check(2, [Engine("a", [-2, -3, -4])])
+        for version, values in ((1, [-1, -2, -3]), (2, [-2, -3, -4]), (2, [-2, -3, -4])):
+            canary._source.values = values
+            await canary.begin(version)
+            await canary.start(version, [Engine("a", values)])
+        return await canary.found()
 
     assert asyncio.run(go()).moved == pytest.approx(1)
 

@@ -270,6 +270,60 @@ def test_with_stop_a_replica_that_returns_between_pushes_is_asked_before_anythin
     assert world.sync.status().state is SyncState.IDLE
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("score_s", [COMMIT_S / 2, 3 * COMMIT_S])
+def test_the_trainer_scores_the_canary_while_the_engines_swap_unless_they_share_its_devices(run, score_s, at_once):
+    class Scoring(World):
+        async def score(self, rows):
+            self.calls.append(("trainer", "scores", asyncio.get_running_loop().time()))
+            await asyncio.sleep(score_s)
+            return await super().score(rows)
+
+    world = Scoring(canary=CanaryOptions(prompts=1, band=0.1, at_once=at_once))
+
+    async def go():
+        report = await world.sync.push(1)
+        return report, asyncio.get_running_loop().time()
+
+    report, ended_s = run(go())
+    transfer_s = BUCKETS * LOAD_S
+    first, *_, last = world.order("scores", "begin", "commit", "release")
+    assert (first, last) == (("scores", "release") if at_once else ("begin", "release"))
+    assert report.stopped_s == PAUSE_S + COMMIT_S  # the engines do not wait for the trainer's scores
+    assert ended_s == transfer_s + PAUSE_S + (score_s + COMMIT_S if at_once else max(score_s, COMMIT_S))
+    assert world.sync.status().version == 1
+
+
+def test_a_swap_that_is_tried_again_asks_the_trainer_once(run):
+    world = World(canary=CanaryOptions(prompts=1, band=0.1))
+    world.engines[0].wrong["commit"] = [RuntimeError("no memory")]
+    scores = []
+
+    async def score(rows):
+        scores.append(rows)
+        return [array("f", [-1.0]) for _ in rows]
+
+    world.score = score
+
+    async def go():
+        await world.sync.push(1)
+        return await world.sync.checked()
+
+    assert set(run(go()).difference) == {"engine-0", "engine-1"} and len(scores) == 1
+
+
+def test_a_trainer_that_cannot_score_ends_the_push(run):
+    world = World(canary=CanaryOptions(prompts=1, band=0.1))
+
+    async def score(rows):
+        raise ConnectionError("actor_train rank 0 is gone")
+
+    world.score = score
+    with pytest.raises(ConnectionError, match="rank 0 is gone"):
+        run(world.sync.push(1))
+    assert world.sync.status().state is SyncState.IDLE and not world.stopped
+
+
 def test_a_replica_that_leaves_while_another_one_rejoins_is_let_go(run):
     class Leaving(World):
         async def readmit(self, replica):
