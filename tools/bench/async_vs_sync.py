@@ -25,7 +25,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -56,8 +60,21 @@ BUDGET = 0.95
 """Of the bound."""
 
 
-def run(config: str, ratio: float, steps: int, folder: Path, overrides: list[str]) -> list[dict[str, float]]:
-    """One run; its metrics, one dict per step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The steps of one run after its warm-up."""
+
+    steps: list[dict[str, float]]
+    """Metrics."""
+    core_s: float
+    """Seconds of all cores at work, mean of the steps."""
+
+    def mean(self, name: str) -> float:
+        return statistics.mean(step[name] for step in self.steps)
+
+
+def run(config: str, ratio: float, steps: int, warmup: int, folder: Path, overrides: list[str]) -> Run:
+    """One run of the pipeline."""
     name = f"ratio_{ratio:g}"
     command = [
         sys.executable,
@@ -72,11 +89,23 @@ def run(config: str, ratio: float, steps: int, folder: Path, overrides: list[str
         "save_steps=0",
         *overrides,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{name} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    log, metrics, at_work = folder / f"{name}.log", folder / name / "metrics.jsonl", dict[int, float]()
+    with log.open("w") as output:
+        started = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        while started.poll() is None:
+            finished = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+            at_work.setdefault(finished, cores_at_work())
+            time.sleep(0.05)
+    if started.returncode:
+        sys.exit(f"{name} ended with {started.returncode}:\n{log.read_text()[-6000:]}")
+    measured = [json.loads(line) for line in metrics.read_text().splitlines()][warmup:]
+    return Run(steps=measured, core_s=(at_work[warmup + len(measured)] - at_work[warmup]) / len(measured))
+
+
+def cores_at_work() -> float:
+    """Seconds that all cores have worked since the machine started."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, part, 0.0) for part in ("user", "nice", "system", "irq", "softirq"))
 
 
 def make_model(assets: Path, folder: Path) -> None:
@@ -117,14 +146,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(args.assets), Path(scratch) / "model")
         args.overrides = [f"pretrain={scratch}/model", *COMMON, *SETTINGS[args.setting], *args.overrides]
-        sync = run(args.config, 0, args.steps, Path(scratch), args.overrides)[args.warmup :]
-        overlapped = run(args.config, 1, args.steps, Path(scratch), args.overrides)[args.warmup :]
-    step_sync = statistics.mean(m["time/step_s"] for m in sync)
-    step_async = statistics.mean(m["time/step_s"] for m in overlapped)
-    generation = statistics.mean(m["time/wait_batch_s"] for m in sync)
+        sync = run(args.config, 0, args.steps, args.warmup, Path(scratch), args.overrides)
+        overlapped = run(args.config, 1, args.steps, args.warmup, Path(scratch), args.overrides)
+    step_sync, step_async = sync.mean("time/step_s"), overlapped.mean("time/step_s")
+    generation = sync.mean("time/wait_batch_s")
     training = step_sync - generation
-    bound = (generation + training) / max(generation, training)
-    speedup = step_sync / step_async
+    longer = max(generation, training)
+    bound, speedup = step_sync / longer, step_sync / step_async
+    batches = [step["time/wait_batch_s"] for step in sync.steps]
+    others = [step["time/step_s"] - step["time/wait_batch_s"] for step in sync.steps]
+    longer_each_time = statistics.mean(map(max, batches[1:], others))
     line = {
         "name": f"async_vs_sync/{args.setting}",
         "value": round(speedup, 3),
@@ -138,10 +169,14 @@ def main() -> None:
         "t_train_s": round(training, 3),
         "step_sync_s": round(step_sync, 3),
         "step_async_s": round(step_async, 3),
-        "waited_async_s": round(statistics.mean(m["time/wait_batch_s"] for m in overlapped), 3),
+        "waited_async_s": round(overlapped.mean("time/wait_batch_s"), 3),
+        "core_s_sync": round(sync.core_s, 3),
+        "core_s_async": round(overlapped.core_s, 3),
+        "most_by_cores": round(min(1.0, longer / (sync.core_s / (psutil.cpu_count() or 1))), 3),
+        "most_by_chance": round(min(1.0, longer / longer_each_time), 3),
         "busy_core": shares,
-        "steps": len(sync),
-        "staleness_max": max(m["staleness/max"] for m in overlapped),
+        "steps": len(sync.steps),
+        "staleness_max": max(step["staleness/max"] for step in overlapped.steps),
     }
     print(json.dumps(line))
 
