@@ -195,7 +195,7 @@ class VllmConfig(ServerConfig):
     max_num_batched_tokens: int | None = bounded(None, ">= 1")
     """Tokens in one engine step, null = vLLM's choice."""
     enforce_eager: bool = False
-    """true turns CUDA graphs off."""
+    """true turns CUDA graphs off. A CPU engine has none, and nothing in their place."""
     enable_prefix_caching: bool = True
     """Share the prompt's KV cache among the samples of a group."""
     core_in_process: bool = True
@@ -215,7 +215,7 @@ class SglangConfig(ServerConfig):
     chunked_prefill_size: int | None = bounded(None, ">= 1")
     """Tokens of one prefill chunk, null = SGLang's choice."""
     disable_cuda_graph: bool = False
-    """Run eagerly."""
+    """true turns CUDA graphs off. A CPU engine has none."""
     disable_radix_cache: bool = False
     """Do not share prompt prefixes."""
     attention_backend: str | None = None
