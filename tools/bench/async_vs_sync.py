@@ -11,10 +11,19 @@ mean, so that the engine is never idle even in the synchronous run and all that 
 T_gen and T_train come from the synchronous run, where they do not overlap: the wait for a batch, and the rest of the
 step. `bound` = (T_gen + T_train) / max(T_gen, T_train) is what perfect overlap of these two would give; `ratio` =
 speedup / bound. It may exceed 1: with a long tail an engine that is given new requests while the last ones end needs
-less than T_gen. `waited_async_s` is what the trainer still waits for a batch; where that is nothing and the ratio is
-below 1, two busy cores are slower than one, each: shared caches and memory, and the driver, Ray and the reward host
-beside them. `busy_core` is what two loops of matrix products, which share nothing else, leave each other on this
-machine just before the runs. Uses the tokenizer and data of the demo assets (`make demo-assets`).
+less than T_gen. `waited_async_s` is what the trainer still waits for a batch.
+
+What else keeps the ratio below 1 where both sides compute on this machine's cores, from the same runs:
+
+- `core_s_sync`, `core_s_async`: seconds of all cores at work in a step, the driver, Ray, the reward host and all else on
+  the machine included. With the work of the overlapped run no schedule makes a step shorter than that divided by the
+  number of cores; `most_by_cores` is the ratio that this leaves. The synchronous run's figure is no such bound: its
+  engine decodes the tail of a batch alone, and other processes have more time to work in a longer step.
+- `most_by_chance`: with one batch ahead each batch is made during the step before it, so a step takes the longer of the
+  two every time, whose mean is more than the longer mean. The ratio that the synchronous run's own figures leave.
+- `busy_core`: what two loops of matrix products, which share nothing else, leave each other just before the runs.
+
+Uses the tokenizer and data of the demo assets (`make demo-assets`).
 """
 
 from __future__ import annotations
@@ -172,7 +181,7 @@ def main() -> None:
         "waited_async_s": round(overlapped.mean("time/wait_batch_s"), 3),
         "core_s_sync": round(sync.core_s, 3),
         "core_s_async": round(overlapped.core_s, 3),
-        "most_by_cores": round(min(1.0, longer / (sync.core_s / (psutil.cpu_count() or 1))), 3),
+        "most_by_cores": round(min(1.0, longer / (overlapped.core_s / (psutil.cpu_count() or 1))), 3),
         "most_by_chance": round(min(1.0, longer / longer_each_time), 3),
         "busy_core": shares,
         "steps": len(sync.steps),
