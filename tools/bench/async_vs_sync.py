@@ -15,8 +15,8 @@ less than T_gen. `waited_async_s` is what the trainer still waits for a batch.
 
 What else keeps the ratio below 1 where both sides compute on this machine's cores, from the same runs:
 
-- `core_s_sync`, `core_s_async`: seconds of all cores at work in a step, the driver, Ray, the reward host and all else on
-  the machine included. With the work of the overlapped run no schedule makes a step shorter than that divided by the
+- `core_s_sync`, `core_s_async`: seconds of all cores at work in a step, the driver, Ray, the reward host and all else
+  on the machine included. With the work of the overlapped run no schedule makes a step shorter than that divided by the
   number of cores; `most_by_cores` is the ratio that this leaves. The synchronous run's figure is no such bound: its
   engine decodes the tail of a batch alone, and other processes have more time to work in a longer step.
 - `most_by_chance`: with one batch ahead each batch is made during the step before it, so a step takes the longer of the
