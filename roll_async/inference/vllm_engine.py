@@ -98,12 +98,6 @@ class VllmEngine:
             self._llm, self._load_reader = self._new_llm()
         from vllm.outputs import CompletionOutput
 
-        if settings.device == "cpu" and self._llm.model_config.get_num_experts() > 0:
-            self._llm.shutdown()
-            raise ValueError(
-                "vLLM's CPU build corrupts mixture-of-experts weights when they are updated; "
-                "use strategy_name hf_infer, or a GPU"
-            )
         cache = self._llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._labels_tokens = "weight_versions" in {f.name for f in fields(CompletionOutput)}

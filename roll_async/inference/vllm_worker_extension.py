@@ -22,6 +22,7 @@ from roll_async.inference.processes import end_with_owner
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.storages import Storages
 from roll_async.inference.vllm_adapters import set_adapter
+from roll_async.inference.vllm_packed import pack, packed_bytes, unpack
 from roll_async.weight_sync.bucket import STAGED, Content, UpdatePlan, is_adapter
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.receiving import Receiver
@@ -134,6 +135,7 @@ class WeightUpdateExtension:
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
         with _current(self):
+            unpack(self._roll_model)
             initialize_layerwise_reload(self._roll_model)
         self._roll_open = True
 
@@ -143,7 +145,7 @@ class WeightUpdateExtension:
         self._roll_open = False
         with _current(self):
             finalize_layerwise_reload(self._roll_model, self.model_runner.model_config)  # type: ignore[attr-defined]
-            self._roll_repack_tied_head()
+            pack(self._roll_model)
 
     def _roll_incomplete_layers(self) -> list[str]:
         """Layers still waiting for tensors. Vocabulary layers are padded and never fill; a tied head gets none."""
@@ -161,20 +163,12 @@ class WeightUpdateExtension:
                 waiting.append(name)
         return waiting
 
-    def _roll_repack_tied_head(self) -> None:
-        """A tied output layer gets no tensor of its own, so a reload leaves its packed CPU copy at the old weights."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-        for module in self._roll_model.modules():
-            if isinstance(module, ParallelLMHead) and not module.weight.is_cuda:
-                module.quant_method.process_weights_after_loading(module)
-
     # Sleep on CPU, where vLLM has none: the same states with host memory.
 
     def roll_memory(self) -> tuple[int, int]:
         """(weights, KV cache) in bytes, of this worker."""
         parameters = Storages(self._roll_model.parameters()).num_bytes
-        return parameters + sum(map(_packed_bytes, self._roll_model.modules())), self._roll_kv.num_bytes
+        return parameters + sum(map(packed_bytes, self._roll_model.modules())), self._roll_kv.num_bytes
 
     def roll_forget_frozen(self) -> None:
         """The weights below adapters are dropped."""
@@ -187,7 +181,7 @@ class WeightUpdateExtension:
         if level == 2:
             self.roll_forget_frozen()
             for module in self._roll_model.modules():
-                if _packed_bytes(module):
+                if packed_bytes(module):
                     del module.cpu_linear  # holds the only copy; the next update packs anew
             self._roll_weights = Storages(self._roll_model.parameters())
             self._roll_weights.release(keep_content=False)
@@ -215,12 +209,3 @@ def _current(worker: WeightUpdateExtension) -> AbstractContextManager[None]:
     from vllm.config import set_current_vllm_config
 
     return set_current_vllm_config(worker.vllm_config)  # type: ignore[attr-defined]
-
-
-def _packed_bytes(module: nn.Module) -> int:
-    """Weights that vLLM's CPU build holds in a packed form, out of sight of torch."""
-    if "cpu_linear" not in vars(module) or not isinstance(weight := getattr(module, "weight", None), Tensor):
-        return 0
-    if weight.numel():
-        return 0
-    return module.input_size_per_partition * module.output_size_per_partition * weight.element_size()  # type: ignore[operator]

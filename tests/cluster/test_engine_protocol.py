@@ -109,9 +109,9 @@ def resident_bytes():
 class Replica:
     """An engine, the loop it lives on, and the models whose weights it is given."""
 
-    def __init__(self, strategy, folder, tied, **changes):
+    def __init__(self, strategy, folder, tied=True, make_model=tiny_model, **changes):
         self.strategy = strategy
-        self.models = {"old": tiny_model(1, tied), "new": tiny_model(2, tied)}
+        self.models = {"old": make_model(1, tied), "new": make_model(2, tied)}
         self.models["old"].save_pretrained(folder)
         save_tokenizer(folder)
         self.runner = asyncio.Runner()
@@ -180,7 +180,10 @@ class Replica:
         return sender
 
     async def push(self, model, version, **options):
-        sender = await self.take_in(tensors_of(self.models[model]), version, **options)
+        await self.push_tensors(tensors_of(self.models[model]), version, **options)
+
+    async def push_tensors(self, tensors, version, **options):
+        sender = await self.take_in(tensors, version, **options)
         assert await self.engine.finish_update() == of_trainer([sender.sent])
         await self.engine.pause(PauseMode.ABORT)
         await self.engine.commit(version)
