@@ -256,4 +256,10 @@ def _cannot_record(config: PipelineConfig) -> list[str]:
         size = strategy.pipeline_parallel_size
         problems.append(f"{key}.pipeline_parallel_size={size}: vLLM records experts of one stage only")
     remedy = "set actor_train.router_replay: false"
-    return [f"{problem}; change it, or {remedy}" for problem in problems]
+    found = [f"{problem}; change it, or {remedy}" for problem in problems]
+    if config.actor_infer.device_mapping is None:
+        found.append(
+            "actor_train.router_replay=true: vLLM records no experts on CPU, because what records them needs Triton; "
+            f"use strategy_name: hf_infer or sglang, or {remedy}"
+        )
+    return found

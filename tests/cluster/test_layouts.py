@@ -72,6 +72,16 @@ def test_experts_on_two_ranks_and_the_hugging_face_engine(launcher, model_of):
     )
 
 
+def test_experts_of_two_pipeline_stages_and_vllm(launcher, model_of):
+    pytest.importorskip("vllm")
+    agrees(
+        launcher,
+        f"pretrain={model_of('Qwen3Moe', **EXPERTS, head_dim=32, norm_topk_prob=True)}",
+        "actor_train.world_size=2",
+        f"{MEGATRON}.pipeline_model_parallel_size=2",
+    )
+
+
 def test_tensor_and_pipeline_parallel_trainers_and_two_replicas(launcher, model_of):
     metrics = agrees(
         launcher,

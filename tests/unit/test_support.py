@@ -32,6 +32,16 @@ def test_router_replay_is_refused_where_vllm_cannot_record(setting):
     assert not refused(f"{VLLM}.{setting}", "actor_train.router_replay=false")
 
 
+def test_router_replay_with_vllm_on_cpu_is_refused_before_the_engine_starts():
+    (found,) = unsupported(load(str(CPU), ["actor_train.router_replay=true"]))
+    assert found == (
+        "actor_train.router_replay=true: vLLM records no experts on CPU, because what records them needs Triton; "
+        "use strategy_name: hf_infer or sglang, or set actor_train.router_replay: false"
+    )
+    hf = "actor_infer.strategy_args={strategy_name: hf_infer}"
+    assert not unsupported(load(str(CPU), ["actor_train.router_replay=true", hf]))
+
+
 @pytest.mark.parametrize("role", ["actor_train", "actor_infer"])
 def test_an_attention_kernel_is_refused_where_the_strategy_takes_another(role):
     found = refused(f"{role}.model_args.attn_implementation=sdpa")
