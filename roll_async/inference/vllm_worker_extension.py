@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from roll_async.inference.processes import end_with_owner
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.storages import Storages
 from roll_async.inference.vllm_adapters import set_adapter
-from roll_async.inference.vllm_packed import pack, packed_bytes, unpack
+from roll_async.inference.vllm_packed import packed_bytes
+from roll_async.inference.vllm_reload import Reload
 from roll_async.weight_sync.bucket import STAGED, Content, UpdatePlan, is_adapter
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.receiving import Receiver
@@ -36,7 +36,7 @@ class WeightUpdateExtension:
 
     _roll_receiver: Receiver | None = None
     _roll_kept: LastExport | None = None
-    _roll_open = False
+    _roll_reloading: Reload | None = None
     _roll_kv_storages: Storages | None = None
     _roll_weights: Storages | None = None
     _roll_content = Content.MERGED
@@ -61,14 +61,14 @@ class WeightUpdateExtension:
         self._roll_kept = self._roll_kept or LastExport()
         self._roll_receiver = open_receiver(plan, self._roll_kept, rank=self.rank % size)  # type: ignore[attr-defined]
         if plan.transport not in STAGED and plan.content is not Content.ADAPTERS:
-            self._roll_open_model()
+            self._roll_reload.open()
 
     def roll_load_bucket(self, pickled: bytes) -> None:
         """Take in what this rank keeps of a pickled `Bucket`."""
         assert self._roll_receiver is not None, "roll_load_bucket without roll_begin_update"
         self._roll_receiver.take(pickle.loads(pickled))
-        if self._roll_open:
-            self._roll_load()
+        if self._roll_reload.is_open:
+            self._roll_reload.load(self._roll_weights_taken())
 
     def roll_finish_update(self) -> str:
         """Digest of everything taken in."""
@@ -85,11 +85,10 @@ class WeightUpdateExtension:
             for _ in self._roll_weights_taken():
                 raise RuntimeError("weights came with an update of adapters alone")
         else:
-            if not self._roll_open:
-                self._roll_open_model()
-                self._roll_load()
-            missing = self._roll_incomplete_layers()
-            self._roll_close_model()
+            if not self._roll_reload.is_open:
+                self._roll_reload.open()
+                self._roll_reload.load(self._roll_weights_taken())
+            missing = self._roll_reload.close()
         if not missing:
             if self.model_runner.lora_config is not None:  # type: ignore[attr-defined]
                 self._roll_set_adapter()
@@ -109,18 +108,11 @@ class WeightUpdateExtension:
 
     def _roll_give_up(self) -> None:
         """Back to rest. A model left open is closed, mixed weights and all: the next update overwrites every tensor."""
-        if self._roll_open:
-            self._roll_close_model()
+        if self._roll_reload.is_open:
+            self._roll_reload.close()
         if self._roll_receiver is not None:
             self._roll_receiver.close()
             self._roll_receiver = None
-
-    # Kernels that are rebuilt for new weights (fp8, mixtures of experts) read the engine's configuration.
-
-    def _roll_load(self) -> None:
-        assert self._roll_receiver is not None
-        with _current(self):
-            self._roll_model.load_weights(self._roll_weights_taken())  # type: ignore[operator]
 
     def _roll_weights_taken(self) -> Iterator[tuple[str, Tensor]]:
         """What was taken in since the last call, without halves of adapters, which wait for the commit."""
@@ -130,38 +122,6 @@ class WeightUpdateExtension:
                 self._roll_halves[name] = tensor.clone()  # vLLM keeps them; the sender's memory is used again
             else:
                 yield name, tensor
-
-    def _roll_open_model(self) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
-
-        with _current(self):
-            unpack(self._roll_model)
-            initialize_layerwise_reload(self._roll_model)
-        self._roll_open = True
-
-    def _roll_close_model(self) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
-
-        self._roll_open = False
-        with _current(self):
-            finalize_layerwise_reload(self._roll_model, self.model_runner.model_config)  # type: ignore[attr-defined]
-            pack(self._roll_model)
-
-    def _roll_incomplete_layers(self) -> list[str]:
-        """Layers still waiting for tensors. Vocabulary layers are padded and never fill; a tied head gets none."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        config = self.model_runner.model_config.hf_config  # type: ignore[attr-defined]
-        tied, waiting = config.get_text_config().tie_word_embeddings, []
-        for name, layer in self._roll_model.named_modules():
-            info = get_layerwise_info(layer)
-            if not info.load_numel_total or not list(layer.parameters(recurse=False)):
-                continue
-            padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
-            if not padded and not (tied and isinstance(layer, ParallelLMHead)):
-                waiting.append(name)
-        return waiting
 
     # Sleep on CPU, where vLLM has none: the same states with host memory.
 
@@ -201,11 +161,11 @@ class WeightUpdateExtension:
         return self._roll_kv_storages
 
     @property
+    def _roll_reload(self) -> Reload:
+        if self._roll_reloading is None:
+            self._roll_reloading = Reload(self._roll_model, self.vllm_config)  # type: ignore[attr-defined]
+        return self._roll_reloading
+
+    @property
     def _roll_model(self) -> nn.Module:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
-
-
-def _current(worker: WeightUpdateExtension) -> AbstractContextManager[None]:
-    from vllm.config import set_current_vllm_config
-
-    return set_current_vllm_config(worker.vllm_config)  # type: ignore[attr-defined]

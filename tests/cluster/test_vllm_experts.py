@@ -40,17 +40,18 @@ def maker(family, changes):
     return make
 
 
+def checkpoint(model, folder):
+    """The tensors as they are pushed: one for each expert."""
+    model.save_pretrained(folder)
+    return list(load_file(folder / "model.safetensors").items())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_mixture_of_experts_samples_from_the_weights_of_the_last_push(case, tmp_path):
     family, changes, settings = CASES[case]
     replica = Replica(
         "vllm", tmp_path / "start", tied=False, make_model=maker(family, changes), sleep_level=2, **settings
     )
-
-    def checkpoint(name):
-        """As it is pushed: a tensor per expert."""
-        replica.models[name].save_pretrained(tmp_path / name)
-        return list(load_file(tmp_path / name / "model.safetensors").items())
 
     async def serves(name):
         wanted = greedy(replica.models[name], PROMPT, 24)
@@ -63,7 +64,7 @@ def test_a_mixture_of_experts_samples_from_the_weights_of_the_last_push(case, tm
     async def go():
         await serves("old")
         for version, name in enumerate(("new", "old", "new"), start=1):
-            await replica.push_tensors(checkpoint(name), version)
+            await replica.push_tensors(checkpoint(replica.models[name], tmp_path / name), version)
             await serves(name)
 
     try:
