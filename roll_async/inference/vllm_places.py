@@ -88,12 +88,14 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._owners: dict[int, tuple[nn.Module, str]] = {}
-        self._storages = []  # held, so that no other storage gets the address of one
-        for layer in model.modules():
-            for name, parameter in layer.named_parameters(recurse=False):
-                self._storages.append(parameter.untyped_storage())
-                self._owners[self._storages[-1]._cdata] = layer, name
+        self._owners = {_storage(buffer): None for buffer in model.buffers()}
+        self._owners |= {
+            _storage(parameter): (layer, name)
+            for layer in model.modules()
+            for name, parameter in layer.named_parameters(recurse=False)
+        }
+        # Held, so that no other storage gets the address of one.
+        self._held = [tensor.untyped_storage() for tensor in (*model.buffers(), *model.parameters())]
         self._tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._writes: dict[tuple[nn.Module, str, _Region], _Noted] = {}
         self._name, self._tensor = "", torch.empty(0)
@@ -117,21 +119,25 @@ class Recorder(TorchDispatchMode):
         """False: what is written cannot be repeated with other values."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-        if func not in (_COPY, _FILL, _ZERO) or (owner := self._owners.get(_storage(args[0]))) is None:
+        if func not in (_COPY, _FILL, _ZERO):
             return False
-        layer, parameter = owner
         if args[0].numel() == 0:  # the padding of a vocabulary that needs none
             return True
-        target = _Region.of(args[0], getattr(layer, parameter))
-        if target is None or is_deferred_attention_layer(layer):
+        address = args[1].data_ptr() if func is _COPY else 0
+        if address != 0 and address == args[0].data_ptr():  # onto itself
+            return True
+        if (owner := self._owners.get(_storage(args[0]))) is None or is_deferred_attention_layer(owner[0]):
+            return False
+        layer, parameter = owner
+        if (target := _Region.of(args[0], getattr(layer, parameter))) is None:
             return False
         if func is _COPY:
-            address, source = args[1].data_ptr(), _Region.of(args[1], self._tensor)
+            source = _Region.of(args[1], self._tensor)
         else:
-            address, source = 0, float(args[1]) if func is _FILL else 0.0
+            source = float(args[1]) if func is _FILL else 0.0
         before = self._writes.get((layer, parameter, target))
-        if source is None:  # vLLM makes no second tensor of a bias: it loads it again, and copies it onto itself
-            return address != 0 and address in (args[0].data_ptr(), before.address if before else 0)
+        if source is None:  # vLLM makes no second tensor of a bias, and so loads it twice
+            return address != 0 and before is not None and before.address == address
         self._writes[layer, parameter, target] = _Noted(self._name, address, source)
         return before is None or before.name == self._name
 

@@ -87,6 +87,7 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.register_buffer("scale", torch.zeros(4, 3))
 
 
 COMPUTED = {
@@ -128,6 +129,15 @@ def test_what_a_loader_copies_or_fills_in_is_written_again_with_other_values(how
     layer.weight.zero_()
     places.write("w", given)
     assert torch.equal(layer.weight, expected)
+
+
+def test_a_buffer_that_a_loader_fills_is_loaded_by_vllm_every_time():
+    model = nn.Sequential(Layer())
+    recorder = Recorder(model)
+    with recorder:
+        for _, given in recorder.watched([("w", torch.ones(4, 3))]):
+            model[0].scale.copy_(given)
+    assert recorder.places() is None
 
 
 def test_a_place_that_two_tensors_write_to_is_not_repeated():
