@@ -2,8 +2,9 @@
 
 ipc, nccl: random weights from one process to another, bit by bit with equal digests: through the memory of one device,
 and between two devices. On a CPU: through shared memory, and gloo.
-engine2, fp8: vLLM on two tensor ranks, and with fp8 weights that were pushed into it, against the trainer: log-probs of
-the sampled tokens. On a CPU fp8 pushes bf16 weights, there is no kernel.
+engine2, fp8, pushes: vLLM on two tensor ranks, with fp8 weights, and with experts, against the trainer: log-probs of
+the sampled tokens. The last two are pushed other weights first, so that the compared ones go to known places. On a CPU
+fp8 pushes bf16 weights, there is no kernel.
 sleep: a replica that slept goes on with the same tokens; what it holds meanwhile.
 experts: vLLM's record of experts of every position (on a CPU: that of the Hugging Face engine).
 """
@@ -56,6 +57,13 @@ def fp8(device: str, scratch: str) -> dict:
     return asyncio.run(_agreement(device, scratch, FP8_BUDGET, pushed=True, random_weights=True, **kind))
 
 
+def pushes(device: str, scratch: str) -> dict:
+    if (missing := _missing(device, devices=1)) is not None:
+        return missing
+    gpu_cases.write_tiny(scratch, experts=True)
+    return asyncio.run(_agreement(device, scratch, gpu_cases.LOGPROB_BUDGET, pushed=True, random_weights=True))
+
+
 def sleep(device: str, scratch: str) -> dict:
     if (missing := _missing(device, devices=1)) is not None:
         return missing
@@ -71,7 +79,15 @@ def experts(device: str, scratch: str) -> dict:
     return asyncio.run(_experts(device, scratch, strategy))
 
 
-CASES = {"ipc": ipc, "nccl": nccl, "engine2": engine2, "sleep": sleep, "fp8": fp8, "experts": experts}
+CASES = {
+    "ipc": ipc,
+    "nccl": nccl,
+    "engine2": engine2,
+    "sleep": sleep,
+    "fp8": fp8,
+    "pushes": pushes,
+    "experts": experts,
+}
 
 
 def _missing(device: str, *, devices: int) -> dict | None:
@@ -197,8 +213,8 @@ async def _answers(engine, requests: Sequence) -> list:
     return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
-async def _push(engine, folder: str) -> None:
-    """The weights of a folder as version 1, through shared memory, as a trainer sends them."""
+async def _push(engine, folder: str, version: int, scale: float) -> None:
+    """The weights of a folder times `scale`, through shared memory, as a trainer sends them."""
     from safetensors.torch import load_file
 
     from roll_async.weight_sync.bucket import Bucket, UpdatePlan
@@ -207,8 +223,8 @@ async def _push(engine, folder: str) -> None:
     from roll_async.weight_sync.transports import open_sender
 
     weights = {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
-    plan = UpdatePlan(version=1, transport="shm", verify="full")
-    sender = open_sender(plan, [TensorPart.whole(n, t) for n, t in weights.items()], block_bytes=BLOCK_BYTES)
+    plan = UpdatePlan(version=version, transport="shm", verify="full")
+    sender = open_sender(plan, [TensorPart.whole(n, t * scale) for n, t in weights.items()], block_bytes=BLOCK_BYTES)
     await engine.begin_update(sender.plan)
     index = 0
     while (block := await asyncio.to_thread(sender.next_block)) is not None:
@@ -219,7 +235,7 @@ async def _push(engine, folder: str) -> None:
     from roll_async.inference.protocol import PauseMode
 
     await engine.pause(PauseMode.ABORT)
-    await engine.commit(1)
+    await engine.commit(version)
     await engine.resume()
     sender.close()
 
@@ -230,7 +246,8 @@ async def _agreement(device: str, folder: str, budget: float, *, pushed: bool = 
     await engine.start()
     try:
         if pushed:
-            await _push(engine, folder)
+            for version, scale in enumerate((-1.0, 0.5, 1.0), start=1):
+                await _push(engine, folder, version, scale)
         completions = await _answers(engine, requests)
     finally:
         await engine.close()
