@@ -49,7 +49,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     if settings.device == "cpu":
-        _check_head_size(settings.model_folder)
+        _check_attention(settings.model_folder)
         _check_span(settings)
     arguments = _arguments(settings)
     twice = sorted(arguments.keys() & settings.extra.keys())
@@ -62,11 +62,16 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _check_head_size(model_folder: str) -> None:
-    """Raises ValueError for a head size that vLLM's CPU build has no attention for: it would die at its first token."""
+def _check_attention(model_folder: str) -> None:
+    """Raises ValueError for attention that vLLM's CPU build computes wrongly, and for a head size that it has none for:
+    it would die at its first token.
+    """
     config = HfFolder(model_folder).config
-    if "kv_lora_rank" in config.values:  # latent attention, with kernels of its own
-        return
+    if "kv_lora_rank" in config.values:
+        raise ValueError(
+            f"{model_folder}: vLLM's CPU build computes latent attention otherwise than Transformers, by tenths of a "
+            "nat a token; use strategy_name: hf_infer"
+        )
     heads = config.integer("num_attention_heads")
     size = config.integer("head_dim", default=config.integer("hidden_size") // heads)
     if size not in _CPU_HEAD_SIZES:

@@ -36,9 +36,10 @@ def pack(model: nn.Module) -> None:
 
 def packed_bytes(module: nn.Module) -> int:
     """Weights of a linear layer that are held in packed form alone, out of sight of torch."""
-    if "cpu_linear" not in vars(module) or not isinstance(weight := getattr(module, "weight", None), Tensor):
+    weight = module._parameters.get("weight")
+    if "cpu_linear" not in vars(module) or weight is None or weight.numel():
         return 0
-    return 0 if weight.numel() else _as_loaded(module)["weight"].nbytes
+    return _as_loaded(module)["weight"].nbytes
 
 
 def _as_loaded(layer: nn.Module) -> Mapping[str, Tensor]:

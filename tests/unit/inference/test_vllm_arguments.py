@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from roll_async.inference.settings import EngineSettings, NodeSpan
-from roll_async.inference.vllm_arguments import _arguments, _check_head_size, _check_span
+from roll_async.inference.vllm_arguments import _arguments, _check_attention, _check_span
 
 
 @pytest.mark.parametrize(
@@ -15,16 +15,22 @@ from roll_async.inference.vllm_arguments import _arguments, _check_head_size, _c
         ({"hidden_size": 64, "num_attention_heads": 4}, True),
         ({"hidden_size": 64, "num_attention_heads": 2}, False),
         ({"hidden_size": 64, "num_attention_heads": 2, "head_dim": 48}, True),
-        ({"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 8}, False),
     ],
 )
 def test_a_head_size_without_a_kernel_is_refused_with_the_sizes_that_have_one(tmp_path, config, refused):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **config}))
     if not refused:
-        _check_head_size(str(tmp_path))
+        _check_attention(str(tmp_path))
         return
     with pytest.raises(ValueError, match=r"heads of 32, 64, .* only, this model's are of (16|48); use .*hf_infer"):
-        _check_head_size(str(tmp_path))
+        _check_attention(str(tmp_path))
+
+
+def test_latent_attention_is_refused(tmp_path):
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": 8}))
+    with pytest.raises(ValueError, match=r"latent attention otherwise than Transformers.*use strategy_name: hf_infer"):
+        _check_attention(str(tmp_path))
 
 
 def test_a_replica_that_spans_nodes_is_started_in_vllms_own_way_on_cpu_with_one_rank_on_each():
