@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -34,14 +35,17 @@ class Reload:
         """The next push is not looked up by vLLM."""
         return self._places is not None
 
-    # Kernels that are rebuilt for new weights (fp8, mixtures of experts) read vLLM's current configuration.
+    def _configured(self) -> AbstractContextManager[None]:
+        """Kernels that are rebuilt for new weights (fp8, mixtures of experts) read vLLM's current configuration."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._config)
 
     def open(self) -> None:
         """From here on the model serves nothing until `close`."""
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
-        with set_current_vllm_config(self._config):
+        with self._configured():
             unpack(self._model)
             initialize_layerwise_reload(self._model)
         self.is_open = True
@@ -52,9 +56,7 @@ class Reload:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Whole tensors with their names in the checkpoint, in any order."""
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(self._config):
+        with self._configured():
             if self._places is not None:
                 try:
                     self._places.load(tensors)
@@ -69,12 +71,11 @@ class Reload:
 
     def close(self) -> list[str]:
         """Names of layers that lack tensors, and are arbitrary now; none = the model is what was loaded."""
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
         missing = self._missing()
         self.is_open = False
-        with set_current_vllm_config(self._config):
+        with self._configured():
             finalize_layerwise_reload(self._model, self._config.model_config)
             pack(self._model)
         if self._recorder is not None and not missing:

@@ -8,7 +8,9 @@ torch = pytest.importorskip("torch")
 from test_engine_protocol import Replica, tensors_of
 from test_vllm_experts import checkpoint, maker
 from torch import nn
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from roll_async.inference.vllm_packed import packed_bytes
 from roll_async.inference.vllm_places import Recorder
 
 EXPERTS = maker("Qwen3Moe", {"moe_intermediate_size": 64, "norm_topk_prob": True})
@@ -19,7 +21,6 @@ class Worker:
 
     def __init__(self, replica):
         core = replica.engine._llm._core
-        self._call = replica.engine._llm._call
         self.reload = core.model_executor.driver_worker.worker._roll_reload
         self.model = core.model_executor.driver_worker.worker._roll_model
 
@@ -29,8 +30,18 @@ class Worker:
         self.reload.load(iter(tensors))
         return self.reload.close()
 
-    def parameters(self):
-        return {name: parameter.clone() for name, parameter in self.model.named_parameters()}
+    def weights(self):
+        """Parameters, and what linear layers hold in packed form alone: its product with the unit matrix."""
+        found = {name: parameter.clone() for name, parameter in self.model.named_parameters()}
+        for name, layer in self.model.named_modules():
+            if packed_bytes(layer):
+                width = get_layerwise_info(layer).restore_metadata[0]["weight"].shape[1]
+                found[f"{name}, packed"] = layer.cpu_linear(torch.eye(width), layer.weight, None)
+        return found
+
+    def holds(self, weights):
+        now = self.weights()
+        return now.keys() == weights.keys() and all(torch.equal(now[name], weights[name]) for name in now)
 
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
@@ -47,20 +58,19 @@ def served(request, tmp_path_factory):
 def test_a_push_to_known_places_is_what_vllm_loads_bit_for_bit(served):
     _, worker, tensors = served
     assert worker.push(tensors["new"]) == [] and worker.reload.places_known
-    loaded = worker.parameters()
-    assert worker.push(tensors["old"]) == [] and worker.push(tensors["new"][::-1]) == []
-    assert worker.parameters().keys() == loaded.keys()
-    assert all(torch.equal(parameter, loaded[name]) for name, parameter in worker.parameters().items())
+    loaded = worker.weights()
+    assert any("packed" in name for name in loaded)
+    assert worker.push(tensors["old"]) == [] and not worker.holds(loaded)
+    assert worker.push(tensors["new"][::-1]) == [] and worker.holds(loaded)
 
 
 def test_layers_that_lack_tensors_are_named_and_the_next_push_is_whole(served):
     _, worker, tensors = served
     worker.push(tensors["old"])
-    loaded = worker.parameters()
+    loaded = worker.weights()
     gone = "model.layers.1.self_attn.k_proj.weight"
     assert worker.push([pair for pair in tensors["new"] if pair[0] != gone]) == ["model.layers.1.self_attn.qkv_proj"]
-    assert worker.push(tensors["old"]) == []
-    assert all(torch.equal(parameter, loaded[name]) for name, parameter in worker.parameters().items())
+    assert worker.push(tensors["old"]) == [] and worker.holds(loaded)
 
 
 @pytest.mark.parametrize(
