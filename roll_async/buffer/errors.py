@@ -27,6 +27,10 @@ class LedgerError(RuntimeError):
     """The ledger cannot be used or written. The message names the file, what was being written, and the remedy."""
 
 
+class OtherPrompts(LedgerError, ValueError):
+    """A resumed run would read other data than before, which the user can put back."""
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first error of an ExceptionGroup, or the error itself."""
     while isinstance(error, BaseExceptionGroup):
