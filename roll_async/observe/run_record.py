@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 RECORD = "run.json"
+ABANDONED = "abandoned"
+"""Folder of what a run left behind when it went back to an earlier step, beside what it left."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """File systems without locks: nothing can be known of a second process there."""
 
@@ -77,10 +79,16 @@ def write_record(folder: Path, record: RunRecord) -> None:
     partial.replace(folder / RECORD)
 
 
-def unused(path: Path, ending: str = "") -> Path:
-    """The first of PATH.1, PATH.2, ... that does not exist; with `ending` of PATH/1ENDING, PATH/2ENDING, ..."""
-    names = (path.with_name(f"{path.name}.{n}") if not ending else path / f"{n}{ending}" for n in itertools.count(1))
-    return next(name for name in names if not name.exists())
+def unused(path: Path) -> Path:
+    """The first of PATH.1, PATH.2, ... that does not exist."""
+    return next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
+
+
+def next_abandoned(folder: Path, label: str = "") -> Path:
+    """A new folder for what is set aside in `folder`, numbered in order: abandoned/1LABEL, abandoned/2LABEL, ..."""
+    known = {path.name.partition("_")[0] for path in (folder / ABANDONED).glob("*")}
+    number = next(n for n in itertools.count(1) if str(n) not in known)
+    return folder / ABANDONED / f"{number}{label}"
 
 
 class FolderLock:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from datetime import datetime
 
 from roll_async.config.advantage_options import GROUP_RELATIVE
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
@@ -271,6 +272,16 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
         yield "C128", key, f"sum is {number(float(total))}, not 1"
 
 
+def template_time(config: PipelineConfig) -> Findings:
+    """C005: what `datetime.fromisoformat` reads."""
+    if config.template_time is not None:
+        try:
+            datetime.fromisoformat(config.template_time)
+        except ValueError:
+            yield "C005", "template_time", f'"{config.template_time}" must be a date and time like 2026-11-26T05:01:12'
+
+
 RULES = (
+    template_time,
     lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, domains,
 )  # fmt: skip
