@@ -146,8 +146,7 @@ def test_rows_of_code_data_sets_go_from_their_file_to_a_score_and_malformed_ones
 def test_the_date_that_a_template_writes_is_that_of_the_first_start(folder, tmp_path, num_workers):
     """As Llama 3.2's does; a resumed run would have other prompts tomorrow."""
     tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = (
-        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}: {{ messages[0].content }}"
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
     )
     tokenizer.save_pretrained(tmp_path / "dated")
     dated = {"template": "native", "template_time": "2020-02-03T04:05:06", "num_workers": num_workers}
@@ -163,7 +162,8 @@ def test_what_a_row_says_is_the_same_in_another_folder_and_by_another_template(f
         return prompt.content
 
     assert content("here") == content("there", "chatml")
-    told = [content("here", **{key: value}) for key, value in (("ground_truth", "2"), ("level", 6), ("messages", "3"))]
+    other = {"ground_truth": "2", "level": 6, "messages": row(0, "3")["messages"]}
+    told = [content("here", **{key: value}) for key, value in other.items()]
     assert len({content("here"), *told}) == 4
 
 
