@@ -147,7 +147,6 @@ def test_the_date_that_a_template_writes_is_that_of_the_first_start(folder, tmp_
     """As Llama 3.2's does; a resumed run would have other prompts tomorrow."""
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
-    )
     tokenizer.save_pretrained(tmp_path / "dated")
     dated = {"template": "native", "template_time": "2020-02-03T04:05:06", "num_workers": num_workers}
     (prompt,) = load_prompts(options(str(tmp_path / "dated"), data(tmp_path, row(0, "2+2")), **dated))["math"]
