@@ -28,7 +28,7 @@ from roll_async.commands.command_line import (
 from roll_async.config.api import dump, load
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.launch.run_start import go_back, how_to_continue, lock_run, open_run, restored_step
+from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce
 
 if TYPE_CHECKING:
@@ -161,15 +161,14 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     try:
         folder.write_config(dump(config))
         return _run_in(config, folder, classes)
-    except EndedAtOnce:
-        return _ended(folder, "interrupted", EXIT_INTERRUPTED)
-    except KeyboardInterrupt:
-        print("interrupted before the first step; nothing to save", file=sys.stderr)
-        return _ended(folder, "interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        if not isinstance(error, EndedAtOnce):
+            print("interrupted before the first step; nothing to save", file=sys.stderr)
+        return _interrupted(config, folder)
     except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
         code = exit_code(error)
         if code == EXIT_INTERRUPTED:
-            return _ended(folder, "interrupted", code)
+            return _interrupted(config, folder)
         cause = first_cause(error)
         logger.error("%s: %s%s", type(cause).__name__, cause, origin(cause))
         logger.info("traceback:", exc_info=error)
@@ -177,6 +176,13 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
         if code is None:
             raise
         return code
+
+
+def _interrupted(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> int:
+    """Say how the run is continued, if there is something to continue."""
+    if folder.record is not None and checkpoints_of(config, folder.record).steps():
+        print(f"continue with: {how_to_continue(config, folder.record)}", file=sys.stderr, flush=True)
+    return _ended(folder, "interrupted", EXIT_INTERRUPTED)
 
 
 def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: str = "") -> int:
@@ -241,7 +247,12 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         return create_tracker(tracking.track_with, folder.path, tracking.tracker_kwargs, folder.record.tracker_run)
 
     folder.keep_trace()
-    went_back = go_back(config, folder, restored_step(config, folder))
+    step = restored_step(config, folder)
+    went_back = go_back(config, folder, step)
+    if step >= config.max_steps:
+        logger.warning(
+            "step %d is trained and max_steps is %d: nothing is left; raise max_steps", step, config.max_steps
+        )
     progress = ProgressLine(config.max_steps)
     trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
     trackers = [create()]
@@ -310,6 +321,4 @@ def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) 
         print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
     if end is not RunEnd.INTERRUPTED:
         return _ended(folder, "finished")
-    assert folder.record is not None
-    print(f"continue with: {how_to_continue(config, folder.record)}", flush=True)
-    return _ended(folder, "interrupted", EXIT_INTERRUPTED)
+    return _interrupted(config, folder)
