@@ -170,9 +170,8 @@ class KilledRun:
     def _check_lineage(self, max_steps: int) -> list[str]:
         """All that the run has is of one run id, and no step is there twice."""
         run_id = json.loads((self.folder / "run.json").read_text())["run_id"]
-        problems = [
-            f"metrics: step {m['step']} is of run {m['run_id']}" for m in self._metrics() if m["run_id"] != run_id
-        ]
+        foreign = {m["run_id"] for m in self._metrics()} - {run_id}
+        problems = [f"metrics: lines of runs {foreign}"] if foreign else []
         for folder in (self.folder / "checkpoints").glob("step_*"):
             whose, step = json.loads((folder / "manifest.json").read_text())["run_id"], int(folder.name[5:])
             if whose != run_id or step > max_steps:

@@ -250,9 +250,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     step = restored_step(config, folder)
     went_back = go_back(config, folder, step)
     if step >= config.max_steps:
-        logger.warning(
-            "step %d is trained and max_steps is %d: nothing is left; raise max_steps", step, config.max_steps
-        )
+        logger.warning("step %d of %d is trained: nothing is left to do; raise max_steps", step, config.max_steps)
     progress = ProgressLine(config.max_steps)
     trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
     trackers = [create()]

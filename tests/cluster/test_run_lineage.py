@@ -42,9 +42,8 @@ def test_the_commands_of_the_readme_in_one_folder_twice_keep_what_each_run_made(
         assert "continue with: python " in output and "checkpoint.resume_from=latest" in output
         short, done = read_record(run), steps(run)[-1]
         assert short.state == "interrupted" and done < 20
-        code, output = launcher.run(
-            HF, "async_generation_ratio=2", f"max_steps={done + 1}", "checkpoint.resume_from=latest"
-        )
+        again = (HF, "async_generation_ratio=2", f"max_steps={done + 1}", "checkpoint.resume_from=latest")
+        code, output = launcher.run(*again)
         assert code == 0, output
         assert steps(run) == list(range(1, done + 2)) and read_record(run).run_id == short.run_id
         former = run.with_name(f"run.{2 * time + 1}")
