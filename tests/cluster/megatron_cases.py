@@ -313,12 +313,12 @@ def cases_of_the_gpu_suite(rank, world_size, port, folder):
     return found
 
 
-def threads_after_stops(rank, world_size, port, settings):
+def threads_after_stops(rank, world_size, port, settings, more_ports):
     """Threads of this process after each of three workers has come and gone."""
     counts = []
     gc.disable()  # with a large heap it comes by so seldom
-    for number in range(3):
-        start_worker(rank, world_size, port + number, settings).stop()
+    for each in (port, *more_ports):
+        start_worker(rank, world_size, each, settings).stop()
         counts.append(len(os.listdir("/proc/self/task")))
     gc.enable()
     return counts

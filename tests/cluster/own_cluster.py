@@ -31,7 +31,8 @@ class OwnCluster:
     def __init__(self, folder, *, addresses=("127.0.0.1",) * 8, prefix=lambda number: ()):
         self.folder, self._addresses, self._prefix = Path(folder), addresses, prefix
         self._started = []
-        self._port = port_below_the_ephemeral_ones()
+        self._held = port_below_the_ephemeral_ones()
+        self._port = self._held.getsockname()[1]
         self.address = f"{addresses[0]}:{self._port}"
 
     def __enter__(self):
@@ -135,16 +136,22 @@ class OwnCluster:
         for process in reversed(self._started):
             end_tree(process.pid)
         self._started = []
+        self._held.close()
 
 
 def port_below_the_ephemeral_ones():
-    """A free port that no part of Ray takes: its dashboard agent listens on 52365 whatever port the system would give
-    out next, and its workers on 10002 to 19999.
+    """A socket on a free port that no part of Ray takes: its dashboard agent listens on 52365 whatever port the system
+    would give out next, and its workers on 10002 to 19999. While it is open nobody else gets the port; the head binds
+    it beside, as told at `roll_async/cluster/network.py: held_port`.
     """
     while True:
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
-            return probe.getsockname()[1]
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
+            return held
+        except OSError:
+            held.close()
 
 
 def kill_tree(pid):

@@ -12,6 +12,8 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 from rank_pool import SUMMARY
 
+from roll_async.cluster.network import held_port
+
 PACKED = {"micro_batching": "packed", "max_tokens_per_microbatch": 96}
 DYNAMIC = {"micro_batching": "dynamic", "max_tokens_per_microbatch": 96}
 FULL = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
@@ -176,5 +178,7 @@ def test_the_reference_learns_so_that_a_next_loss_says_something(one_rank):
 
 def test_a_worker_that_stops_takes_its_groups_along(rank_pool, folders):
     settings = cases.settings_of(folders["dense"], parallel={"tensor": 2})
-    for counts in rank_pool.run(cases.threads_after_stops, 2, settings=settings):
+    with held_port("127.0.0.1") as one, held_port("127.0.0.1") as other:
+        all_counts = rank_pool.run(cases.threads_after_stops, 2, settings=settings, more_ports=(one, other))
+    for counts in all_counts:
         assert counts[2] - counts[0] <= 12, counts  # about twenty groups a layout, three threads each

@@ -15,7 +15,7 @@ psutil = pytest.importorskip("psutil")
 
 from test_engine_protocol import Replica, save_tokenizer, tiny_model
 
-from roll_async.cluster.network import free_port
+from roll_async.cluster.network import held_port
 from roll_async.inference.backends import create_follower
 from roll_async.inference.settings import EngineSettings, NodeSpan
 
@@ -30,11 +30,17 @@ def _follow(settings, told):
     told.put("a rank has ended")
 
 
-def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(sglang_stubs, tmp_path):
+@pytest.fixture
+def port():
+    with held_port(HOST) as port:
+        yield port
+
+
+def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(sglang_stubs, tmp_path, port):
     pytest.importorskip("sglang")
     tiny_model(1, tied=False).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    span = NodeSpan(num_nodes=2, node_rank=0, master_addr=HOST, master_port=free_port(HOST))
+    span = NodeSpan(num_nodes=2, node_rank=0, master_addr=HOST, master_port=port)
     changes = {"tensor_parallel_size": 2}
     spawn = mp.get_context("spawn")
     told = spawn.Queue()

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,17 @@ from service_process import ServiceProcess
 
 
 @pytest.fixture(scope="session")
-def free_port():
-    import socket
+def own_port():
+    """Ports that nobody else gets until the session ends, for services to listen on, again and again."""
+    pytest.importorskip("ray")
+    from roll_async.cluster.network import held_port
 
-    def find():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return find
+    with ExitStack() as held:
+        yield lambda: held.enter_context(held_port("127.0.0.1"))
 
 
 @pytest.fixture(scope="session")
-def start_service(free_port):
+def start_service(own_port):
     """Start a service; everything started is ended with the session."""
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
@@ -32,7 +31,7 @@ def start_service(free_port):
     started = []
 
     def start(*arguments, port=None, env=None):
-        started.append(ServiceProcess(*arguments, port=port or free_port(), env=env))
+        started.append(ServiceProcess(*arguments, port=port or own_port(), env=env))
         started[-1].wait_until_healthy()
         return started[-1]
 

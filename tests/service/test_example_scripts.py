@@ -89,8 +89,8 @@ def test_the_laptop_run_on_real_rows_asks_the_service_and_runs_ahead_like_the_fu
         assert line in done.stdout, line
 
 
-def test_the_asynchronous_recipe_does_not_start_without_the_service(start, free_port):
-    done = start("async_dapo/test_7b.sh", MATH_VERIFY_URL=f"http://127.0.0.1:{free_port()}")
+def test_the_asynchronous_recipe_does_not_start_without_the_service(start, own_port):
+    done = start("async_dapo/test_7b.sh", MATH_VERIFY_URL=f"http://127.0.0.1:{own_port()}")
     assert done.returncode == 2 and "no math verify service" in done.stderr and "started" not in done.stdout
 
 

@@ -180,9 +180,9 @@ def command_line():
         sys.path.remove(str(SCRIPT.parent))
 
 
-def test_another_address_without_a_token_ends_the_program(free_port):
+def test_another_address_without_a_token_ends_the_program(own_port):
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--host", "0.0.0.0", "--port", str(free_port()), "--token-env", "NOT_SET"],
+        [sys.executable, str(SCRIPT), "--host", "0.0.0.0", "--port", str(own_port()), "--token-env", "NOT_SET"],
         capture_output=True,
         text=True,
     )

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -23,10 +23,7 @@ from remote_api import KEY, Remote, answer, chat, listening
 @contextmanager
 def serving(*arguments, **env):
     """(address, first line, process) of the command; ends it."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    command = [sys.executable, "-m", "roll_async.cli", "serve-policy", *map(str, arguments), "--port", str(port)]
+    command = [sys.executable, "-m", "roll_async.cli", "serve-policy", *map(str, arguments), "--port", "0"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3]), "OUR_TOKEN": "our-token", **env}
     command += ["--token-env", "OUR_TOKEN"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
@@ -34,7 +31,8 @@ def serving(*arguments, **env):
         lines = [server.stdout.readline()]
         while lines[-1] and not lines[-1].startswith("serving"):
             lines.append(server.stdout.readline())
-        yield f"http://127.0.0.1:{port}/v1/chat/completions", "".join(lines), server
+        address = re.search(r"http://127\.0\.0\.1:\d+/v1", lines[-1])[0]
+        yield f"{address}/chat/completions", "".join(lines), server
     finally:
         server.kill()
         server.wait()
@@ -64,7 +62,7 @@ def test_in_front_of_a_remote_each_turn_is_written_at_once_and_the_key_never_sho
     def use(address):
         options = ["--remote", address, "--remote-key-env", "THEIR_KEY", "--record", record]
         with serving("there", *options, THEIR_KEY=KEY) as (url, first, server):
-            assert f"serving there of {address}, for evaluation and data only, at {url[:21]}" in first
+            assert f"serving there of {address}, for evaluation and data only, at {url.removesuffix("/chat/completions")}, key" in first
             assert ask(url, "our-token/a") == 200 and ask(url, "other") == 401
             (line,) = record.read_text().splitlines()
             assert json.loads(line)["trajectory"] == "a"
