@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import patient
+
 _UP_WITHIN_S = 120
 
 
@@ -73,7 +75,10 @@ class OwnCluster:
         file.write_text(json.dumps(config))
         env = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         process = self.head(f"--autoscaling-config={file}", cpus=cpus, env=env)
-        log, deadline = self.folder / "ray" / "session_latest" / "logs" / "monitor.log", time.monotonic() + _UP_WITHIN_S
+        log, deadline = (
+            self.folder / "ray" / "session_latest" / "logs" / "monitor.log",
+            time.monotonic() + patient(_UP_WITHIN_S),
+        )
         while not (log.exists() and "Autoscaler status" in log.read_text()):
             assert time.monotonic() < deadline, "the autoscaler does not report"
             time.sleep(0.1)
@@ -98,7 +103,7 @@ class OwnCluster:
 
     def wait_up(self):
         """Until every node that was started is there."""
-        deadline = time.monotonic() + _UP_WITHIN_S
+        deadline = time.monotonic() + patient(_UP_WITHIN_S)
         for number, process in enumerate(self._started):
             output = self.folder / f"node{number}" / "out.txt"
             while "Ray runtime started" not in output.read_text():

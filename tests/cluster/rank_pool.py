@@ -11,6 +11,8 @@ import os
 import time
 import traceback
 
+from tests.patience import patient
+
 SUMMARY = []
 """Lines to print at the end of the test run."""
 
@@ -54,7 +56,7 @@ class RankPool:
             theirs.close()
             ranks.append((process, ours))
         try:
-            return _answers(ranks, time.monotonic() + timeout, timeout)
+            return _answers(ranks, time.monotonic() + patient(timeout), timeout)
         finally:
             for process, pipe in ranks:
                 pipe.close()

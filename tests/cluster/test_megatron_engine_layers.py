@@ -15,6 +15,8 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 from engine_pool import EnginePool
 
+from tests.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = {"transformer_impl": "transformer_engine"}
 PACKED = {"micro_batching": "packed", "max_tokens_per_microbatch": 96}
@@ -149,7 +151,7 @@ def test_half_an_install_is_hidden_from_megatron_and_its_error_is_the_reason(tmp
         "try:\n    import transformer_engine\nexcept ImportError:\n    print('hidden')\n"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patient(60), env=env)
     assert done.stdout.splitlines() == [
         "transformer_engine is installed, but does not import: RuntimeError: Found empty `transformer-engine` meta "
         "package",

@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE.parent / "service"))
 from service_process import ServiceProcess
 
 from roll_async.cluster.network import held_port
+from tests.patience import patient
 
 OUTAGE_S = 5.0
 
@@ -48,12 +49,12 @@ def test_a_run_waits_for_a_service_that_was_killed_and_no_score_is_invented(laun
                 break
         service.stop(signal.SIGKILL)
         metrics = launcher.output / "run" / "metrics.jsonl"
-        time.sleep(OUTAGE_S - 2)  # what was scored before may still be trained
+        time.sleep(patient(OUTAGE_S - 2))  # what was scored before may still be trained
         before = len(metrics.read_text().splitlines())
         time.sleep(2)
         assert process.poll() is None and len(metrics.read_text().splitlines()) == before < 6
         service = start_service(port)
-        rest = process.communicate(timeout=120)[0]
+        rest = process.communicate(timeout=patient(120))[0]
     finally:
         service.stop(signal.SIGKILL)
         process.kill()

@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from service_process import ServiceProcess
 
+from tests.patience import patient
+
 
 @pytest.fixture(scope="session")
 def own_port():
@@ -42,10 +44,8 @@ def start_service(own_port):
 
 @pytest.fixture(scope="session")
 def service(start_service):
-    """One that asks for a token, is small and gives up after three seconds: a worker that does not hang may need
-    one on a machine that does four things at once.
-    """
+    """One that asks for a token, is small and gives up soon."""
     return start_service(
-        "--timeout", "3", "--max-request-bytes", "1000000", "--max-in-flight", "1024",
+        "--timeout", f"{patient(3):.1f}", "--max-request-bytes", "1000000", "--max-in-flight", "1024",
         env={"MATH_VERIFY_TOKEN": "secret"},
     )  # fmt: skip

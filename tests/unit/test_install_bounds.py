@@ -113,7 +113,7 @@ PLAYS = {
 
 
 def make_setup(folder, pythons, *arguments):
-    """(exit code, lines of standard error, the Pythons that made an environment) of `make setup` where PATH has these Pythons."""
+    """(exit code, lines of standard error, the Pythons that made an environment) of `make setup` under a PATH."""
     path, log = folder / "path", folder / "log"
     path.mkdir()
     for tool in ("sh", "uname", "tr", "touch", "mkdir", "cp"):

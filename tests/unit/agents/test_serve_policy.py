@@ -19,6 +19,8 @@ from roll_async.config import processor
 sys.path.insert(0, str(Path(__file__).parent))
 from remote_api import KEY, Remote, answer, chat, listening
 
+from tests.patience import patient
+
 
 @contextmanager
 def serving(*arguments, **env):
@@ -41,7 +43,7 @@ def serving(*arguments, **env):
 def ended(server):
     """What it says when it is interrupted."""
     server.send_signal(signal.SIGINT)
-    said, _ = server.communicate(timeout=60)
+    said, _ = server.communicate(timeout=patient(60))
     assert server.returncode == 0, said
     return said
 
@@ -50,7 +52,7 @@ def ask(url, key):
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(chat(("user", "hi"))).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=patient(30)) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -62,7 +64,10 @@ def test_in_front_of_a_remote_each_turn_is_written_at_once_and_the_key_never_sho
     def use(address):
         options = ["--remote", address, "--remote-key-env", "THEIR_KEY", "--record", record]
         with serving("there", *options, THEIR_KEY=KEY) as (url, first, server):
-            assert f"serving there of {address}, for evaluation and data only, at {url.removesuffix("/chat/completions")}, key" in first
+            assert (
+                f"serving there of {address}, for evaluation and data only, at {url.rpartition('/chat')[0]}, key"
+                in first
+            )
             assert ask(url, "our-token/a") == 200 and ask(url, "other") == 401
             (line,) = record.read_text().splitlines()
             assert json.loads(line)["trajectory"] == "a"

@@ -13,8 +13,9 @@ from roll_async.buffer.errors import LedgerError
 from roll_async.buffer.ledger import SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, QueueOptions
+from tests.patience import patient
 
-DISK_S = 0.05
+DISK_S = patient(0.05)
 
 
 class Disk:
