@@ -78,13 +78,9 @@ def test_its_layers_take_the_same_steps_as_local_ones(engine_pool, folders, loca
     found = engine_pool.run(cases.measure, world_size, settings=settings)[0]
     assert found["exported"].keys() == expected["exported"].keys()
     assert all((found["exported"][name] == tensor).all() for name, tensor in expected["exported"].items())
-    assert (found["before"] - expected["before"]).abs().max() < 3e-5
-    assert (found["base"] - expected["base"]).abs().max() < 3e-3
-    for mine, theirs, limit in zip(found["steps"], expected["steps"], (1e-6, 3e-6), strict=True):
-        assert mine["trainer/loss"] == pytest.approx(theirs["trainer/loss"], abs=limit)
-    norms = [x["steps"][0]["trainer/grad_norm"] for x in (found, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert (found["after"] - expected["after"]).abs().max() < 3e-3
+    cases.assert_same_steps(found, expected)
+    moved = float((expected["after"] - expected["before"]).abs().max())
+    cases.assert_near(found["base"], expected["base"], cases.BOUNDS.moved, of=moved)
 
 
 def test_the_layers_and_the_adam_are_those_of_the_package(engine_pool, folders):
@@ -137,8 +133,7 @@ def test_checkpoints_pass_from_its_layers_to_local_ones_and_back(rank_pool, engi
         expected = saving.run(cases.train_and_save, by[0], settings=by[1], folder=folder)[0]
         found = loading.run(cases.load_and_train, into[0], settings=into[1], folder=folder)[0]
         assert not isinstance(found, str), found
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine["trainer/loss"] == pytest.approx(theirs["trainer/loss"], abs=3e-6)
+        cases.assert_same_losses(found, expected)
 
 
 def test_half_an_install_is_hidden_from_megatron_and_its_error_is_the_reason(tmp_path):

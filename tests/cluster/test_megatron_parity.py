@@ -162,11 +162,19 @@ def test_a_layout_takes_the_same_step_as_one_rank(
     )
     assert same
     assert_parts_are_the_model([ranks["parts"] for ranks in of_ranks], found["trained"])
-    assert (found["before"] - expected["before"]).abs().max() < 3e-5
-    assert loss < 1e-6 and norm < 5e-6 and next_loss < 3e-6
-    assert (found["after"] - expected["after"]).abs().max() < 3e-3
-    for key in ("policy/entropy", "policy/ratio_max"):
-        assert found["steps"][1][key] == pytest.approx(expected["steps"][1][key], abs=1e-4)
+    cases.assert_same_steps(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("scale", "fields"),
+    [(1.001, {}), (1.0, {"optimizer": {"learning_rate": 3e-3 * 1.001}}), (1.0, {"temperature": 1.001})],
+    ids=("gradient", "learning rate", "temperature"),
+)
+def test_a_factor_of_a_thousandth_too_much_is_no_rounding(rank_pool, folders, one_rank, scale, fields):
+    settings = cases.settings_of(folders["dense"], **fields)
+    found = rank_pool.run(cases.measure, 1, settings=settings, scale=scale)[0]
+    with pytest.raises(AssertionError, match="rounding explains"):
+        cases.assert_same_steps(found, one_rank["dense"])
 
 
 def test_the_reference_learns_so_that_a_next_loss_says_something(one_rank):
