@@ -4,7 +4,9 @@ It is for what must happen in time, where a defect would take for ever or many t
 made slow by the test itself, and what can be counted (calls, steps of a virtual clock) is counted.
 """
 
+import itertools
 import os
+import statistics
 import time
 
 _TERMS, _SUM_S = 50_000, 0.004
@@ -15,9 +17,11 @@ def slowness() -> float:
     """How many times slower than on two quiet cores: by the runnable processes of the last minute for each core, and by
     a piece of work now, which also sees a burst of other work and a slow processor. At least 1.
     """
-    began = time.perf_counter()
-    sum(i * i for i in range(_TERMS))
-    measured = (time.perf_counter() - began) / _SUM_S
+    times = [time.perf_counter()]
+    for _ in range(3):
+        sum(i * i for i in range(_TERMS))
+        times.append(time.perf_counter())
+    measured = statistics.median(after - before for before, after in itertools.pairwise(times)) / _SUM_S
     return max(1.0, measured, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

@@ -33,7 +33,7 @@ def serving(*arguments, **env):
         lines = [server.stdout.readline()]
         while lines[-1] and not lines[-1].startswith("serving"):
             lines.append(server.stdout.readline())
-        address = re.search(r"http://127\.0\.0\.1:\d+/v1", lines[-1])[0]
+        address = re.search(r" at (http://127\.0\.0\.1:\d+/v1), key", lines[-1])[1]
         yield f"{address}/chat/completions", "".join(lines), server
     finally:
         server.kill()
@@ -64,10 +64,7 @@ def test_in_front_of_a_remote_each_turn_is_written_at_once_and_the_key_never_sho
     def use(address):
         options = ["--remote", address, "--remote-key-env", "THEIR_KEY", "--record", record]
         with serving("there", *options, THEIR_KEY=KEY) as (url, first, server):
-            assert (
-                f"serving there of {address}, for evaluation and data only, at {url.rpartition('/chat')[0]}, key"
-                in first
-            )
+            assert f"serving there of {address}, for evaluation and data only, at " in first
             assert ask(url, "our-token/a") == 200 and ask(url, "other") == 401
             (line,) = record.read_text().splitlines()
             assert json.loads(line)["trajectory"] == "a"

@@ -33,7 +33,7 @@ def scoring(monkeypatch):
             pool = RewardPool(PoolOptions(reward=reward, **{"num_workers": 1, "timeout_s": 20.0, **options}))
             await pool.start()
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(patient(30) + 6 * PATIENCE_S):
                     return await work(pool)
             finally:
                 await pool.close()
