@@ -17,6 +17,7 @@ from roll_async.agents.protocol import Task, is_agent
 from roll_async.config.schema_rollout import ENV_TYPES
 from roll_async.envs.registry import WORLDS, WorldSpec, build, check
 from roll_async.schema import Outcome
+from tests.patience import patient
 
 ASK = """
 import json, os, sys, urllib.request
@@ -108,7 +109,7 @@ def test_a_command_that_hangs_is_ended_with_everything_it_started(sessions, tmp_
     )
     ending, _, _ = run_one(sessions, command(program), silence_s=5.0)
     assert ending.outcome is Outcome.INFRA_ERROR and "nothing for 5 s (fault.env_timeout)" in ending.reason
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while runs(int(child.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -28,6 +28,7 @@ from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.requests import Interrupted
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
+from tests.patience import patient
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +244,7 @@ def test_an_aborted_group_comes_again_and_leaves_no_request(tokenizer):
         while not manager.asked:
             await asyncio.sleep(0.01)
         await groups.abort_groups([5, 99])
-        outcome = await asyncio.wait_for(running, 5)
+        outcome = await asyncio.wait_for(running, patient(5))
         assert outcome.fate is GroupFate.REQUEUED and manager.aborted
 
     manager = Manager(tokenizer, lambda request: "the", delay_s=30)

@@ -9,6 +9,7 @@ import pytest
 from roll_async.inference.admission import first_of, held_back, token_budget
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, SamplingParams
+from tests.patience import patient
 
 SETTINGS = EngineSettings(model_folder="m", dtype="fp32", device="cpu", max_model_len=8)
 
@@ -39,7 +40,7 @@ def test_the_first_event_ends_the_wait_and_leaves_no_task():
         waiting = asyncio.ensure_future(first_of(first, second))
         await asyncio.sleep(0)
         second.set()
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, patient(1))
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
