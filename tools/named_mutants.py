@@ -187,7 +187,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("SQL: verdicts of the restored step are lost", "buffer/ledger.py",
      "'failed') AND after_step > ?\"", "'failed') AND after_step >= ?\""),
     ("SQL: groups of newer weights stay", "buffer/ledger.py",
-     "(newest_version > ? OR", "(newest_version > ? + 1000 OR"),
+     "AND newest_version > ?", "AND newest_version > ? + 1000"),
     ("SQL: groups consumed later are lost", "buffer/ledger.py",
      "after_step = ? WHERE consumed_step > ?", "after_step = ? WHERE consumed_step > ? + 1000"),
     ("SQL: groups of the restored step come again", "buffer/ledger.py",

@@ -27,6 +27,10 @@ class LedgerError(RuntimeError):
     """The ledger cannot be used or written. The message names the file, what was being written, and the remedy."""
 
 
+class DamagedLedger(LedgerError):
+    """The ledger is damaged or contradicts its checkpoint: only what the checkpoint says is known."""
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first error of an ExceptionGroup, or the error itself."""
     while isinstance(error, BaseExceptionGroup):

@@ -356,9 +356,9 @@ class MessageQueue:
         saved = (state or {}).get("fingerprint")
         before = saved if isinstance(saved, dict) and saved else self._ledger.fingerprint()
         usable = same_or_regenerate(before, self._fingerprint, step=step)
-        if fingerprint:
-            self._ledger.remember(self._fingerprint)
         recovered = self._ledger.restore(step, state)
+        if fingerprint:  # now, because a damaged ledger has been replaced
+            self._ledger.remember(self._fingerprint)
         self._last_taken, self._next_id = step, recovered.next_group_id
         self._next_index, self._done = recovered.next_index, recovered.done
         self._book.carry_over(
