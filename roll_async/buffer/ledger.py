@@ -23,7 +23,15 @@ from roll_async.buffer.errors import DamagedLedger, LedgerError
 from roll_async.buffer.fingerprint import Fingerprint
 from roll_async.buffer.freshness import newest_version
 from roll_async.buffer.group_codec import decode_group, encode_group
-from roll_async.buffer.ledger_checks import contradiction, damage, done_by, keep_sums, take_position, take_sums
+from roll_async.buffer.ledger_checks import (
+    contradiction,
+    damage,
+    done_by,
+    keep_sums,
+    log_is_cut,
+    take_position,
+    take_sums,
+)
 from roll_async.buffer.log_sync import LogSync
 from roll_async.schema import Group, WeightVersion
 
@@ -181,7 +189,8 @@ class SqliteLedger:
         moved to `PATH.damaged`, a new one starts from the position, and finished groups are generated again. Otherwise
         it raises DamagedLedger.
         """
-        self._path, self._fsync, self._can_rebuild, self._began_anew = Path(path), fsync, can_rebuild, False
+        self._path, self._log_path = Path(path), Path(f"{path}-wal")
+        self._fsync, self._can_rebuild, self._began_anew = fsync, can_rebuild, False
         if fsync not in _FSYNC:
             raise ValueError(f"ledger.fsync {fsync!r}: expected group, step or never")
         try:
@@ -204,7 +213,7 @@ class SqliteLedger:
             try:
                 self._open()
                 self._step = int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
-                self._log = LogSync(Path(f"{self._path}-wal"))
+                self._log = LogSync(self._log_path)
             except BaseException:  # also an interrupt: the file is locked until it is closed
                 self._db.close()
                 raise
@@ -220,6 +229,8 @@ class SqliteLedger:
         mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise LedgerError(f"ledger {self._path}: its file system has no write-ahead log ({mode}); use a local disk")
+        if log_is_cut(self._db, self._log_path):
+            logger.warning("ledger %s: its log breaks off; what it said after that is generated again", self._path)
         self._db.execute(f"PRAGMA synchronous={_FSYNC[self._fsync]}")
         self._db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
         self._db.execute("BEGIN IMMEDIATE")

@@ -12,6 +12,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 _FROM_CHECKPOINT = "from the checkpoint"
 """Reason of rows that no process wrote when their groups were trained: their step may follow a gap."""
@@ -21,6 +22,8 @@ _COLUMNS = {
     "facts": "name value",
 }
 _NAMED = 8
+_LOG_HEAD, _FRAME_HEAD = 32, 24
+"""Bytes, from SQLite's description of the format."""
 
 
 def keep_sums(db: sqlite3.Connection) -> None:
@@ -49,15 +52,33 @@ def damage(db: sqlite3.Connection) -> str:
     written = {name: (rows, checksum) for name, rows, checksum in db.execute("SELECT * FROM sums")}
     for table in _COLUMNS:
         rows, checksum = _sum_of(db, table)
-        if written.get(table) != (rows, checksum):
-            expected = "no sum of its rows" if table not in written else f"{written[table][0]} written unchanged"
-            return f"table {table} has {rows} rows, and {expected}"
+        expected, checksum_then = written.get(table, (None, 0))
+        if rows != expected:
+            return (
+                f"table {table} has {rows} rows, {'an unknown number' if expected is None else expected} were written"
+            )
+        if checksum != checksum_then:
+            return f"a row of table {table} is not as it was written"
     gap = db.execute(
         "SELECT min(step) FROM steps AS later WHERE step > 1 AND step - 1 NOT IN (SELECT step FROM steps)"
         " AND NOT EXISTS (SELECT 1 FROM groups WHERE consumed_step = later.step AND reason = ?)",
         (_FROM_CHECKPOINT,),
     ).fetchone()[0]
     return "" if gap is None else f"step {gap} is recorded, and step {gap - 1} is not"
+
+
+def log_is_cut(db: sqlite3.Connection, log: Path) -> bool:
+    """Whether the write-ahead log goes on after the last record that SQLite could read of it, which it does not tell:
+    the process ended during a write, or the disk changed something. What follows is lost.
+    """
+    num_read = max(0, db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
+    if not log.exists() or log.stat().st_size <= _LOG_HEAD:
+        return False
+    with log.open("rb") as file:
+        head = file.read(_LOG_HEAD)
+        file.seek(_LOG_HEAD + num_read * (_FRAME_HEAD + int.from_bytes(head[8:12])))
+        next_frame = file.read(_FRAME_HEAD)
+    return not num_read or next_frame[8:16] == head[16:24]  # the salts; those of earlier rounds of the log differ
 
 
 def done_by(state: Mapping[str, object]) -> frozenset[int]:

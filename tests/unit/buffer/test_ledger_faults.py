@@ -3,6 +3,7 @@
 import asyncio
 import random
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -243,7 +244,7 @@ def test_rows_that_the_run_did_not_write_are_refused_or_taken_from_the_checkpoin
     state = a_run(path, build)
     change(path, fault)
     table = fault.split()[1 + fault.startswith("DELETE")].replace("sums", "steps")
-    with pytest.raises(LedgerError, match=rf"{path} is damaged: table {table} has .*; move the file away"):
+    with pytest.raises(LedgerError, match=rf"{path} is damaged: .*table {table} .*; move the file away"):
         restored(path, None)
     accounting, fingerprint = restored(path, state, can_rebuild=True)
     assert accounting.done == set(range(35)) - set(state["open"]) and accounting.buffered == () and fingerprint == {}
@@ -330,3 +331,40 @@ def test_a_fresh_run_moves_a_damaged_ledger_away(tmp_path):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not a database" * 1000)
     assert move_to_previous(path) == tmp_path / "ledger.sqlite.previous" and not path.exists()
+
+
+@pytest.mark.parametrize("where", [None, 17, 24, 0.5, 0.999])
+def test_a_log_that_can_be_read_in_part_only_is_said(tmp_path, build, caplog, where):
+    """What a killed process leaves: file and log. `where`: the byte, or its place in the whole, that has changed."""
+    living = SqliteLedger(tmp_path / "living")
+    for index in range(9):
+        living.finished(build.group(index), index, 0)
+    log = bytearray((tmp_path / "living-wal").read_bytes())
+    if where is not None:
+        log[where if isinstance(where, int) else int(where * len(log))] ^= 1
+    (tmp_path / "ledger-wal").write_bytes(log)
+    shutil.copy(tmp_path / "living", tmp_path / "ledger")
+    living.close()
+    ledger = SqliteLedger(tmp_path / "ledger")
+    kept = [s.prompt_index for s in ledger.restore(0).buffered]
+    ledger.close()
+    assert kept == list(range(len(kept))) and (len(kept) == 9) == (where is None)
+    assert ("its log breaks off" in caplog.text) == (where is not None)
+    caplog.clear()
+    SqliteLedger(tmp_path / "ledger").close()
+    assert not caplog.messages
+
+
+def test_a_log_that_began_again_is_whole(tmp_path, build, caplog):
+    """Behind the records of this round are those of an earlier one, which are in the file."""
+    living = SqliteLedger(tmp_path / "living")
+    for index in range(9):
+        living.finished(build.group(index), index, 0)
+    living._db.execute("PRAGMA wal_checkpoint(RESTART)")
+    living.finished(build.group(9), 9, 0)
+    for name in ("living", "living-wal"):
+        shutil.copy(tmp_path / name, tmp_path / name.replace("living", "ledger"))
+    living.close()
+    ledger = SqliteLedger(tmp_path / "ledger")
+    assert len(ledger.restore(0).buffered) == 10 and not caplog.messages
+    ledger.close()
