@@ -86,6 +86,8 @@ class Prompt:
     extra: Mapping[str, str] = field(default_factory=dict)
     answer_ids: array | None = None  # [R] int32
     """Answer of a supervised row, with the end-of-sequence token: trained on in place of samples."""
+    content: str = ""
+    """Digest of what the row says (messages, truth, other columns), by which a resumed run knows it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,9 +21,9 @@ from roll_async.config.schema import RLVRConfig
 from roll_async.launch.roles import RoleStarter, place_roles
 from roll_async.launch.rollout import StartedRollout, prompts_of
 from roll_async.launch.run import RunClasses, couple
+from roll_async.launch.run_start import go_back, open_run, restored_step
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import Recorder
-from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.trainer.megatron.settings import MegatronSettings
 
@@ -62,7 +62,8 @@ class Sweep:
                 raise ValueError(
                     f"rewards.{name}: {reward.type} {found} in the first configuration, whose workers stay"
                 )
-        folder = RunFolder(config.output_dir, config.exp_name)
+        config, folder, _ = open_run(config)
+        go_back(config, folder, restored_step(config, folder))
         recorder = Recorder(folder, [], ProgressLine(config.max_steps), logging_steps=config.max_steps)
         workers = dict(config.roles())
         for name, group in self._roles.training.items():

@@ -31,6 +31,10 @@ class DamagedLedger(LedgerError):
     """The ledger is damaged or contradicts its checkpoint: only what the checkpoint says is known."""
 
 
+class OtherPrompts(LedgerError, ValueError):
+    """A resumed run would read other data than before, which the user can put back."""
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first error of an ExceptionGroup, or the error itself."""
     while isinstance(error, BaseExceptionGroup):

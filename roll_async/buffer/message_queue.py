@@ -21,7 +21,7 @@ from dataclasses import replace
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.book import Entry, GroupBook
 from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
-from roll_async.buffer.fingerprint import Fingerprint, same_or_regenerate
+from roll_async.buffer.fingerprint import Fingerprint, PromptAt, same_or_regenerate
 from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, newest_version
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
@@ -346,16 +346,20 @@ class MessageQueue:
         }
 
     def restore(
-        self, step: int, state: Mapping[str, object] | None = None, fingerprint: Fingerprint | None = None
+        self,
+        step: int,
+        state: Mapping[str, object] | None = None,
+        fingerprint: Fingerprint | None = None,
+        prompt_at: PromptAt | None = None,
     ) -> None:
         """Continue after training step `step`: groups of the ledger within the bound are buffered, every other open
-        prompt is requeued. A group sampled by weights newer than the restored step is generated again: those weights do
-        not exist any more. `state`: `checkpoint_state` of that step, needed when the ledger is not durable.
+        prompt is requeued. Weights newer than the restored step do not exist any more: what they sampled is generated
+        again. `state`: `checkpoint_state` of that step. `prompt_at`: the stream, to name a prompt that has changed.
         """
         self._fingerprint = dict(fingerprint or {})
         saved = (state or {}).get("fingerprint")
         before = saved if isinstance(saved, dict) and saved else self._ledger.fingerprint()
-        usable = same_or_regenerate(before, self._fingerprint, step=step)
+        usable = same_or_regenerate(before, self._fingerprint, step=step, at=prompt_at)
         recovered = self._ledger.restore(step, state)
         if fingerprint:  # now, because a damaged ledger has been replaced
             self._ledger.remember(self._fingerprint)

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,10 @@ from roll_async.commands.command_line import (
     EXIT_USAGE,
     execute,
 )
-from roll_async.config.api import dump
+from roll_async.config.api import dump, load
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.launch.gate import admit, require_inputs
-from roll_async.launch.inputs import resolve_names
+from roll_async.launch.run_start import go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce
 
 if TYPE_CHECKING:
@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from roll_async.launch.run import RunClasses
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.run_folder import RunFolder
+    from roll_async.observe.trackers import Tracker
     from roll_async.pipelines.protocol import RunEnd
 
 logger = logging.getLogger(__name__)
 
 _EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_lake_async_cpu.yaml"}
+_REASON_CHARACTERS = 500
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RUN_HELP = """Train as a config describes.
 
@@ -99,18 +101,25 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
     """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray
     starts. `classes`: the user's own code, see `launch/run.py`.
     """
-    try:
-        config = prepare(args, pipeline)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USAGE
-    return _run(config, classes)
+    with ExitStack() as held:
+        try:
+            # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
+            path, overrides = resolve_config(list(args), pipeline)
+            lock_run(load(path, overrides, pipeline), held)
+            config = prepare(args, pipeline)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return EXIT_USAGE
+        return _run(config, classes)
 
 
 def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
+    from roll_async.launch.gate import admit, require_inputs
+    from roll_async.launch.inputs import resolve_names
+
     path, overrides = resolve_config(list(args), pipeline)
     loaded = admit(path, overrides, pipeline)
     require_inputs(loaded)
@@ -137,31 +146,44 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.launch.run import RunClasses
-    from roll_async.observe.run_folder import RunFolder
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     classes = RunClasses() if classes is None else classes
     config = absolute_paths(config, Path.cwd())
     try:
-        folder = RunFolder(config.output_dir, config.exp_name)
-        folder.open_log(*classes.log_names)
+        config, folder, notices = open_run(config)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    folder.open_log(*classes.log_names)
+    for notice in notices:
+        logger.warning(notice)
+    try:
         folder.write_config(dump(config))
         return _run_in(config, folder, classes)
     except EndedAtOnce:
-        return EXIT_INTERRUPTED
+        return _ended(folder, "interrupted", EXIT_INTERRUPTED)
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing to save", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _ended(folder, "interrupted", EXIT_INTERRUPTED)
     except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
         code = exit_code(error)
         if code == EXIT_INTERRUPTED:
-            return code
+            return _ended(folder, "interrupted", code)
         cause = first_cause(error)
         logger.error("%s: %s%s", type(cause).__name__, cause, origin(cause))
         logger.info("traceback:", exc_info=error)
+        _ended(folder, "failed", reason=f"{type(cause).__name__}: {cause}"[:_REASON_CHARACTERS])
         if code is None:
             raise
         return code
+
+
+def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: str = "") -> int:
+    """Say in the record how the run ended. Returns the code."""
+    with suppress(OSError):  # of a full disk, whose error ended the run and is told already
+        folder.update_record(state=state, reason=reason)
+    return code
 
 
 def origin(error: BaseException) -> str:
@@ -212,16 +234,27 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     from roll_async.observe.trackers import create_tracker
 
     placements = place_roles(config)
-    tracker = create_tracker(config.tracking.track_with, folder.path, config.tracking.tracker_kwargs)
+    tracking = config.tracking
+
+    def create() -> Tracker:
+        assert folder.record is not None
+        return create_tracker(tracking.track_with, folder.path, tracking.tracker_kwargs, folder.record.tracker_run)
+
+    folder.keep_trace()
+    went_back = go_back(config, folder, restored_step(config, folder))
     progress = ProgressLine(config.max_steps)
     trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
-    trackers = [tracker]
+    trackers = [create()]
     if config.tracking.prometheus_port is not None:
         # On one machine everything binds to loopback; in a cluster the scraper runs on another host.
         host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         trackers.append(PrometheusTracker(config.exp_name, config.tracking.prometheus_port, host))
     gpus = gpus_of_machine()
-    recorder = Recorder(folder, trackers, progress, logging_steps=config.logging_steps, trace=trace, gpus=gpus)
+    recorder = Recorder(
+        folder, trackers, progress, logging_steps=config.logging_steps, trace=trace, gpus=gpus, create=create
+    )
+    if went_back:
+        recorder.repeat()
     where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
     print(
         f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x "
@@ -254,11 +287,12 @@ async def _train(
             async with started_roles(config, runtime, placements, observers, classes) as run:
                 end = await run.pipeline.run()
                 await run.export_hf(str(folder.path / "hf"))
+                folder.update_record(exported_step=run.pipeline.trained_step)
             return end
         except Exception as error:  # `can_restart` names the types, which may be inside an ExceptionGroup
             if not can_restart(config, recorder.restarts, error):
                 raise
-            config = restart_from_newest(config, recorder, error)
+            config = restart_from_newest(config, recorder, folder, error)
 
 
 def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:
@@ -274,4 +308,8 @@ def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) 
             ("picture", str(folder.path / "reward.png")),
         ]
         print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
-    return EXIT_INTERRUPTED if end is RunEnd.INTERRUPTED else EXIT_FINISHED
+    if end is not RunEnd.INTERRUPTED:
+        return _ended(folder, "finished")
+    assert folder.record is not None
+    print(f"continue with: {how_to_continue(config, folder.record)}", flush=True)
+    return _ended(folder, "interrupted", EXIT_INTERRUPTED)

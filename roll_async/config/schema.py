@@ -105,6 +105,9 @@ class PipelineConfig:
     """Batches generated ahead; 0 = synchronous; fractions allowed."""
     num_gpus_per_node: int = bounded(8, ">= 1")
     """Device id // this = node."""
+    template_time: str | None = None
+    """Date and time that chat templates are told, as `2026-11-26T05:01:12`; null = that of the first start of the run,
+    which every later start takes from run.json."""
     system_envs: Mapping[str, str] = section(dict, form="names")
     """Environment of every worker process, not of the loader."""
     actor_train: WorkerConfig = required()

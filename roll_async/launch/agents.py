@@ -70,7 +70,7 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
     stack.callback(book.close)
     return AgentParts(
         tags={tag: await _tag_plan(config, tag, env, stack) for tag, env in config.custom_envs.items()},
-        renderer=TemplateRenderer(load_tokenizer(config.pretrain)),
+        renderer=TemplateRenderer(load_tokenizer(config.pretrain, config.template_time)),
         worlds=worlds,
         gateway=gateway,
         silence_s=config.fault.env_timeout,

@@ -15,17 +15,16 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from roll_async.buffer.errors import StallError, first_cause
-from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.errors import RoleFailed
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.launch.roles import RolePlacements
 from roll_async.launch.run import Assembled, RunClasses, build_run
+from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, restored_step
 from roll_async.launch.signals import print_line, stop_on_signals
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
@@ -63,7 +62,7 @@ async def started_roles(
                 yield run
         finally:
             if run.pipeline.rescued is not None:
-                print_line(_how_to_resume(config, run.pipeline.rescued))
+                print_line(_how_to_resume(config, observers[1], run.pipeline.rescued))
 
 
 def can_restart(config: PipelineConfig, restarts: int, error: BaseException) -> bool:
@@ -71,8 +70,10 @@ def can_restart(config: PipelineConfig, restarts: int, error: BaseException) -> 
     return isinstance(first_cause(error), _RESTARTABLE) and restarts < config.fault.max_run_restarts
 
 
-def restart_from_newest(config: C, recorder: Recorder, error: BaseException) -> C:
-    """Count and announce a restart. Returns the config that resumes from the newest checkpoint."""
+def restart_from_newest(config: C, recorder: Recorder, folder: RunFolder, error: BaseException) -> C:
+    """Count and announce a restart. Returns the config that resumes from the newest checkpoint of the run, or where the
+    run began as long as it has none.
+    """
     cause = first_cause(error)
     logger.error("%s: %s", type(cause).__name__, cause)
     logger.info("traceback:", exc_info=error)
@@ -80,13 +81,16 @@ def restart_from_newest(config: C, recorder: Recorder, error: BaseException) -> 
     number = f"{recorder.restarts} of {config.fault.max_run_restarts}"
     print_line(f"starting all roles again from the newest checkpoint (fault.max_run_restarts: {number})")
     logger.warning("restart %s of the run", number)
-    return replace(config, checkpoint=replace(config.checkpoint, resume_from="latest"))
+    if config.checkpoint.resume_from is None or checkpoints_of(config, folder.record).steps():
+        config = replace(config, checkpoint=replace(config.checkpoint, resume_from="latest"))
+    if go_back(config, folder, restored_step(config, folder)):
+        recorder.new_branch()
+    return config
 
 
-def _how_to_resume(config: PipelineConfig, rescued: str) -> str:
+def _how_to_resume(config: PipelineConfig, folder: RunFolder, rescued: str) -> str:
     """Text for a run that failed: whether its last step is saved, and how to resume it."""
-    checkpoint = config.checkpoint
-    newest = RunCheckpoints(folder=Path(checkpoint.output_dir), max_to_keep=checkpoint.max_to_keep).find("latest")
-    if newest is None:
+    steps = checkpoints_of(config, folder.record).steps()
+    if not steps or folder.record is None:
         return f"{rescued}; there is no checkpoint"
-    return f"{rescued}; resume after {newest} with checkpoint.resume_from=latest"
+    return f"{rescued}; continue after step {steps[-1]} with: {how_to_continue(config, folder.record)}"

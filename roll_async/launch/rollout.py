@@ -236,7 +236,7 @@ def _tools(spec: RolloutSpec, config: RLVRConfig) -> ToolCompletionCallback | No
     if not spec.tools:
         return None
     assert config.actor_train.data_args is not None
-    codec = ChatToolCodec(load_tokenizer(config.pretrain), config.actor_train.data_args.template)
+    codec = ChatToolCodec(load_tokenizer(config.pretrain, config.template_time), config.actor_train.data_args.template)
     return spec.tool_callback(spec.tools, codec, timeout_s=config.fault.env_timeout)
 
 

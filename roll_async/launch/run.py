@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
 from roll_async.config.schema import PipelineConfig, reference_is_actor, roles_on_same_devices
 from roll_async.launch.roles import RolePlacements, Roles, RoleStarter
 from roll_async.launch.rollout import RolloutSpec
+from roll_async.launch.run_start import checkpoints_of
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import SampleDump
@@ -115,10 +114,10 @@ async def couple(
     """A pipeline on roles that run already; restores the checkpoint that `checkpoint.resume_from` names."""
     actor = roles.training["actor_train"]
     learner = Learner(learner_parts(config, roles.training), LearnerOptions.of(config))
-    checkpoints = RunCheckpoints(folder=Path(config.checkpoint.output_dir), max_to_keep=config.checkpoint.max_to_keep)
+    checkpoints = checkpoints_of(config, folder.record)
     saved = {name: roles.training[name] for name in ("actor_train", "critic") if name in roles.training}
     restored, position = await restore_loop(config, saved, learner, checkpoints)
-    folder.truncate_metrics(restored)
+    assert folder.last_step <= restored, f"the folder has metrics of later steps than {restored}"
     spec = RolloutSpec(
         config=config,
         source=actor,

@@ -28,6 +28,8 @@ class PrometheusTracker:
     Raises ValueError when the port is taken.
     """
 
+    keeps_history = False
+
     def __init__(self, run: str, port: int, host: str = "127.0.0.1") -> None:
         self._run, self._text = run, b""
         self._newest: dict[str, float] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from roll_async.observe.gpus import Gpus
 from roll_async.observe.memory import peak_bytes_of_self
@@ -37,9 +37,10 @@ class Recorder:
         logging_steps: int,
         trace: Trace | None = None,
         gpus: Gpus | None = None,
+        create: Callable[[], Tracker] | None = None,
     ) -> None:
-        """`gpus`: of the machine of the driver."""
-        self._folder, self._trackers, self._progress = folder, trackers, progress
+        """`gpus`: of the machine of the driver. `create`: makes the tracker of the branch that the folder names."""
+        self._folder, self._trackers, self._progress, self._create = folder, trackers, progress, create
         self._trace, self._gpus = trace, gpus
         self._logging_steps = logging_steps
         self._started = time.monotonic()
@@ -61,10 +62,29 @@ class Recorder:
         if self._gpus is not None:
             full |= self._gpus.metrics()
         self._folder.append_metrics(full)
-        logged = full if step % self._logging_steps == 0 else _validation_of(full)
+        logged = self._logged(full)
         for tracker in self._trackers if logged else ():
             tracker.log(step, logged)
         self._progress.show(full)
+
+    def new_branch(self) -> None:
+        """The run goes back to an earlier step: the tracker begins anew, with the steps that the folder keeps."""
+        if self._create is None:
+            return
+        old, *others = self._trackers
+        old.close()
+        self._trackers = [self._create(), *others]
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Tell a new tracker of the steps that the folder keeps."""
+        for tracker in self._trackers:
+            for record in self._folder.read_metrics() if tracker.keeps_history else ():
+                if logged := self._logged(record):
+                    tracker.log(int(record["step"]), logged)
+
+    def _logged(self, record: Mapping[str, float]) -> Mapping[str, float]:
+        return record if record["step"] % self._logging_steps == 0 else _validation_of(record)
 
     def event(self, name: str, **fields: float | str) -> None:
         """A line in the log."""

@@ -6,11 +6,15 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
+
+from roll_async.observe.run_record import RunRecord, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +24,13 @@ _NAMED_KEYS = 5
 
 
 class RunFolder:
-    """The folder of one run. Creating it is the first thing a run writes."""
+    """The folder of one run. Creating it is the first thing a run writes, once it holds the lock.
 
-    def __init__(self, output_dir: str, exp_name: str) -> None:
-        self.path = Path(output_dir) / exp_name
+    `record`: which run it is. None for the folder of a command that has no lineage (`eval`, `rollout`).
+    """
+
+    def __init__(self, output_dir: str, exp_name: str, record: RunRecord | None = None) -> None:
+        self.path, self.record = Path(output_dir) / exp_name, record
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -31,14 +38,23 @@ class RunFolder:
                 f"output_dir {output_dir}: cannot create {self.path}: {error.strerror}; choose another output_dir"
             ) from error
 
+    def update_record(self, **changes: object) -> RunRecord:
+        """Change fields of the record, on the disk as well."""
+        assert self.record is not None, "a folder without lineage"
+        self.record = replace(self.record, **changes)  # type: ignore[arg-type]
+        write_record(self.path, self.record)
+        return self.record
+
     def write_config(self, text: str) -> None:
-        """The config as resolved. One that differs from what an earlier start wrote leaves that one beside it, as
-        config.1.yaml, config.2.yaml ..., and each key that changed in the log: call `open_log` before.
+        """The config as resolved, under a comment with the run's id. One that differs from what an earlier start wrote
+        leaves that one beside it, as config.1.yaml, config.2.yaml ..., and each key that changed in the log: call
+        `open_log` before.
         """
         path = self.path / "config.yaml"
+        text = text if self.record is None else f"# run {self.record.run_id}\n{text}"
         before = path.read_text() if path.is_file() else text
         if before != text:
-            kept = self._unused_name()
+            kept = self._unused_name("config", "yaml")
             path.rename(kept)
             old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
             changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
@@ -50,8 +66,13 @@ class RunFolder:
                 logger.info("config: %s: %s -> %s", key, old.get(key, _ABSENT), new.get(key, _ABSENT))
         path.write_text(text)
 
-    def _unused_name(self) -> Path:
-        return next(p for n in itertools.count(1) if not (p := self.path / f"config.{n}.yaml").exists())
+    def keep_trace(self) -> None:
+        """Leave the trace of an earlier start as trace.1.json, trace.2.json ...: every start writes its own."""
+        if (path := self.path / "trace.json").is_file():
+            path.rename(self._unused_name("trace", "json"))
+
+    def _unused_name(self, stem: str, ending: str) -> Path:
+        return next(p for n in itertools.count(1) if not (p := self.path / f"{stem}.{n}.{ending}").exists())
 
     def role_logs(self) -> Path:
         """`logs/`: the output of ranks, engines and reward hosts, one file each."""
@@ -71,11 +92,30 @@ class RunFolder:
         console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         root.addHandler(console)
 
+    @property
+    def last_step(self) -> int:
+        """Last step with metrics; 0 = there is none."""
+        return max((int(record["step"]) for record in self.read_metrics()), default=0)
+
+    def leave_behind(self, step: int, into: Path) -> None:
+        """Set what came after `step` aside in the folder `into`: the metrics as they were, the picture, what trackers
+        wrote, and the exported model if it is of a later step. The metrics until `step` stay.
+        """
+        into.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "config.yaml", "run.json"):
+            if (self.path / name).is_file():
+                shutil.copy2(self.path / name, into / name)
+        self.truncate_metrics(step)
+        later = self.record is not None and self.record.exported_step > step
+        for name in ("reward.png", "tensorboard", *(["hf"] if later else [])):
+            if (self.path / name).exists():
+                (self.path / name).rename(into / name)
+
     def truncate_metrics(self, last_step: int) -> None:
-        """Remove the lines of steps that a restored run will repeat."""
+        """Remove the lines of later steps."""
         path = self.path / "metrics.jsonl"
         if path.is_file():
-            kept = [json.dumps(line) for line in self.read_metrics() if line["step"] <= last_step]
+            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
             partial = path.with_suffix(".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             partial.replace(path)
@@ -86,15 +126,24 @@ class RunFolder:
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         """One line per step, on disk when this returns."""
+        named = {} if self.record is None else {"run_id": self.record.run_id}
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({key: _rounded(value) for key, value in metrics.items()}) + "\n")
+            file.write(json.dumps({**{key: _rounded(value) for key, value in metrics.items()}, **named}) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """The metrics of all steps. An incomplete last line, left by a killed run, is ignored."""
+        """The metrics of all steps, without the id of the run. An incomplete last line, left by a killed run, is
+        ignored.
+        """
         path = self.path / "metrics.jsonl"
-        text = path.read_text() if path.is_file() else ""
-        whole, _, _ = text.rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        records = [json.loads(line) for line in _whole_lines(path)] if path.is_file() else []
+        for record in records:
+            record.pop("run_id", None)
+        return records
+
+
+def _whole_lines(path: Path) -> list[str]:
+    whole, _, _ = path.read_text().rpartition("\n")
+    return whole.splitlines()
 
 
 def log_to(files: Iterable[Path | str]) -> logging.Logger:

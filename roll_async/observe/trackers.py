@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+_RUN_TAG = "roll_async_run_id"
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 
 
 class Tracker(Protocol):
-    """A destination of metrics."""
+    """A destination of metrics. It is made for one branch of one run; after a step back the run makes a new one."""
+
+    keeps_history: bool
+    """Whether a new one is to be given the steps that the run keeps, because it cannot take back the others."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -22,10 +26,16 @@ class Tracker(Protocol):
 class TensorboardTracker:
     """Event files under the run folder: one event a step, with all of its metrics."""
 
-    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+    keeps_history = True
+
+    def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(folder / "tensorboard"))
+        if run:
+            self._writer.add_event(Event(step=0, wall_time=time.time(), summary=text_pb("run_id", run)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -40,12 +50,14 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; WANDB_API_KEY is read by its own client."""
+    """Weights & Biases; WANDB_API_KEY is read by its own client. A resumed run goes on under its id."""
 
-    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+    keeps_history = True
+
+    def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
         import wandb
 
-        self._run = wandb.init(dir=str(folder), **options)
+        self._run = wandb.init(dir=str(folder), **({"id": run, "resume": "allow"} if run else {}) | dict(options))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -55,13 +67,26 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow; the tracking server is read from MLflow's own environment variables."""
+    """MLflow; the tracking server is read from MLflow's own environment variables. A resumed run goes on in the MLflow
+    run that has its id as tag.
+    """
 
-    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+    keeps_history = True
+
+    def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
         import mlflow
 
         self._mlflow = mlflow
-        mlflow.start_run(**options)
+        tag = f"tags.{_RUN_TAG} = '{run}'"
+        known = mlflow.search_runs(filter_string=tag, max_results=1, output_format="list") if run else []
+        if known:
+            mlflow.start_run(run_id=known[0].info.run_id)
+        elif run:
+            tags = options.get("tags", {})
+            assert isinstance(tags, Mapping)
+            mlflow.start_run(**{**options, "tags": {**tags, _RUN_TAG: run}})
+        else:
+            mlflow.start_run(**options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({_mlflow_name(key): value for key, value in metrics.items()}, step=step)
@@ -78,7 +103,9 @@ def _mlflow_name(key: str) -> str:
 class StdoutTracker:
     """One line of all metrics per step."""
 
-    def __init__(self, folder: Path, options: Mapping[str, object]) -> None:
+    keeps_history = False
+
+    def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
         pass
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -88,7 +115,7 @@ class StdoutTracker:
         pass
 
 
-TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Mapping[str, object], str], Tracker]] = {
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
@@ -96,9 +123,9 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
 }
 
 
-def create_tracker(name: str, folder: Path, options: Mapping[str, object]) -> Tracker:
-    """Build a tracker. Raises ValueError naming the package that is missing."""
+def create_tracker(name: str, folder: Path, options: Mapping[str, object], run: str = "") -> Tracker:
+    """Build a tracker. `run`: id of the run and its branch. Raises ValueError naming the package that is missing."""
     try:
-        return TRACKERS[name](folder, options)
+        return TRACKERS[name](folder, options, run)
     except ImportError as error:
         raise ValueError(f"tracking.track_with {name}: {error}; install it or choose another") from error

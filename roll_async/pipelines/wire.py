@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from roll_async.buffer.fingerprint import PROMPTS, prompts_checksum
+from roll_async.buffer.fingerprint import stream_fingerprint
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
@@ -173,8 +173,8 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     manager, supervisor = roles.engines.manager, roles.engines.supervisor
     source = roles.groups(manager)
     queue = classes.queue(options.queue, roles.ledger)
-    prompts = {PROMPTS: prompts_checksum(roles.prompts.at)}
-    queue.restore(roles.restored, roles.position, {**options.queue.fingerprint, **prompts})
+    fingerprint = {**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}
+    queue.restore(roles.restored, roles.position, fingerprint, roles.prompts.at)
     if roles.pool is not None:
         queue.choices = roles.pool.state
         if roles.position is not None and POOL in roles.position:

@@ -11,7 +11,7 @@ from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.prompts.row_tools import tools_of_row
-from roll_async.prompts.rows import BadRows, Columns, Row, read_rows
+from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, read_rows
 from roll_async.prompts.tokenizer import Renderer, load_tokenizer
 from roll_async.schema import Prompt
 
@@ -35,6 +35,8 @@ class DataOptions:
     domains: Mapping[str, tuple[str, ...]]
     """Tags of each domain; a single domain takes all."""
     tokenizer_folder: str
+    template_time: str | None = None
+    """What the template is told of the time; None = the clock."""
     supervised: frozenset[str] = frozenset()
     """Domains whose ground truth is trained on; answers longer than `response_length` are skipped and counted."""
     response_length: int = 0
@@ -70,6 +72,7 @@ class DataOptions:
             prompt_length=config.prompt_length,
             domains={name: tuple(r.tag_included) for name, r in config.rewards.items()},
             tokenizer_folder=config.pretrain,
+            template_time=config.template_time,
             supervised=frozenset(name for name, part in config.loss_parts.items() if part == "cross_entropy"),
             response_length=config.response_length,
             styles={name: r.style_included for name, r in config.rewards.items() if r.style_included},
@@ -188,6 +191,7 @@ def _prompt(row: Row, domain: str, ids: Sequence[int], answer: array | None) -> 
         text=row.messages[-1]["content"],
         extra=row.extra,
         answer_ids=answer,
+        content=content_digest(row.messages, row.ground_truth, row.extra),
     )
 
 
@@ -204,7 +208,7 @@ def _tokenised(
     """Every row with its token ids or the reason it has none, in order."""
     chunks = _chunks(rows)
     if options.num_workers == 1:
-        renderer = Renderer(load_tokenizer(options.tokenizer_folder), options.template)
+        renderer = Renderer(load_tokenizer(options.tokenizer_folder, options.template_time), options.template)
         for chunk in chunks:
             yield from zip(chunk, renderer.render([row.messages for row, _ in chunk]), strict=True)
         return
@@ -223,7 +227,7 @@ def _tokenised_in_processes(
         options.num_workers,
         mp_context=get_context("spawn"),
         initializer=_start_worker,
-        initargs=(options.tokenizer_folder, options.template),
+        initargs=(options.tokenizer_folder, options.template_time, options.template),
     ) as pool:
         Renderer(load_tokenizer(options.tokenizer_folder), options.template)  # its errors are readable here
         under_way = []
@@ -245,9 +249,9 @@ def _chunks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
 _worker_renderer: Renderer | None = None
 
 
-def _start_worker(folder: str, template: str) -> None:
+def _start_worker(folder: str, time: str | None, template: str) -> None:
     global _worker_renderer
-    _worker_renderer = Renderer(load_tokenizer(folder), template)
+    _worker_renderer = Renderer(load_tokenizer(folder, time), template)
 
 
 def _render(chats: Chats) -> list[list[int] | str]:

@@ -5,6 +5,7 @@ Formats with an example each: docs_roll/data.md.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,12 @@ class Row:
     """`reward_model.style` of verl's schema: rule, model, ..."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """The columns nothing else uses: text as it is, everything else as JSON. Reward functions read them."""
+
+
+def content_digest(messages: Sequence[Mapping[str, str]], ground_truth: str, extra: Mapping[str, str]) -> str:
+    """What a row says, whatever file it is in and however it is rendered: 16 hexadecimal digits."""
+    said = json.dumps([list(map(dict, messages)), ground_truth, dict(extra)], sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
 
 class BadRows:

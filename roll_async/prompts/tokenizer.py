@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,18 +36,26 @@ _IMPORTING = threading.Lock()
 """transformers makes its names while it is imported: one that a second thread asks for meanwhile may be missing."""
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name. Raises ValueError naming what is missing."""
+def load_tokenizer(folder: str, time: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name. Raises ValueError naming what is missing.
+
+    `time`: what its chat template is told when it asks for the date (ISO 8601), whatever the day; None = the clock.
+    """
     with _IMPORTING:
         from transformers import AutoTokenizer
 
     if os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
         raise ValueError(f"{folder} holds no tokenizer (tokenizer_config.json is missing)")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"no tokenizer for {folder}: neither a folder here nor to be fetched: {reason}") from error
+    if time is not None:
+        # A variable of the template hides the function that Transformers offers under this name (Llama 3 asks for it).
+        told = datetime.fromisoformat(time).strftime
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=told)
+    return tokenizer
 
 
 def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:

@@ -1,0 +1,127 @@
+"""`run.json` of a run folder: which run it is, where it came from, how it ended; and the lock of the folder.
+
+    {"run_id": "3f9a61c2", "started": "2026-11-26T05:01:12", "state": "finished", "branch": 0, ...}
+
+The id is given at the first start and kept by every later one that continues the run. The lock lies beside the folder
+(`.NAME.lock`), because the folder itself may be renamed while it is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+RECORD = "run.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""File systems without locks: nothing can be known of a second process there."""
+
+
+def _now() -> str:
+    return datetime.now(UTC).replace(tzinfo=None).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What a folder says of its run."""
+
+    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
+    started: str = field(default_factory=_now)
+    """First start, ISO 8601, UTC. What chat templates are told of the time, too (`template_time`)."""
+    command: tuple[str, ...] = ()
+    """As typed at the last start."""
+    parent: Mapping[str, object] | None = None
+    """`run_id` and `checkpoint` of another run from which this one began."""
+    branch: int = 0
+    """How often the run went back to an earlier step and left something behind."""
+    places: tuple[str, ...] = ()
+    """Files and folders of the run outside of its folder: `KEY=PATH`."""
+    exported_step: int = 0
+    """Step of the model in `hf/`; 0 = there is none."""
+    state: str = "running"
+    """running, finished, interrupted or failed; a run that is running and not locked was killed."""
+    reason: str = ""
+    """Of a failed run."""
+
+    @property
+    def tracker_run(self) -> str:
+        """Name of the run for trackers, which cannot go back: each branch is a run of its own there."""
+        return self.run_id if not self.branch else f"{self.run_id}-{self.branch}"
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """The record of a run folder; None where there is none. Raises ValueError for one that cannot be read."""
+    path = folder / RECORD
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        values |= {name: tuple(values[name]) for name in ("command", "places")}
+        return RunRecord(**values)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); restore it, or move the folder away") from error
+
+
+def write_record(folder: Path, record: RunRecord) -> None:
+    """Replace the record as a whole."""
+    partial = folder / f"{RECORD}.partial"
+    partial.write_text(json.dumps(asdict(record), indent=1) + "\n")
+    partial.replace(folder / RECORD)
+
+
+def unused(path: Path, ending: str = "") -> Path:
+    """The first of PATH.1, PATH.2, ... that does not exist; with `ending` of PATH/1ENDING, PATH/2ENDING, ..."""
+    names = (path.with_name(f"{path.name}.{n}") if not ending else path / f"{n}{ending}" for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+class FolderLock:
+    """Keeps a path to one process until it is closed, or the process ends in whatever way."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Raises ValueError, naming the holder, when another process has it, or the place cannot be written."""
+        self._file = path.with_name(f".{path.name}.lock")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(f"{key} {path}: cannot be written: {error.strerror}; choose another {key}") from error
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(self._handle, 0)
+            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()} since {_now()} UTC".encode(), 0)
+        except BlockingIOError:
+            holder = os.pread(self._handle, 200, 0).decode(errors="replace") or "another process"
+            os.close(self._handle)
+            raise ValueError(f"{key} {path} is in use by {holder}: wait for that run, or choose another") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(self._handle)
+                raise ValueError(f"{key} {path}: {error.strerror}; choose another {key}") from error
+
+    def close(self) -> None:
+        """Give the path free."""
+        os.close(self._handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a path."""
+    try:
+        handle = os.open(path.with_name(f".{path.name}.lock"), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
