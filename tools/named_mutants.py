@@ -233,6 +233,6 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("replicas that come back get no weights", "pipelines/wire.py",
      "supervisor.attach(synchronizer)", "pass"),
     ("the prompts' order is not in the fingerprint", "pipelines/wire.py",
-     "{**options.queue.fingerprint, **prompts}", "{**options.queue.fingerprint}"),
+     "{**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}", "{**options.queue.fingerprint}"),
 )  # fmt: skip
 """(name, file under roll_async/, what stands there, what stands there instead)."""
