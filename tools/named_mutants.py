@@ -187,7 +187,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("SQL: verdicts of the restored step are lost", "buffer/ledger.py",
      "'failed') AND after_step > ?\"", "'failed') AND after_step >= ?\""),
     ("SQL: groups of newer weights stay", "buffer/ledger.py",
-     "(newest_version > ? OR", "(newest_version > ? + 1000 OR"),
+     "AND newest_version > ?", "AND newest_version > ? + 1000"),
     ("SQL: groups consumed later are lost", "buffer/ledger.py",
      "after_step = ? WHERE consumed_step > ?", "after_step = ? WHERE consumed_step > ? + 1000"),
     ("SQL: groups of the restored step come again", "buffer/ledger.py",
@@ -233,6 +233,6 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("replicas that come back get no weights", "pipelines/wire.py",
      "supervisor.attach(synchronizer)", "pass"),
     ("the prompts' order is not in the fingerprint", "pipelines/wire.py",
-     "{**options.queue.fingerprint, **prompts}", "{**options.queue.fingerprint}"),
+     "{**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}", "{**options.queue.fingerprint}"),
 )  # fmt: skip
 """(name, file under roll_async/, what stands there, what stands there instead)."""

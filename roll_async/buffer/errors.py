@@ -27,6 +27,10 @@ class LedgerError(RuntimeError):
     """The ledger cannot be used or written. The message names the file, what was being written, and the remedy."""
 
 
+class DamagedLedger(LedgerError):
+    """The ledger is damaged or contradicts its checkpoint: only what the checkpoint says is known."""
+
+
 class OtherPrompts(LedgerError, ValueError):
     """A resumed run would read other data than before, which the user can put back."""
 

@@ -14,21 +14,32 @@ import logging
 import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from roll_async.buffer.errors import LedgerError
+from roll_async.buffer.errors import DamagedLedger, LedgerError
 from roll_async.buffer.fingerprint import Fingerprint
 from roll_async.buffer.freshness import newest_version
 from roll_async.buffer.group_codec import decode_group, encode_group
+from roll_async.buffer.ledger_checks import (
+    contradiction,
+    damage,
+    done_by,
+    keep_sums,
+    log_is_cut,
+    take_position,
+    take_sums,
+)
 from roll_async.buffer.log_sync import LogSync
 from roll_async.schema import Group, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
+_WITHOUT_SUMS = 2
+"""The format before: its rows are taken as they are, once."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     prompt_index INTEGER PRIMARY KEY,
@@ -49,6 +60,7 @@ CREATE TABLE IF NOT EXISTS tokens (   -- a table of its own, so that a change of
 );
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sums (name TEXT PRIMARY KEY, num_rows INTEGER NOT NULL, checksum INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS by_step ON groups (consumed_step);
 """
 _FSYNC = {"group": "NORMAL", "step": "NORMAL", "never": "OFF"}
@@ -139,9 +151,8 @@ class MemoryLedger:
                     "(ledger.enable: false) and the checkpoint does not hold it; start fresh, or enable the ledger"
                 )
             return Recovered()
-        next_index, still_open = state["next_index"], state["open"]
-        assert isinstance(next_index, int) and isinstance(still_open, list)
-        done = frozenset(range(next_index)) - frozenset(still_open)
+        done, next_index = done_by(state), state["next_index"]
+        assert isinstance(next_index, int)
         self._used |= done
         return Recovered(done=done, next_index=next_index)
 
@@ -174,22 +185,24 @@ class SqliteLedger:
     """
 
     def __init__(self, path: str | Path, *, fsync: str = "group", can_rebuild: bool = False) -> None:
-        """`can_rebuild`: a checkpoint holds the position. A damaged file is then moved to `PATH.damaged`, a new one
-        starts from that position, and the finished groups of the damaged one are generated again.
+        """`can_rebuild`: a checkpoint holds the position. A file that is damaged, or contradicts that position, is then
+        moved to `PATH.damaged`, a new one starts from the position, and finished groups are generated again. Otherwise
+        it raises DamagedLedger.
         """
-        self._path, self._fsync, self._can_rebuild = Path(path), fsync, can_rebuild
+        self._path, self._log_path = Path(path), Path(f"{path}-wal")
+        self._fsync, self._can_rebuild, self._began_anew = fsync, can_rebuild, False
         if fsync not in _FSYNC:
             raise ValueError(f"ledger.fsync {fsync!r}: expected group, step or never")
         try:
             self._connect()
-        except LedgerError as error:
-            if not (can_rebuild and _is_damage(error.__cause__)):
+        except DamagedLedger as error:
+            if not can_rebuild:
                 raise
-            self._start_over(str(error))
+            self._start_over(error)
 
-    def _start_over(self, reason: str) -> None:
+    def _start_over(self, reason: DamagedLedger) -> None:
         """Move a damaged file away and begin a new one."""
-        moved = _move(self._path, ".damaged")
+        moved, self._began_anew = _move(self._path, ".damaged"), True
         logger.warning("%s; it is now %s, finished groups are generated again", reason, moved)
         self._connect()
 
@@ -200,7 +213,7 @@ class SqliteLedger:
             try:
                 self._open()
                 self._step = int(self._db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0])
-                self._log = LogSync(Path(f"{self._path}-wal"))
+                self._log = LogSync(self._log_path)
             except BaseException:  # also an interrupt: the file is locked until it is closed
                 self._db.close()
                 raise
@@ -216,15 +229,22 @@ class SqliteLedger:
         mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise LedgerError(f"ledger {self._path}: its file system has no write-ahead log ({mode}); use a local disk")
+        if log_is_cut(self._db, self._log_path):
+            logger.warning("ledger %s: its log breaks off; what it said after that is generated again", self._path)
         self._db.execute(f"PRAGMA synchronous={_FSYNC[self._fsync]}")
         self._db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
         self._db.execute("BEGIN IMMEDIATE")
         found = self._db.execute("PRAGMA user_version").fetchone()[0]
         known = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
-        if known and found != _FORMAT:
+        if known and found not in (_FORMAT, _WITHOUT_SUMS):
             raise LedgerError(f"ledger {self._path} has format {found}, this version writes {_FORMAT}; move it away")
         for statement in _SCHEMA.split(";\n"):
             self._db.execute(statement)
+        keep_sums(self._db)
+        if found != _FORMAT:
+            take_sums(self._db)
+        if problem := damage(self._db):
+            raise DamagedLedger(f"ledger {self._path} is damaged: {problem}; {_WITHOUT_IT}")
         self._db.execute(f"PRAGMA user_version={_FORMAT}")
         self._db.execute("COMMIT")
 
@@ -240,7 +260,7 @@ class SqliteLedger:
             )
             self._db.execute(
                 "INSERT INTO tokens (prompt_index, header, block, checksum) VALUES (?, ?, ?, ?)",
-                (prompt_index, header, block, _checksum(header, block)),
+                (prompt_index, header, block, _checksum(header.encode(), block)),
             )
 
     def closed(self, prompt_index: int, group_id: int, state: str, reason: str) -> None:
@@ -278,35 +298,47 @@ class SqliteLedger:
         """Go back to a restored step: groups that later steps consumed are available again, groups filtered or failed
         later are to be generated again, and groups of newer weights are deleted. A ledger without a record of the step,
         because it was lost or the step was saved without it, takes the position from the checkpoint's `state`; so does
-        a damaged one.
+        one that is damaged or contradicts it.
         """
         try:
             return self._restore(step, state)
-        except LedgerError as error:
-            if state is None or not (self._can_rebuild and _is_damage(error.__cause__)):
+        except DamagedLedger as error:
+            if state is None or not self._can_rebuild:
                 raise
             self._disconnect()
-            self._start_over(str(error))
+            self._start_over(error)
             return self._restore(step, state)
 
     def _restore(self, step: int, state: Mapping[str, object] | None) -> Recovered:
         with self._transaction(f"restore of step {step}"):
             known = self._db.execute("SELECT count(*) FROM steps WHERE step = ?", (step,)).fetchone()[0]
             if step and not known and state is not None:
-                self._take_position(step, state)
+                if not self._began_anew:  # else there is one warning already
+                    logger.warning("ledger %s has no record of step %d: the checkpoint's is used", self._path, step)
+                take_position(self._db, step, state)
             elif step and not known:
                 raise LedgerError(
                     f"ledger {self._path} has no record of step {step}, which the checkpoint names: it belongs "
                     "to another run or was moved; put it back, resume from another checkpoint, or start fresh "
                     "under another exp_name"
                 )
+            elif state is not None and (differs := contradiction(self._db, step, state)):
+                raise DamagedLedger(f"ledger {self._path}: {differs}; {_WITHOUT_IT}")
             self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._db.execute("DELETE FROM groups WHERE state IN ('filtered', 'failed') AND after_step > ?", (step,))
             self._db.execute(
-                "DELETE FROM groups WHERE (state = 'buffered' OR consumed_step > ?)"
-                " AND (newest_version > ? OR prompt_index NOT IN (SELECT prompt_index FROM tokens))",
+                "DELETE FROM groups WHERE (state = 'buffered' OR consumed_step > ?) AND newest_version > ?",
                 (step, step),
             )
+            lost = self._db.execute(
+                "DELETE FROM groups WHERE (state = 'buffered' OR consumed_step > ?)"
+                " AND prompt_index NOT IN (SELECT prompt_index FROM tokens)",
+                (step,),
+            ).rowcount
+            if lost:  # deleted after a later checkpoint, or by a fault of the disk
+                logger.warning(
+                    "ledger %s: %d finished groups have no samples any more: generated again", self._path, lost
+                )
             self._db.execute("DELETE FROM tokens WHERE prompt_index NOT IN (SELECT prompt_index FROM groups)")
             self._db.execute(
                 "UPDATE groups SET state = 'buffered', consumed_step = NULL, after_step = ? WHERE consumed_step > ?",
@@ -315,44 +347,13 @@ class SqliteLedger:
         self._step = step
         return self._read()
 
-    def _take_position(self, step: int, state: Mapping[str, object]) -> None:
-        """Take the accounting of a checkpoint where the ledger has no record of its step. The checkpoint decides which
-        positions are done. Records of these that the ledger has (an earlier step that trained them, filtered, failed)
-        stay, the others are recorded as trained by `step`.
-        """
-        next_index, still_open = state["next_index"], state["open"]
-        assert isinstance(next_index, int) and isinstance(still_open, list)
-        done = sorted(set(range(next_index)) - set(still_open))
-        logger.warning("ledger %s has no record of step %d: the position of the checkpoint is used", self._path, step)
-        self._db.execute("CREATE TEMP TABLE done (prompt_index INTEGER PRIMARY KEY)")
-        self._db.executemany("INSERT INTO done VALUES (?)", [(index,) for index in done])
-        self._db.execute("DELETE FROM groups WHERE state = 'trained' AND prompt_index NOT IN done")
-        self._db.execute(
-            "UPDATE groups SET state = 'trained', consumed_step = ? WHERE prompt_index IN done AND"
-            " (state = 'buffered' OR consumed_step > ?)",
-            (step, step),
-        )
-        self._db.execute(
-            "UPDATE groups SET after_step = ? WHERE prompt_index IN done AND state IN ('filtered', 'failed')"
-            " AND after_step > ?",
-            (step, step),
-        )
-        self._db.execute(
-            "INSERT INTO groups (prompt_index, group_id, state, consumed_step, after_step, reason)"
-            " SELECT prompt_index, -1, 'trained', ?, ?, 'from the checkpoint' FROM done"
-            " WHERE prompt_index NOT IN (SELECT prompt_index FROM groups)",
-            (step, step),
-        )
-        self._db.execute("DROP TABLE done")
-        self._db.execute("INSERT INTO steps (step) VALUES (?)", (step,))
-
     def _read(self) -> Recovered:
         with self._naming("reading"):
             rows = self._db.execute("SELECT prompt_index, state FROM groups").fetchall()
             last_id = self._db.execute("SELECT coalesce(max(group_id), -1) FROM groups").fetchone()[0]
             stored = self._db.execute(
-                "SELECT prompt_index, finished_version, header, block, checksum FROM groups JOIN tokens"
-                " USING (prompt_index) WHERE state = 'buffered' ORDER BY group_id"
+                "SELECT prompt_index, group_id, finished_version, CAST(header AS BLOB), CAST(block AS BLOB), checksum"
+                " FROM groups JOIN tokens USING (prompt_index) WHERE state = 'buffered' ORDER BY group_id"
             ).fetchall()
         states = [state for _, state in rows]
         return Recovered(
@@ -364,21 +365,23 @@ class SqliteLedger:
             failed=states.count("failed"),
         )
 
-    def _decoded(self, index: int, version: int, header: str, block: bytes, checksum: int) -> StoredGroup | None:
+    def _decoded(
+        self, index: int, group_id: int, version: int, header: bytes, block: bytes, checksum: int
+    ) -> StoredGroup | None:
         problem = "checksum differs" if _checksum(header, block) != checksum else ""
         if not problem:
             try:
-                return StoredGroup(prompt_index=index, finished_version=version, group=decode_group(header, block))
+                group = decode_group(header.decode(), block)
+                if group.group_id == group_id:
+                    return StoredGroup(prompt_index=index, finished_version=version, group=group)
+                problem = f"its samples are those of group {group.group_id}, not of {group_id}"
             except ValueError as error:
                 problem = str(error)
         if self._can_rebuild:
             logger.warning("ledger %s, prompt %d: %s; it is generated again", self._path, index, problem)
             self.reopened(index)
             return None
-        raise LedgerError(
-            f"ledger {self._path} is corrupted at prompt {index}: {problem}; move the file away to go on without its "
-            "finished groups"
-        )
+        raise LedgerError(f"ledger {self._path} is corrupted at prompt {index}: {problem}; {_WITHOUT_IT}")
 
     def prune(self, step: int) -> None:
         """Delete the tokens of groups consumed up to a checkpointed step; their accounting stays. The file reuses the
@@ -428,8 +431,9 @@ class SqliteLedger:
     def _naming(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            raise LedgerError(f"ledger {self._path}: {what} failed: {error}; {_remedy(error)}") from error
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+            kind = DamagedLedger if _error_name(error).startswith(_DAMAGE) else LedgerError
+            raise kind(f"ledger {self._path}: {what} failed: {error}; {_remedy(error)}") from error
 
 
 def move_to_previous(path: str | Path) -> Path | None:
@@ -439,7 +443,8 @@ def move_to_previous(path: str | Path) -> Path | None:
     source = Path(path)
     if not source.exists():
         return None
-    SqliteLedger(source, fsync="never").close()
+    with suppress(DamagedLedger):
+        SqliteLedger(source, fsync="never").close()
     return _move(source, ".previous")
 
 
@@ -454,26 +459,31 @@ def _move(source: Path, ending: str) -> Path:
     return target
 
 
-def _is_damage(error: BaseException | None) -> bool:
-    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+def _checksum(header: bytes, block: bytes) -> int:
+    return zlib.crc32(block, zlib.crc32(header))
 
 
-def _checksum(header: str, block: bytes) -> int:
-    return zlib.crc32(block, zlib.crc32(header.encode()))
+def _error_name(error: Exception) -> str:
+    return getattr(error, "sqlite_errorname", "") or type(error).__name__
 
 
 def _remedy(error: Exception) -> str:
-    name = getattr(error, "sqlite_errorname", "") or type(error).__name__
+    name = _error_name(error)
     for names, remedy in _REMEDIES.items():
         if name.startswith(names):
             return remedy
     return "set ledger.path to another place"
 
 
+_WITHOUT_IT = "move the file away to go on without its finished groups"
+_DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "OperationalError", "UnicodeDecodeError")
+"""ERROR: a name in the schema has changed, for the statements are constant. The last two: a text is not UTF-8, or what
+SQLite says of the damage.
+"""
 _REMEDIES: dict[tuple[str, ...], str] = {
     ("SQLITE_BUSY", "SQLITE_LOCKED"): "another run uses it: stop that run, or choose another exp_name",
     ("SQLITE_FULL", "SQLITE_IOERR"): "free space on its disk, or set ledger.path to another one, then resume",
-    ("SQLITE_CORRUPT", "SQLITE_NOTADB"): "it is corrupted: move the file away to go on without its finished groups",
+    _DAMAGE: f"it is corrupted: {_WITHOUT_IT}",
     ("SQLITE_READONLY", "SQLITE_CANTOPEN", "PermissionError", "FileExistsError", "NotADirectoryError"): (
         "make its folder writable, or set ledger.path"
     ),

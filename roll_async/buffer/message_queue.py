@@ -30,8 +30,6 @@ from roll_async.schema import Group, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["EndOfData", "MessageQueue", "QueueClosed", "StallError", "TooManyFailures"]
-
 POOL = "pool"
 """Key of `choices` in the saved position."""
 _NAMED_IN_REPORTS = 8
@@ -360,9 +358,9 @@ class MessageQueue:
         saved = (state or {}).get("fingerprint")
         before = saved if isinstance(saved, dict) and saved else self._ledger.fingerprint()
         usable = same_or_regenerate(before, self._fingerprint, step=step, at=prompt_at)
-        if fingerprint:
-            self._ledger.remember(self._fingerprint)
         recovered = self._ledger.restore(step, state)
+        if fingerprint:  # now, because a damaged ledger has been replaced
+            self._ledger.remember(self._fingerprint)
         self._last_taken, self._next_id = step, recovered.next_group_id
         self._next_index, self._done = recovered.next_index, recovered.done
         self._book.carry_over(
@@ -374,14 +372,12 @@ class MessageQueue:
         )
         kept = set()
         for stored in recovered.buffered:
-            if not (usable and self._still_usable(stored.group, step)):
+            if usable and self._still_usable(stored.group, step):
+                kept.add(stored.prompt_index)
+                self._readmit(stored.prompt_index, stored.group, stored.finished_version)
+            else:
                 self._ledger.reopened(stored.prompt_index)
-                continue
-            kept.add(stored.prompt_index)
-            self._readmit(stored.prompt_index, stored.group, stored.finished_version)
-        for index in range(self._next_index):
-            if index not in self._done and index not in kept:
-                heapq.heappush(self._requeued, (index, 1))
+        self._requeued = [(i, 1) for i in range(self._next_index) if i not in self._done and i not in kept]
         self._book.check()  # no waiter to wake before the run begins
 
     def _still_usable(self, group: Group, step: int) -> bool:
