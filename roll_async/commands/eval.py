@@ -76,11 +76,13 @@ def _evaluate(arguments: _Arguments) -> int:
     """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.config.api import load
+    from roll_async.config.user_code import search_beside
     from roll_async.launch.evaluation import for_evaluation
     from roll_async.launch.inputs import resolve_names
     from roll_async.observe.run_folder import RunFolder
 
     path, overrides = resolve_config(["--config", arguments.config, *arguments.args], "rlvr")
+    search_beside(path)
     config = for_evaluation(load(path, overrides), None)
     checkpoint = None if arguments.is_address else _checkpoint_of(arguments.target)
     default = Path(config.output_dir) / "eval" / _name_of(arguments.target)

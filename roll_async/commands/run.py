@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.buffer.errors import StallError, first_cause
+from roll_async.buffer.errors import RaisesAlways, StallError, first_cause
 from roll_async.commands.command_line import (
     AS_TYPED,
     EXIT_CODES,
@@ -167,7 +167,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
 def origin(error: BaseException) -> str:
     """The place in this package that raised an error, appended to its message; empty if raised elsewhere."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
-    if not own:
+    if not own or isinstance(error, RaisesAlways):
         return ""
     place = Path(own[-1].filename).relative_to(_PACKAGE.parent)
     return f" [{place}:{own[-1].lineno}, in {own[-1].name}; the whole way is in run.log]"
