@@ -27,6 +27,7 @@ from roll_async.commands.command_line import (
 from roll_async.config.api import dump
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.secrets import is_secret, with_secrets, without_secrets
 from roll_async.launch.gate import admit, require_inputs
 from roll_async.launch.inputs import resolve_names
 from roll_async.launch.signals import EndedAtOnce
@@ -116,7 +117,7 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     require_inputs(loaded)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
-    config = resolve_names(loaded.config)
+    config = resolve_names(with_secrets(loaded.config, os.environ))
     _check_memory(config)
     return config
 
@@ -145,7 +146,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     try:
         folder = RunFolder(config.output_dir, config.exp_name)
         folder.open_log(*classes.log_names)
-        folder.write_config(dump(config))
+        folder.write_config(dump(without_secrets(config)), is_secret)
         return _run_in(config, folder, classes)
     except EndedAtOnce:
         return EXIT_INTERRUPTED

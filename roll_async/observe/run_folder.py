@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -31,9 +31,10 @@ class RunFolder:
                 f"output_dir {output_dir}: cannot create {self.path}: {error.strerror}; choose another output_dir"
             ) from error
 
-    def write_config(self, text: str) -> None:
+    def write_config(self, text: str, is_secret: Callable[[tuple[str, ...]], bool] = lambda path: False) -> None:
         """The config as resolved. One that differs from what an earlier start wrote leaves that one beside it, as
-        config.1.yaml, config.2.yaml ..., and each key that changed in the log: call `open_log` before.
+        config.1.yaml, config.2.yaml ..., and each key that changed in the log: call `open_log` before. The log has no
+        value of a key that `is_secret`.
         """
         path = self.path / "config.yaml"
         before = path.read_text() if path.is_file() else text
@@ -47,7 +48,8 @@ class RunFolder:
                 "the config of the last start differs in %d keys (%s); it is kept as %s", len(changed), named, kept.name
             )
             for key in changed:
-                logger.info("config: %s: %s -> %s", key, old.get(key, _ABSENT), new.get(key, _ABSENT))
+                values = f"{old.get(key, _ABSENT)} -> {new.get(key, _ABSENT)}"
+                logger.info("config: %s: %s", key, "a secret" if is_secret(tuple(key.split("."))) else values)
         path.write_text(text)
 
     def _unused_name(self) -> Path:

@@ -2,6 +2,7 @@
 
 import logging
 
+from roll_async.config.secrets import is_secret
 from roll_async.observe.run_folder import RunFolder
 
 
@@ -24,6 +25,15 @@ def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_
     folder.write_config(first)
     texts = {p.name: p.read_text() for p in folder.path.iterdir()}
     assert texts == {"config.yaml": first, "config.1.yaml": first, "config.2.yaml": second}
+
+
+def test_no_secret_of_the_last_start_is_in_the_log(tmp_path, caplog):
+    """An older version may have left it in the file."""
+    caplog.set_level(logging.INFO, logger="roll_async")
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_config("system_envs: {HF_TOKEN: s3cret}\nseed: 1\n")
+    folder.write_config("system_envs: {HF_TOKEN: <hidden>}\nseed: 2\n", is_secret)
+    assert caplog.messages[1:] == ["config: seed: 1 -> 2", "config: system_envs.HF_TOKEN: a secret"]
 
 
 def test_a_restored_run_knows_which_step_has_no_validation(tmp_path):
