@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from roll_async.config.secrets import is_secret, with_secrets, without_secrets
 from roll_async.launch.gate import admit, require_inputs
 from roll_async.launch.inputs import resolve_names
 from roll_async.launch.signals import EndedAtOnce
+from roll_async.observe.run_folder import Unwritable
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -168,7 +170,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
 def origin(error: BaseException) -> str:
     """The place in this package that raised an error, appended to its message; empty if raised elsewhere."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
-    if not own or isinstance(error, RaisesAlways):
+    if not own or isinstance(error, RaisesAlways | Unwritable):
         return ""
     place = Path(own[-1].filename).relative_to(_PACKAGE.parent)
     return f" [{place}:{own[-1].lineno}, in {own[-1].name}; the whole way is in run.log]"
@@ -234,8 +236,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
             end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))
-    finally:
-        recorder.close()
+    except BaseException:  # the first error is the one that is told
+        with suppress(OSError):
+            recorder.close()
+        raise
+    recorder.close()
     return _report(config, folder, end)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -19,6 +21,29 @@ _NAMED_KEYS = 5
 """Of the keys that changed since the last start, in the warning; the log has all with their values."""
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FAULTS = (*_FULL, errno.EROFS, errno.EIO)
+
+
+class Unwritable(OSError):
+    """A file of a run cannot be written: its disk is full, read-only, or broken. The message has the remedy."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises Unwritable when the file at this path cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise Unwritable(f"cannot write {path}: {_remedied(error)}") from error
+
+
+def _remedied(error: OSError) -> str:
+    """What the operating system says, and what to do."""
+    room = "make room there, or " if error.errno in _FULL else ""
+    return f"{error.strerror}; {room}choose another output_dir"
+
+
 class RunFolder:
     """The folder of one run. Creating it is the first thing a run writes."""
 
@@ -27,30 +52,40 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(
-                f"output_dir {output_dir}: cannot create {self.path}: {error.strerror}; choose another output_dir"
-            ) from error
+            kind = Unwritable if error.errno in _DISK_FAULTS else ValueError
+            raise kind(f"output_dir {output_dir}: cannot create {self.path}: {_remedied(error)}") from error
 
     def write_config(self, text: str, is_secret: Callable[[tuple[str, ...]], bool] = lambda path: False) -> None:
         """The config as resolved. One that differs from what an earlier start wrote leaves that one beside it, as
         config.1.yaml, config.2.yaml ..., and each key that changed in the log: call `open_log` before. The log has no
         value of a key that `is_secret`.
         """
-        path = self.path / "config.yaml"
-        before = path.read_text() if path.is_file() else text
-        if before != text:
-            kept = self._unused_name()
-            path.rename(kept)
-            old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
-            changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-            named = ", ".join(changed[:_NAMED_KEYS]) + (", ..." if len(changed) > _NAMED_KEYS else "")
-            logger.warning(
-                "the config of the last start differs in %d keys (%s); it is kept as %s", len(changed), named, kept.name
-            )
-            for key in changed:
-                values = f"{old.get(key, _ABSENT)} -> {new.get(key, _ABSENT)}"
-                logger.info("config: %s: %s", key, "a secret" if is_secret(tuple(key.split("."))) else values)
-        path.write_text(text)
+        path, partial = self.path / "config.yaml", self.path / "config.partial"
+        before = path.read_text() if path.is_file() else None
+        if before == text:
+            return
+        with writing(path):
+            try:
+                partial.write_text(text)
+                if before is not None:
+                    self._keep(path, before, text, is_secret)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _keep(self, path: Path, before: str, text: str, is_secret: Callable[[tuple[str, ...]], bool]) -> None:
+        """Rename the config of the last start, and log what is different."""
+        kept = self._unused_name()
+        path.rename(kept)
+        old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
+        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+        named = ", ".join(changed[:_NAMED_KEYS]) + (", ..." if len(changed) > _NAMED_KEYS else "")
+        logger.warning(
+            "the config of the last start differs in %d keys (%s); it is kept as %s", len(changed), named, kept.name
+        )
+        for key in changed:
+            values = f"{old.get(key, _ABSENT)} -> {new.get(key, _ABSENT)}"
+            logger.info("config: %s: %s", key, "a secret" if is_secret(tuple(key.split("."))) else values)
 
     def _unused_name(self) -> Path:
         return next(p for n in itertools.count(1) if not (p := self.path / f"config.{n}.yaml").exists())
@@ -58,7 +93,8 @@ class RunFolder:
     def role_logs(self) -> Path:
         """`logs/`: the output of ranks, engines and reward hosts, one file each."""
         folder = (self.path / "logs").absolute()
-        folder.mkdir(exist_ok=True)
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
         return folder
 
     def log_files(self, *more_names: str) -> list[Path]:
@@ -79,8 +115,9 @@ class RunFolder:
         if path.is_file():
             kept = [json.dumps(line) for line in self.read_metrics() if line["step"] <= last_step]
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            partial.replace(path)
+            with writing(path):
+                partial.write_text("".join(line + "\n" for line in kept))
+                partial.replace(path)
 
     def has_validation(self, step: int) -> bool:
         """Whether a record holds the validation of the weights of this step."""
@@ -88,7 +125,8 @@ class RunFolder:
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         """One line per step, on disk when this returns."""
-        with open(self.path / "metrics.jsonl", "a") as file:
+        path = self.path / "metrics.jsonl"
+        with writing(path), open(path, "a") as file:
             file.write(json.dumps({key: _rounded(value) for key, value in metrics.items()}) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
@@ -99,6 +137,14 @@ class RunFolder:
         return [json.loads(line) for line in whole.splitlines()]
 
 
+class _LogFile(logging.FileHandler):
+    """What its disk does not take is lost, without a word: whatever else is written there ends the run with one."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def log_to(files: Iterable[Path | str]) -> logging.Logger:
     """Everything logged by roll_async in this process is appended to these files, line by line beside others."""
     root = logging.getLogger("roll_async")
@@ -106,7 +152,8 @@ def log_to(files: Iterable[Path | str]) -> logging.Logger:
     root.handlers.clear()
     root.propagate = False
     for path in files:
-        file = logging.FileHandler(path)
+        with writing(Path(path)):
+            file = _LogFile(path)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root.addHandler(file)
     return root
