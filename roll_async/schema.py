@@ -189,6 +189,10 @@ class Reward:
     """Numbers usable by `filter_groups.metric`, e.g. acc, format."""
     reason: str = ""
     scoring_s: float = 0.0
+    place: str = ""
+    """`FILE:LINE, in FUNCTION` of the reward's code, if it raised."""
+    traceback: str = ""
+    """From the process in which it raised."""
 
 
 class Outcome(str, Enum):

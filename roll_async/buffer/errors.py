@@ -23,6 +23,10 @@ class TooManyFailures(RuntimeError):
     """More groups were quarantined than `fault.max_failed_groups` allows; the message carries the last reasons."""
 
 
+class RaisesAlways(TooManyFailures):
+    """The code of a reward raised for the whole first batch."""
+
+
 class LedgerError(RuntimeError):
     """The ledger cannot be used or written. The message names the file, what was being written, and the remedy."""
 

@@ -76,12 +76,15 @@ def _evaluate(arguments: _Arguments) -> int:
     """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.config.api import load
+    from roll_async.config.secrets import with_secrets
+    from roll_async.config.user_code import search_beside
     from roll_async.launch.evaluation import for_evaluation
     from roll_async.launch.inputs import resolve_names
     from roll_async.observe.run_folder import RunFolder
 
     path, overrides = resolve_config(["--config", arguments.config, *arguments.args], "rlvr")
-    config = for_evaluation(load(path, overrides), None)
+    search_beside(path)
+    config = for_evaluation(with_secrets(load(path, overrides), os.environ), None)
     checkpoint = None if arguments.is_address else _checkpoint_of(arguments.target)
     default = Path(config.output_dir) / "eval" / _name_of(arguments.target)
     output = (arguments.output or default).absolute()
@@ -194,10 +197,17 @@ def _name_of(target: str) -> str:
 
 
 def _write(output: Path, arguments: _Arguments, found: Evaluation, *, seconds: float) -> None:
+    from roll_async.config.secrets import shown_override
+
     lines = (json.dumps(sample, ensure_ascii=False) for sample in found.samples)
     (output / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     asked = {key: str(value) for key, value in asdict(arguments).items() if key in ("target", "config", "model")}
-    results = {**asked, "overrides": arguments.args, "seconds": round(seconds, 1), "sets": found.sets}
+    results = {
+        **asked,
+        "overrides": [shown_override(arg) for arg in arguments.args],
+        "seconds": round(seconds, 1),
+        "sets": found.sets,
+    }
     (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(f"results and samples in {output}", file=sys.stderr)
 

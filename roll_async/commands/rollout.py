@@ -49,6 +49,7 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
     from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import dump
+    from roll_async.config.secrets import is_secret, with_secrets, without_secrets
     from roll_async.launch.gate import admit, require_inputs
     from roll_async.launch.inputs import resolve_names
     from roll_async.launch.rollout_only import for_rollout
@@ -56,7 +57,7 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
 
     path, overrides = resolve_config(["--config", name, *args], None)
     loaded = admit(path, overrides)
-    given = loaded.config
+    given = with_secrets(loaded.config, os.environ)
     target = (output or Path(given.output_dir) / "rollout" / given.exp_name).absolute()
     config = for_rollout(given, target)
     require_inputs(loaded)
@@ -64,7 +65,7 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder = RunFolder(config.output_dir, config.exp_name)
     folder.open_log()
-    folder.write_config(dump(config))
+    folder.write_config(dump(without_secrets(config)), is_secret)
     print(
         f"{config.pretrain}: {batches} x {config.val_batch_size} trajectories, no training; output in {folder.path}",
         flush=True,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.buffer.errors import StallError, first_cause
+from roll_async.buffer.errors import RaisesAlways, StallError, first_cause
 from roll_async.commands.command_line import (
     AS_TYPED,
     EXIT_CODES,
@@ -28,8 +28,10 @@ from roll_async.commands.command_line import (
 from roll_async.config.api import dump, load
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.secrets import is_secret, with_secrets, without_secrets
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce
+from roll_async.observe.disk import Unwritable
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -107,10 +109,14 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
             path, overrides = resolve_config(list(args), pipeline)
             lock_run(load(path, overrides, pipeline), held)
             config = prepare(args, pipeline)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return EXIT_USAGE
+        except (ValueError, Unwritable) as error:
+            return _refused(error)
         return _run(config, classes)
+
+
+def _refused(error: ValueError | Unwritable) -> int:
+    print(error, file=sys.stderr)
+    return EXIT_ROLE_FAILED if isinstance(error, Unwritable) else EXIT_USAGE
 
 
 def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
@@ -125,7 +131,7 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     require_inputs(loaded)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
-    config = resolve_names(loaded.config)
+    config = resolve_names(with_secrets(loaded.config, os.environ))
     _check_memory(config)
     return config
 
@@ -152,14 +158,13 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     config = absolute_paths(config, Path.cwd())
     try:
         config, folder, notices = open_run(config)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USAGE
-    folder.open_log(*classes.log_names)
+        folder.open_log(*classes.log_names)
+    except (ValueError, Unwritable) as error:
+        return _refused(error)
     for notice in notices:
         logger.warning(notice)
     try:
-        folder.write_config(dump(config))
+        folder.write_config(dump(without_secrets(config)), is_secret)
         return _run_in(config, folder, classes)
     except KeyboardInterrupt as error:
         if not isinstance(error, EndedAtOnce):
@@ -195,7 +200,7 @@ def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: 
 def origin(error: BaseException) -> str:
     """The place in this package that raised an error, appended to its message; empty if raised elsewhere."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
-    if not own:
+    if not own or isinstance(error, RaisesAlways | Unwritable):
         return ""
     place = Path(own[-1].filename).relative_to(_PACKAGE.parent)
     return f" [{place}:{own[-1].lineno}, in {own[-1].name}; the whole way is in run.log]"
@@ -275,8 +280,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
             end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))
-    finally:
-        recorder.close()
+    except BaseException:  # the first error is the one that is told
+        with suppress(OSError):
+            recorder.close()
+        raise
+    recorder.close()
     return _report(config, folder, end)
 
 

@@ -141,6 +141,7 @@ class Worker:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # else a file of the working folder that is called like a library would replace it
             "-m",
             "roll_async.envs.worker",
             stdin=asyncio.subprocess.PIPE,

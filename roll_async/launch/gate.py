@@ -26,6 +26,7 @@ from roll_async.config.schema import (
     WorkerConfig,
     roles_on_engine_devices,
 )
+from roll_async.config.user_code import search_beside
 from roll_async.launch.inputs import missing_inputs
 from roll_async.launch.model_fit import mismatches
 from roll_async.weight_sync.adapters import choose_adapters
@@ -35,8 +36,9 @@ from roll_async.weight_sync.transports import SENDERS, transport_of
 def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
     """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C152 of the
     loader; or of this module C201, a setting that is not supported yet or has no effect, C202, devices and transport,
-    C203, parallel sizes against the model.
+    C203, parallel sizes against the model. Dotted paths name modules beside this config from now on, too.
     """
+    search_beside(Path(path))
     loaded = load_with_warnings(path, overrides, pipeline)
     found = [placed(*refusal, loaded.root) for refusal in refusals(loaded)]
     if found:

@@ -27,6 +27,7 @@ from typing import TypeVar
 from roll_async.checkpoint.lineage import left_behind
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints, adopt, run_of, step_of
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.secrets import shown_override
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import FolderLock, RunRecord, next_abandoned, read_record, unused, write_record
 
@@ -192,9 +193,12 @@ def _dumps(config: PipelineConfig) -> Iterator[Path]:
 
 
 def _typed() -> tuple[str, ...]:
-    """The command of this process, as a user types it."""
+    """The command of this process, as a user types it; without secrets."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None and spec.name != "__main__":
-        return ("python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:])
-    program = sys.argv[0]
-    return (*(["python", program] if program.endswith(".py") else [os.path.basename(program)]), *sys.argv[1:])
+        program = ["python", "-m", spec.name.removesuffix(".__main__")]
+    elif sys.argv[0].endswith(".py"):
+        program = ["python", sys.argv[0]]
+    else:
+        program = [os.path.basename(sys.argv[0])]
+    return (*program, *map(shown_override, sys.argv[1:]))

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from roll_async.observe.disk import cannot
+
 RECORD = "run.json"
 ABANDONED = "abandoned"
 """Folder of what a run left behind when it went back to an earlier step, beside what it left."""
@@ -95,13 +97,15 @@ class FolderLock:
     """Keeps a path to one process until it is closed, or the process ends in whatever way."""
 
     def __init__(self, path: Path, key: str) -> None:
-        """Raises ValueError, naming the holder, when another process has it, or the place cannot be written."""
+        """Raises ValueError, naming the holder, when another process has it, or the place cannot be used, and Unwritable
+        for a fault of its disk.
+        """
         self._file = path.with_name(f".{path.name}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ValueError(f"{key} {path}: cannot be written: {error.strerror}; choose another {key}") from error
+            raise cannot(f"{key} {path}: cannot be written", error, key) from error
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(self._handle, 0)
@@ -113,7 +117,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(self._handle)
-                raise ValueError(f"{key} {path}: {error.strerror}; choose another {key}") from error
+                raise cannot(f"{key} {path}: cannot be locked", error, key) from error
 
     def close(self) -> None:
         """Give the path free."""

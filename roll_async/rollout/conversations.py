@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.user_code import at
+from roll_async.rewards.verdict import reward_of_error
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback, Transcript
@@ -19,11 +21,19 @@ _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 
 
-class RewardOutage(RuntimeError):
+class NoScore(RuntimeError):
+    """A sample has no score. `raised`: because the code of its reward raised."""
+
+    def __init__(self, message: str, *, raised: bool = False) -> None:
+        super().__init__(message)
+        self.raised = raised
+
+
+class RewardOutage(NoScore):
     """The scorer did not work, also after retries. Not a wrong answer."""
 
 
-class Unscorable(RuntimeError):
+class Unscorable(NoScore):
     """Scoring a sample exceeded the scorer's limits: it has no score, and scoring it again would end alike."""
 
 
@@ -66,6 +76,10 @@ class Conversations:
         self._manager, self._scorer, self._options, self.tools = manager, scorer, options, tools
         self._requests: dict[str, str] = {}  # requests that have not ended, by sample
         self._unwanted: set[str] = set()
+        self.scored: set[str] = set()
+        """Domains of which a sample has had a score."""
+        self._told: set[str] = set()
+        """Lines of rewards that have raised."""
         self.reward_outages = self.reward_timeouts = self.reward_errors = 0
         """Attempts to score that gave no score, by cause."""
 
@@ -143,17 +157,20 @@ class Conversations:
         where = f"reward of sample {sample.sample_id} (domain {prompt.domain})"
         while True:
             reward = await self._ask_scorer(prompt, sample)
+            if reward.traceback:
+                self._tell_once(where, reward)
             match reward.status:
                 case RewardStatus.OK:
+                    self.scored.add(prompt.domain)
                     return reward
                 case RewardStatus.TIMEOUT:
                     self.reward_timeouts += 1
-                    raise Unscorable(f"{where}: {reward.reason}")
+                    raise Unscorable(f"{where}: {reward.reason}", raised=bool(reward.traceback))
                 case RewardStatus.ERROR:
                     self.reward_errors += 1
                     errors += 1
                     if errors > options.reward_retries:
-                        raise RewardOutage(f"{where}: {reward.reason}")
+                        raise RewardOutage(f"{where}: {reward.reason}", raised=True)
                 case RewardStatus.OUTAGE:
                     self.reward_outages += 1
                     if loop.time() + pause_s > patience_ends:
@@ -162,8 +179,15 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
 
+    def _tell_once(self, where: str, reward: Reward) -> None:
+        """Tell the user which line of the reward raised, the first time that it does."""
+        if reward.place not in self._told:
+            self._told.add(reward.place)
+            logger.warning("%s: %s%s; the traceback is in run.log", where, reward.reason, at(reward.place))
+            logger.info("%s\n%s", where, reward.traceback)
+
     async def _ask_scorer(self, prompt: Prompt, sample: Sample) -> Reward:
-        """One attempt; a scorer that died or does not answer is an outage."""
+        """One attempt. A scorer that died or does not answer is an outage; one that cannot read a file has raised."""
         timeout_s = self._options.reward_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -172,3 +196,5 @@ class Conversations:
             return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"no answer within {timeout_s:g} s")
         except ConnectionError as error:
             return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=str(error))
+        except OSError as error:
+            return reward_of_error(error)

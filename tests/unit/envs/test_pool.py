@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from roll_async.config.user_code import FOLDERS_VARIABLE, search_beside
 from roll_async.envs.pool import Worker, WorldPool
 from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
@@ -151,3 +153,17 @@ def test_a_worker_that_does_not_start_takes_no_further_world():
         assert (await pool.open(HOSTILE).reset(1)).text == "seed 1"
 
     with_pool(work, step_timeout_s=20, worker=lambda timeout_s: kinds.pop(0)(timeout_s))
+
+
+def test_a_world_beside_the_config_is_found_by_its_worker(tmp_path, monkeypatch):
+    (tmp_path / "world_of_mine.py").write_text(
+        "class Mine:\n    def reset(self, seed):\n        return f'seed {seed}', {}\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(FOLDERS_VARIABLE, "")
+    search_beside(tmp_path / "mine.yaml")
+
+    async def work(pool):
+        return (await pool.open(WorldSpec(env_type="world_of_mine.Mine", values={})).reset(7)).text
+
+    assert with_pool(work) == "seed 7"

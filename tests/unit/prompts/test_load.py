@@ -61,6 +61,17 @@ def test_supervised_rows_carry_their_answer_as_tokens_and_too_long_ones_are_skip
     assert load_prompts(options(folder, file))["math"][0].answer_ids is None
 
 
+def test_files_that_cannot_be_read_at_once_are_read_again(folder, tmp_path, caplog):
+    failures = [OSError(116, "Stale file handle")]
+
+    def away(truth, extra):
+        if failures:
+            raise failures.pop()
+
+    loaded = load_prompts(options(folder, data(tmp_path, row(1), row(2)), checks={"math": away}))
+    assert [p.row_id for p in loaded["math"]] == ["1", "2"] and "Stale file handle; reading again" in caplog.text
+
+
 def test_a_validation_leaves_out_domains_without_a_score(build):
     both = {"math": [build.prompt()], "demos": [build.prompt(domain="demos")]}
     assert judged(both, {"demos": "cross_entropy"}) == {"math": both["math"]}

@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from roll_async.config.user_code import FOLDERS_VARIABLE, search_beside
 from roll_async.rewards.launchers import Spawner
 from roll_async.rewards.pool import PoolOptions, RewardPool
 from roll_async.rewards.sandbox.confine import missing
@@ -162,6 +164,46 @@ def test_what_went_wrong_is_a_state_with_its_reason_and_not_a_score(scoring, tex
     rewards = scoring(lambda pool: ask(pool, text, "1"))
     assert rewards[0].status is status and reason in rewards[0].reason
     assert rewards[1].score == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "line", "function"),
+    [
+        ("raise", "KeyError: 'missing'", 'raise KeyError("missing")', "__call__"),
+        ("library", "JSONDecodeError: Expecting property name", 'json.loads("{")', "__call__"),
+        ("exit", "SystemExit: as in a script", 'sys.exit("as in a script")', "__call__"),
+        ("recurse", "RecursionError", 'return self("recurse", ground_truth, extra)', "__call__"),
+        ("nothing", "TypeError: a reward returns", "def __call__(self, text, ground_truth, extra):", "__call__"),
+    ],
+)
+def test_a_reward_that_raised_says_which_of_its_own_lines_it_was(scoring, text, error, line, function):
+    rewards = scoring(lambda pool: ask(pool, text, "1"))
+    file = Path(HERE) / "sample_rewards.py"
+    number = next(n for n, found in enumerate(file.read_text().splitlines(), 1) if line in found)
+    assert rewards[0].place == f"{file}:{number}, in {function}"
+    assert error in rewards[0].reason and error in rewards[0].traceback and "Traceback" in rewards[0].traceback
+    assert rewards[1].score == 1 and not rewards[1].place
+
+
+def test_a_reward_whose_files_cannot_be_read_at_once_is_built_again(scoring, tmp_path):
+    made = {"reward": "sample_rewards.BuiltAtTheSecondAttempt", "arguments": {"mark": str(tmp_path / "mark")}}
+    assert scoring(lambda pool: pool.score("x", "y", {}), **made).score == 1.0
+
+
+def test_a_module_beside_the_config_is_found_by_workers_in_another_folder(scoring, tmp_path, monkeypatch):
+    """The file that is called like a library replaces no library."""
+    for folder in ("project", "work"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "project" / "beside_the_config.py").write_text("import helps\ndef score(*_): return helps.SCORE\n")
+    (tmp_path / "work" / "helps.py").write_text("SCORE = 0.25\n")
+    (tmp_path / "work" / "json.py").write_text("raise ImportError('not the library')\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(FOLDERS_VARIABLE, "")
+    monkeypatch.chdir(tmp_path / "work")
+    search_beside(Path("../project/mine.yaml"))
+    assert scoring(lambda pool: pool.score("x", "y", {}), reward="beside_the_config.score").score == 0.25
+    with pytest.raises(ValueError, match=f"no_such_module.*looked.*{tmp_path}/project and {tmp_path}/work"):
+        scoring(lambda pool: ask(pool, "1"), reward="no_such_module.score")
 
 
 def test_a_reward_that_eats_the_memory_does_not_eat_the_host(scoring):
@@ -351,6 +393,7 @@ def _workers():
         ("exact_mach", "'exact_mach' is not one of math_rule | exact_match"),
         ("no_such_module.Reward", "no_such_module"),
         ("sample_rewards.Missing", "Missing"),
+        ("sample_rewards.NeverBuilt", r"KeyError: 'key' \[.*sample_rewards.py:\d+, in __init__\]"),
     ],
 )
 def test_a_reward_that_cannot_be_built_is_refused_before_any_process_starts(scoring, reward, message):
