@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.buffer.errors import StallError, first_cause
+from roll_async.buffer.errors import StallError, first_cause, place_of
 from roll_async.commands.command_line import (
     AS_TYPED,
     EXIT_CODES,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_lake_async_cpu.yaml"}
-_PACKAGE = Path(__file__).resolve().parents[1]
 _RUN_HELP = """Train as a config describes.
 
 The config is looked up in the working directory, then in configs/ of the repository, also without .yaml. KEY=VALUE
@@ -165,12 +163,11 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
 
 
 def origin(error: BaseException) -> str:
-    """The place in this package that raised an error, appended to its message; empty if raised elsewhere."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
-    if not own:
-        return ""
-    place = Path(own[-1].filename).relative_to(_PACKAGE.parent)
-    return f" [{place}:{own[-1].lineno}, in {own[-1].name}; the whole way is in run.log]"
+    """The place in this package that raised an error, also in the process of a role, appended to its message; empty if
+    raised elsewhere.
+    """
+    place = place_of(error)
+    return f" [{place}; the whole way is in run.log]" if place else ""
 
 
 def exit_code(error: BaseException) -> int | None:
