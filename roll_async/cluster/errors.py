@@ -14,7 +14,7 @@ import pickle
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
@@ -82,7 +82,8 @@ def _of_role(role: str, cause: BaseException) -> Exception:
 def told(cls: type[T]) -> type[T]:
     """The class of a role with methods that raise only what every process can read, see `_readable`."""
     methods = {name: _told(m) for name, m in vars(cls).items() if inspect.isfunction(m) and not name.startswith("_")}
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **methods})
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return cast(type[T], type(cls.__name__, (cls,), {**named, **methods}))
 
 
 def _told(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,14 +92,14 @@ def _told(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except Exception as error:  # of any class: it is raised again, as what crosses
-            raise _readable(error)
+            raise _readable(error)  # noqa: B904 (it may be the error itself)
 
     @wraps(method)
     async def ask_later(*args: object, **kwargs: object) -> object:
         try:
             return await method(*args, **kwargs)
         except Exception as error:  # of any class: it is raised again, as what crosses
-            raise _readable(error)
+            raise _readable(error)  # noqa: B904 (it may be the error itself)
 
     return ask_later if inspect.iscoroutinefunction(method) else ask
 

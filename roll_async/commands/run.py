@@ -26,7 +26,7 @@ from roll_async.commands.command_line import (
 from roll_async.config.api import dump
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.launch.gate import admit, require_inputs
+from roll_async.launch.gate import admit, require_inputs, require_models
 from roll_async.launch.inputs import resolve_names
 from roll_async.launch.signals import EndedAtOnce
 
@@ -115,6 +115,7 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
     config = resolve_names(loaded.config)
+    require_models(loaded, config)
     _check_memory(config)
     return config
 

@@ -83,8 +83,8 @@ async def main():
             assert type(error) is kind and str(error).startswith(expected), repr(error)
             assert "\\n" not in str(error)
             place, whole = origin(error), "".join(traceback.format_exception(error))
-            file = "roll_async/cluster/folders.py:" if what == "loading" else f"{__file__}:"
-            assert place.startswith(f" [{file}") and f", in {'require_model' if what == 'loading' else what};" in place, place
+            file, name = (__file__, what) if what != "loading" else ("roll_async/cluster/folders.py", "require_model")
+            assert place.startswith(f" [{file}:") and f", in {name};" in place, place
             assert what in whole and "ValidationError" in whole or what != "invalid", whole
             assert exit_code(error) == (2 if kind is ValueError else 3)
     end = await raised(call("role", "ended", role.ended.remote(), timeout_s=30, own=(EndOfData,)))
