@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from roll_async.checkpoint.hf_config import HfConfig, read_json
@@ -54,7 +53,7 @@ def longest_context(config: HfConfig) -> int:
 
 
 def embedding_rows(folder: Path, vocab_size: int) -> int:
-    """Rows of the embedding in a model's safetensors files, read from their headers; `vocab_size` without such files."""
+    """Rows of the embedding in a model's safetensors files, from their headers; `vocab_size` without such files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     name = "model.embed_tokens.weight"
     if index.is_file():
@@ -70,7 +69,6 @@ def embedding_rows(folder: Path, vocab_size: int) -> int:
     return int(header[name]["shape"][0]) if name in header else vocab_size
 
 
-@cache
 def tokenizer_rows(folder: str) -> int:
     """Rows of the embedding that a folder's tokenizer needs: its highest id, added tokens included, and one. 0 for a
     folder without a file that tells. Raises ValueError for one that cannot be read.

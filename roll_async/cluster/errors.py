@@ -1,6 +1,6 @@
 """Failures of Ray calls as this project's errors.
 
-    role process: method raises X -- @told --> X, or what tells X in text -- Ray --> call() in the driver: RoleFailed ...
+    role process: method raises X -- @told --> X, or what tells X in text -- Ray --> call() in the driver: RoleFailed
 
 An exception crosses as it is only if every process can read it. Classes of libraries and of users cross as text,
 because they may not pickle, may not unpickle, or may not be there in the other process.

@@ -92,13 +92,8 @@ def _limits(config: PipelineConfig, key: str, model: str, found: HfConfig) -> It
     rows = min(vocabulary, embedding_rows(Path(model), vocabulary))
     needed = tokenizer_rows(config.pretrain)
     if needed > rows:
-        yield (
-            key,
-            (
-                f"the tokenizer of {config.pretrain} has token ids up to {needed - 1}, and {found.source} has embeddings of "
-                f"{rows} tokens; use the tokenizer that the model was made with, or resize the model's embeddings"
-            ),
-        )
+        message = f"the tokenizer of {config.pretrain} has ids up to {needed - 1}, {found.source} embeddings of {rows}"
+        yield key, f"{message}; use the tokenizer that the model was made with, or resize the model's embeddings"
     positions = longest_context(found)
     remedy = f"the model has {positions} positions ({found.source})"
     longest = config.longest_sequence
