@@ -21,7 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import call, wait_ended
+from roll_async.cluster.errors import call, told, wait_ended
 from roll_async.cluster.folders import require_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import held_port, use_node_address
@@ -62,6 +62,7 @@ class EngineSpec:
 
 
 @ray.remote(max_restarts=0)
+@told
 class EngineReplica:
     """One replica, or what a node holds of it, in its own process, plain asyncio inside."""
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.buffer.errors import RaisesAlways, StallError, first_cause
+from roll_async.buffer.errors import RaisesAlways, StallError, first_cause, place_of
 from roll_async.commands.command_line import (
     AS_TYPED,
     EXIT_CODES,
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_lake_async_cpu.yaml"}
 _REASON_CHARACTERS = 500
-_PACKAGE = Path(__file__).resolve().parents[1]
 _RUN_HELP = """Train as a config describes.
 
 The config is looked up in the working directory, then in configs/ of the repository, also without .yaml. KEY=VALUE
@@ -123,7 +121,7 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
-    from roll_async.launch.gate import admit, require_inputs
+    from roll_async.launch.gate import admit, require_inputs, require_models
     from roll_async.launch.inputs import resolve_names
 
     path, overrides = resolve_config(list(args), pipeline)
@@ -132,6 +130,7 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
     config = resolve_names(with_secrets(loaded.config, os.environ))
+    require_models(loaded, config)
     _check_memory(config)
     return config
 
@@ -198,12 +197,11 @@ def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: 
 
 
 def origin(error: BaseException) -> str:
-    """The place in this package that raised an error, appended to its message; empty if raised elsewhere."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
-    if not own or isinstance(error, RaisesAlways | Unwritable):
-        return ""
-    place = Path(own[-1].filename).relative_to(_PACKAGE.parent)
-    return f" [{place}:{own[-1].lineno}, in {own[-1].name}; the whole way is in run.log]"
+    """The place in this package that raised an error, also in the process of a role, appended to its message; empty if
+    raised elsewhere.
+    """
+    place = "" if isinstance(error, RaisesAlways | Unwritable) else place_of(error)
+    return f" [{place}; the whole way is in run.log]" if place else ""
 
 
 def exit_code(error: BaseException) -> int | None:

@@ -69,7 +69,8 @@ def load_class(env_type: str, key: str = "env_type") -> type:
 
 def check(spec: WorldSpec) -> object:
     """The checked options of a world. Raises ValueError naming key, value and remedy."""
-    return build_options(getattr(load_class(spec.env_type), "Options", NoOptions), spec.values, spec.key)
+    cls = load_class(spec.env_type, f"{spec.key.removesuffix('env_config')}env_type")
+    return build_options(getattr(cls, "Options", NoOptions), spec.values, spec.key)
 
 
 def build(spec: WorldSpec) -> object:

@@ -25,14 +25,10 @@ from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.schema import Prompt
 
-_NOT_THERE = ("webshop", "code")
-
 
 def check_agents(config: AgenticConfig) -> None:
     """Check that worlds and tools exist and accept their settings. Raises ValueError naming key, value and remedy."""
     for tag, env in config.custom_envs.items():
-        if env.env_type in _NOT_THERE:
-            raise ValueError(f"custom_envs.{tag}.env_type: {env.env_type} is not there yet; give a dotted path")
         check(world_spec(tag, env))
         for spec in tool_specs(tag, env):
             check_tool(spec)

@@ -97,8 +97,8 @@ class FolderLock:
     """Keeps a path to one process until it is closed, or the process ends in whatever way."""
 
     def __init__(self, path: Path, key: str) -> None:
-        """Raises ValueError, naming the holder, when another process has it, or the place cannot be used, and Unwritable
-        for a fault of its disk.
+        """Raises ValueError, naming the holder, when another process has it, or when the place cannot be used, and
+        Unwritable for a fault of its disk.
         """
         self._file = path.with_name(f".{path.name}.lock")
         try:
