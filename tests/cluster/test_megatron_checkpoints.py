@@ -12,6 +12,7 @@ import megatron_cases as cases
 
 from roll_async.checkpoint.conversion import ConversionOptions, megatron_to_hf
 from roll_async.checkpoint.manifest import write_manifest
+from roll_async.commands.convert import run_convert
 
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
 P2 = (2, {"parallel": {"pipeline": 2}})
@@ -152,6 +153,27 @@ def test_hugging_face_weights_come_out_of_a_checkpoint_of_any_layout(rank_pool, 
         converted = load_file(place / "converted" / "model.safetensors")
         assert exported.keys() == converted.keys()
         assert all((converted[name] == tensor).all() for name, tensor in exported.items())
+
+
+WRITTEN = {
+    "T2 D2 distributed": ("dense, tied", T2D2, {}),
+    "P2 V2": ("dense", P2V2, {}),
+    "bf16": ("dense", ONE, BF16),
+    "T2 E2 X2 D2 distributed": ("MoE", T2E2X2D2, {}),
+    "LoRA, P2": ("dense", P2, {"lora_rank": 2, "lora_alpha": 4.0}),
+    "critic": ("dense", ONE, {"with_value_head": True}),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_the_command_converts_and_verifies_what_any_run_writes(rank_pool, folders, tmp_path, capsys, written):
+    kind, layout, more = WRITTEN[written]
+    step = tmp_path / "checkpoints" / "step_00000002"
+    run(rank_pool, cases.save_at, folders, kind, layout, step / "actor_train", more=more)
+    assert run_convert([str(step), str(tmp_path / "out"), "--verify"]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "digest " in said and ("from Transformers" in said) == ("logits not compared" not in said)
+    assert ("from Transformers" in said) == (not {"lora_rank", "with_value_head"} & more.keys())
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("dense", D2), ("dense", (2, {})), ("MoE", T2E2X2D2)])

@@ -28,6 +28,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
+from roll_async.checkpoint.find_model import HF_FILES
 from roll_async.checkpoint.hf_folder import copy_side_files
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.manifest import (
@@ -48,11 +49,11 @@ from roll_async.trainer.megatron.torch_dist import TorchDistSave
 
 logger = logging.getLogger(__name__)
 
-_MEGATRON, _HF, _STATE = "megatron", "huggingface", "state.bin"
+_MEGATRON, _STATE = "megatron", "state.bin"
 _EXTRA_STATE = "_extra_state"
 
 
-def _described_parts(chunk: GPTModel) -> dict:
+def described_parts(chunk: GPTModel) -> dict:
     """Megatron's description of a model part, without what only one kind of layer has: Transformer Engine's layers keep
     scales of fp8 in an extra state, which is empty here and unknown to local layers.
     """
@@ -139,9 +140,9 @@ class RoleCheckpoint:
         files = writing.finish()
         if dist.get_rank() == 0:
             (temporary / _STATE).write_bytes(state)
-            (temporary / _HF).mkdir()
-            copy_side_files(Path(self._model_folder), temporary / _HF, critic=self._is_critic)
-            rest = [_STATE, *(f"{_HF}/{path.name}" for path in (temporary / _HF).iterdir())]
+            (temporary / HF_FILES).mkdir()
+            copy_side_files(Path(self._model_folder), temporary / HF_FILES, critic=self._is_critic)
+            rest = [_STATE, *(f"{HF_FILES}/{path.name}" for path in (temporary / HF_FILES).iterdir())]
             prints = {f"{_MEGATRON}/{name}": value for name, value in files.items()}
             prints |= {name: fingerprint(temporary / name) for name in rest}
             about = {"step": step, "world_size": dist.get_world_size(), DTYPE: self._dtype, LORA: self._lora}
@@ -227,7 +228,7 @@ class RoleCheckpoint:
         the addresses of storages that were made for it. What all data-parallel ranks hold is dealt out to them, evenly
         by bytes: each writes its part, and gathers no more of a distributed optimizer than that.
         """
-        content: dict = {f"model{n}": _described_parts(chunk) for n, chunk in enumerate(self._model.chunks)}
+        content: dict = {f"model{n}": described_parts(chunk) for n, chunk in enumerate(self._model.chunks)}
         owners = _Owners()
         described = {}
         for part in nested_values(content):
