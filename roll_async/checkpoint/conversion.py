@@ -22,7 +22,8 @@ from roll_async.checkpoint.hf_folder import HfFolder, copy_side_files, write_kno
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
-from roll_async.checkpoint.lora import LoraAdapter, merged
+from roll_async.checkpoint.lora import LoraAdapter, merged, write_adapter
+from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.checkpoint.manifest import recorded_alpha, sync, sync_tree
 from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.safetensors_files import TensorSpec
@@ -177,12 +178,32 @@ class MegatronAsHf:
         """The weight with the run's adapter merged as the run's own export does it. `name`: the tensor's first name in
         the exported folder.
         """
+        halves = self._halves(stored)
+        if halves is None:
+            return weight
+        down, up = halves
+        return merged(weight, self.alpha / down.shape[0] * (up.float() @ down.float()), name)
+
+    def _halves(self, stored: StoredKey) -> tuple[Tensor, Tensor] | None:
+        """A [rank, in] and B [out, rank] of a weight's adapter, B without the scale."""
         layer = stored.key.removesuffix(".weight")
         if layer + _UP not in self._adapters:
-            return weight
-        up, down = (self._source.tensor(layer + part, stored.index) for part in (_UP, _DOWN))
+            return None
+        return self._source.tensor(layer + _DOWN, stored.index), self._source.tensor(layer + _UP, stored.index)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The halves alone, by their names as PEFT has them."""
+        for match, stored in self._found:
+            if (halves := self._halves(stored)) is not None:
+                down, up = halves
+                for name, part in zip(match.hf_names, to_hf(match.row, up, self._model.heads), strict=True):
+                    yield from zip((adapter_half(name, half) for half in ADAPTER_HALVES), (down, part), strict=True)
+
+    @property
+    def alpha(self) -> float:
+        """Of the adapters."""
         assert self._alpha is not None
-        return merged(weight, self._alpha / down.shape[0] * (up.float() @ down.float()), name)
+        return self._alpha
 
 
 def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> list[str]:
@@ -249,6 +270,17 @@ def megatron_to_hf(source: Path, target: Path, options: ConversionOptions, *, li
         if adapter is not None:
             adapter.check_all_used()
         copy_side_files(files, temporary, dtype=options.dtype)
+
+
+def write_run_adapter(source: Path, target: Path, options: ConversionOptions, *, like: Path | None = None) -> None:
+    """Write the adapter that a run's checkpoint holds, in PEFT's format. Raises ValueError for one without."""
+    folder = torch_dist_in(source)
+    reader = MegatronAsHf(folder, HfFolder(hf_files_of(folder, like)).config, options.lora_alpha)
+    halves = dict(reader.adapters())
+    if not halves:
+        raise ValueError(f"{folder} holds no LoRA adapter; leave out --adapter-only")
+    with _complete(target, sum(x.nbytes for x in halves.values()), options.check) as (temporary, _):
+        write_adapter(temporary, halves, alpha=reader.alpha)
 
 
 def _check_names(folder: HfFolder, model: _Model) -> list[str]:

@@ -19,6 +19,7 @@ import click
 from roll_async.commands.command_line import HELP, execute
 
 if TYPE_CHECKING:
+    from roll_async.checkpoint.comparison import Comparison
     from roll_async.checkpoint.conversion import ConversionOptions
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -37,6 +38,7 @@ class _Arguments:
     target: Path
     dtype: str | None
     adapter_path: Path | None
+    adapter_only: bool
     lora_alpha: float | None
     like: Path | None
     max_file_gb: float
@@ -48,6 +50,7 @@ class _Arguments:
 @click.argument("target", type=_PATH)
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Cast to this; default: each tensor keeps its own.")
 @click.option("--adapter-path", type=_PATH, metavar="DIR", help="A PEFT LoRA adapter to merge into the weights.")
+@click.option("--adapter-only", is_flag=True, help="Write the adapter of a LoRA run alone, in PEFT's format.")
 @click.option(
     "--lora-alpha", type=float, metavar="A", help="Merge adapters, scaled by A / rank (default: what the run recorded)."
 )
@@ -101,7 +104,13 @@ def _fail(problem: str, code: int) -> int:
 def _convert(arguments: _Arguments) -> None:
     import torch
 
-    from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+    from roll_async.checkpoint.comparison import compare_adapter
+    from roll_async.checkpoint.conversion import (
+        ConversionOptions,
+        hf_to_megatron,
+        megatron_to_hf,
+        write_run_adapter,
+    )
     from roll_async.checkpoint.find_model import find_model, hf_files_of, is_hf, torch_dist_in
     from roll_async.trainer.megatron.cpu_shim import hide_cuda
 
@@ -110,13 +119,20 @@ def _convert(arguments: _Arguments) -> None:
         raise ValueError(f"--max-file-gb {arguments.max_file_gb} must be positive")
     source, bar = find_model(arguments.source), _Bar()
     to_megatron = is_hf(source)
+    if to_megatron and (arguments.like or arguments.lora_alpha is not None or arguments.adapter_only):
+        raise ValueError("--like, --lora-alpha and --adapter-only are for a Megatron SOURCE")
+    if arguments.adapter_only and (arguments.dtype or arguments.adapter_path):
+        raise ValueError("--adapter-only writes the run's adapter as it is; leave out --dtype and --adapter-path")
 
     def check(written: Path) -> None:
         bar.close()
         if arguments.verify:
             megatron, hf = (written, source) if to_megatron else (torch_dist_in(source), written)
             files = source if to_megatron else hf_files_of(megatron, arguments.like)
-            _verify(megatron, hf, files, options, to_megatron)
+            if arguments.adapter_only:
+                _require_equal(compare_adapter(megatron, written, files, options))
+            else:
+                _verify(megatron, hf, files, options, to_megatron)
 
     options = ConversionOptions(
         dtype=getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None,
@@ -128,13 +144,12 @@ def _convert(arguments: _Arguments) -> None:
     )
     try:
         if to_megatron:
-            if arguments.like or arguments.lora_alpha is not None:
-                raise ValueError("--like and --lora-alpha are for a Megatron SOURCE")
             left_out = hf_to_megatron(source, arguments.target, options)
             if left_out:
                 print(f"left out {len(left_out)} tensors the trainer has no use for, the first is {left_out[0]}")
         else:
-            megatron_to_hf(source, arguments.target, options, like=arguments.like)
+            write = write_run_adapter if arguments.adapter_only else megatron_to_hf
+            write(source, arguments.target, options, like=arguments.like)
     finally:
         bar.close()
     of = "" if source == arguments.source else f" of {source}"
@@ -157,15 +172,19 @@ class _Bar:
         self._advance(num_bytes)
 
 
+def _require_equal(result: Comparison) -> None:
+    if result.differing:
+        raise VerificationError(f"{len(result.differing)} tensors differ, the first is {result.differing[0]}")
+    print(f"digest {result.found} on both sides, {result.num_tensors} tensors")
+
+
 def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, source_is_hf: bool) -> None:
     from roll_async.checkpoint.comparison import compare
     from roll_async.checkpoint.hf_folder import HfFolder
     from roll_async.checkpoint.hf_names.value_head import has_value_head
 
     result = compare(megatron, hf, files, options, source_is_hf=source_is_hf)
-    if result.differing:
-        raise VerificationError(f"{len(result.differing)} tensors differ, the first is {result.differing[0]}")
-    print(f"digest {result.found} on both sides, {result.num_tensors} tensors")
+    _require_equal(result)
     if options.adapter is not None or result.merged_adapters or options.dtype is not None:
         print("logits not compared: source and target differ by intent")
         return

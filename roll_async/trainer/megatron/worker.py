@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from roll_async.algorithms.aggregation import Denominators, aggregate  # noqa: E
 from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.objective import policy_loss, step_metrics  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
+from roll_async.checkpoint.lora import write_adapter  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
 from roll_async.trainer.megatron.device_state import DeviceState  # noqa: E402
@@ -40,7 +43,7 @@ from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 from roll_async.trainer.megatron.shares import BatchSplitter, MiniBatch, ModelTraits, Share  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
-from roll_async.weight_sync.packing import TensorPart  # noqa: E402
+from roll_async.weight_sync.packing import TensorPart, joined  # noqa: E402
 
 
 class MegatronWorker:
@@ -322,7 +325,7 @@ class MegatronWorker:
                 part.start_param_sync(force_sync=True)
 
     def export_hf(self, folder: str) -> None:
-        """Write a transformers-loadable folder from rank 0."""
+        """Write a transformers-loadable folder from rank 0, and the adapters of a LoRA run beside it."""
         tensors = self.export_named_tensors()
         if self._spec.rank == 0:
             dtype = str(TORCH_DTYPES[self._settings.dtype]).removeprefix("torch.")
@@ -331,6 +334,17 @@ class MegatronWorker:
         else:
             for _ in tensors:
                 pass
+        if self._settings.lora_rank:
+            self._export_adapter(Path(f"{folder}_adapter"))
+
+    def _export_adapter(self, folder: Path) -> None:
+        """Write the adapters alone from rank 0, in PEFT's format; collective."""
+        first, gathered = self._spec.rank == 0, [None] * self._spec.world_size
+        own = [replace(part, tensor=part.tensor.cpu()) for part in self._model.adapters()]
+        dist.gather_object(own, gathered if first else None)
+        if first:
+            whole = joined(part for parts in gathered for part in parts or ())
+            write_adapter(folder, whole, alpha=self._settings.lora_alpha, base=self._settings.model_folder)
 
     def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
         """Atomic checkpoint of all ranks: `folder` exists only when it is complete. With `background` the weights of

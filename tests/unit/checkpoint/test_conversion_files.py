@@ -581,6 +581,16 @@ def test_the_adapters_of_a_run_are_merged_with_their_alpha(make, tmp_path):
         )
     assert_equal(tensors_in(tmp_path / "given"), found)
 
+    alone = ["--adapter-only", "--like", str(source)]
+    assert run_convert([str(tmp_path / "run"), str(tmp_path / "adapter"), *alone, "--verify"]) == 0
+    megatron_to_hf(tmp_path / "one", tmp_path / "again", replace(PLAIN, adapter=tmp_path / "adapter"))
+    for name, tensor in tensors_in(tmp_path / "again").items():
+        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=2**-8, atol=0)
+    assert run_convert([str(tmp_path / "one"), str(tmp_path / "none"), *alone]) == 2
+    assert run_convert([str(source), str(tmp_path / "none"), "--adapter-only"]) == 2
+    assert run_convert([str(tmp_path / "run"), str(tmp_path / "none"), *alone, "--dtype", "bf16"]) == 2
+    assert not (tmp_path / "none").exists()
+
 
 @pytest.mark.parametrize("form", range(4))
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
