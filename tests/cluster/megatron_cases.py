@@ -227,6 +227,15 @@ def train_and_save(rank, world_size, port, settings, folder, *, background=False
     return after
 
 
+def save_at(rank, world_size, port, settings, folder):
+    """A checkpoint of the role, of the actor after a step."""
+    worker = start_worker(rank, world_size, port, settings)
+    if not settings.with_value_head:
+        worker.update_policy(batch()[1], 1)
+    worker.save(folder, 1, b"")
+    worker.stop()
+
+
 def train_save_and_tell_state(rank, world_size, port, settings, folder):
     """Two steps and a checkpoint; the optimizer's whole state, parameter by parameter."""
     worker = start_worker(rank, world_size, port, settings)

@@ -16,6 +16,7 @@ from megatron_cases import WholeBatchWorker
 from roll_async.algorithms.correction import CorrectionOptions, correct
 from roll_async.algorithms.objective import LossSettings
 from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.config.api import load
 from roll_async.config.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron.model_flops import model_flops
 from roll_async.trainer.megatron.ranks import RankSpec
@@ -26,6 +27,7 @@ from tests.rounding import Bounds, assert_near
 
 ROWS, WIDTH = 12, 30
 BOUNDS = Bounds(layers=2, hidden=64, inner=96, length=WIDTH, rows=ROWS)
+SYNC = Path(__file__).resolve().parents[2] / "configs" / "rlvr_config_sync_cpu.yaml"
 
 
 def model_folder(folder, *, tied: bool, kind: str = "Qwen2") -> str:
@@ -292,6 +294,35 @@ def test_three_steps_save_load_three_steps_equal_six_steps_bit_for_bit(start, tm
     )
     assert other.load(str(tmp_path / "step_3")) == b"state of the loop"
     assert [other.update_policy(policy, step) for step in range(4, 7)] == straight
+
+
+OPTIMIZER_KEYS = (
+    "learning_rate=0.002", "lr_scheduler_type=linear", "lr_scheduler_type=cosine", "warmup_steps=2", "weight_decay=0.1",
+    "adam_beta1=0.5", "adam_beta2=0.9", "adam_epsilon=0.001", "max_grad_norm=0.01", "ppo_epochs=2",
+)  # fmt: skip
+
+
+def test_every_key_of_the_optimizer_reaches_the_weights(start, tmp_path):
+    """From the config to what a rank has learned after three steps: with any one of them cut, the weights are those of
+    its default."""
+    folder = model_folder(tmp_path / "in", tied=True)
+    common = [f"pretrain={folder}", "max_steps=4", "ppo_epochs=1", "actor_train.model_args.dtype=fp32"]
+    plain = ("learning_rate=0.001", "lr_scheduler_type=constant", "warmup_steps=0", "weight_decay=0", "adam_beta1=0.9",
+             "adam_beta2=0.999", "adam_epsilon=1e-8", "max_grad_norm=1.0")  # fmt: skip
+
+    def weights(*changes):
+        keys = [key if key.startswith("ppo") else f"actor_train.training_args.{key}" for key in (*plain, *changes)]
+        config = load(SYNC, [*common, *keys])
+        settings = MegatronSettings.of(config, config.actor_train)
+        worker = start(folder, **{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)[1:]})
+        for step in range(1, 4):
+            worker.update_policy(batch()[1], step)
+        return torch.cat([tensor.flatten() for _, tensor in worker.export_named_tensors()])
+
+    untouched = weights()
+    assert untouched.equal(weights()), "the steps repeat to the last bit"
+    found = {key: (weights(key) - untouched).abs().max().item() for key in OPTIMIZER_KEYS}
+    assert min(found.values()) > 1e-6, found
 
 
 def test_torchs_adam_is_the_fused_one_and_steps_as_the_plain_one_does(start, tmp_path):

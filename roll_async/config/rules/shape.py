@@ -187,19 +187,43 @@ def batch(config: PipelineConfig) -> Findings:
         broken = [(key, b, g) for key, b, g in managers if b % g]
         for key, b, g in broken:
             yield "C122", key, f"{b} is not divisible by group_size {g}"
-        # A step environment gives as many samples as turns: no batch size to check.
-        if broken or any(env.manager == "step" for env in config.custom_envs.values()):
+        if broken:
+            return
+        if any(env.manager == "step" for env in config.custom_envs.values()):
+            yield from _batch_of_turns(config)
             return
     b, m, n = config.samples_per_batch, config.mini_batch_size, config.samples_per_group
     if b % m:
-        t = config.actor_train.training_args
         per_group = n if isinstance(config, AgenticConfig) else 1
         groups = math.lcm(n, m) // n
         near = max(groups, round(config.groups_per_batch / groups) * groups) * per_group
         message = (
             f"{config.groups_per_batch} groups * {n} samples = {b} samples per step, not divisible by the mini-batch"
-            f" {m} = per_device_train_batch_size {t.per_device_train_batch_size} * gradient_accumulation_steps"
-            f" {t.gradient_accumulation_steps} * data parallel {config.data_parallel_size}; use {near}"
+            f" {_mini_batch(config)}; use {near}"
+        )
+        yield "C121", "rollout_batch_size", message
+
+
+def _mini_batch(config: PipelineConfig) -> str:
+    t = config.actor_train.training_args
+    return (
+        f"{config.mini_batch_size} = per_device_train_batch_size {t.per_device_train_batch_size} *"
+        f" gradient_accumulation_steps {t.gradient_accumulation_steps} * data parallel {config.data_parallel_size}"
+    )
+
+
+def _batch_of_turns(config: AgenticConfig) -> Findings:
+    """C121 where a row is a turn: a batch has any number of rows, and its mini-batches are made of equal size
+    (`trainer/protocol.py: mini_batch_ranges`), so that only one that no batch can fill is wrong.
+    """
+    b, m = config.samples_per_batch, config.mini_batch_size
+    longest = max(env.max_steps if env.manager == "step" else 1 for env in config.custom_envs.values())
+    if m > b * longest:
+        n = config.samples_per_group
+        message = (
+            f"{config.groups_per_batch} groups * {n} trajectories of at most {longest} turns = {b * longest} samples"
+            f" per step at most, never as many as the mini-batch {_mini_batch(config)}; use"
+            f" {math.ceil(m / longest / n) * n}, or fewer rows"
         )
         yield "C121", "rollout_batch_size", message
 

@@ -23,8 +23,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 
+from roll_async.checkpoint.find_model import TORCH_DIST
 from roll_async.checkpoint.manifest import fingerprint
-from roll_async.checkpoint.megatron_folder import COMMON, CONFIG, FORMAT, INDEX
+from roll_async.checkpoint.megatron_folder import COMMON, FORMAT, INDEX
 from roll_async.checkpoint.torch_files import disk_errors
 
 
@@ -94,8 +95,8 @@ class TorchDistSave:
             self._writer.finish(self._metadata, [results for _, results, _ in gathered])
             with disk_errors(self._folder), open(self._folder / COMMON, "wb") as file:
                 torch.save(self._common, file)
-            (self._folder / CONFIG).write_text(json.dumps(FORMAT))
-            files |= {name: fingerprint(self._folder / name) for name in (INDEX, COMMON, CONFIG)}
+            (self._folder / TORCH_DIST).write_text(json.dumps(FORMAT))
+            files |= {name: fingerprint(self._folder / name) for name in (INDEX, COMMON, TORCH_DIST)}
         return files
 
 

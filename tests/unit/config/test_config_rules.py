@@ -108,6 +108,7 @@ RLVR_CASES = [
 AGENTIC_CASES = [
     ("C103", {"actor_infer.generating_args.max_new_tokens": 1024}, "actor_infer.generating_args.max_new_tokens: 1024 leaves no room in sequence_length 1024"),
     ("C121", {"rollout_batch_size": 24, "actor_train.training_args": {"gradient_accumulation_steps": 4}}, "rollout_batch_size: 3 groups * 8 samples = 24 samples per step, not divisible by the mini-batch 16 = per_device_train_batch_size 1 * gradient_accumulation_steps 4 * data parallel 4; use 32"),
+    ("C121", {"custom_envs.FrozenLake": {"env_type": "frozen_lake", "manager": "step", "max_steps": 3}, "actor_train.training_args": {"gradient_accumulation_steps": 13}}, "rollout_batch_size: 2 groups * 8 trajectories of at most 3 turns = 48 samples per step at most, never as many as the mini-batch 52 = per_device_train_batch_size 1 * gradient_accumulation_steps 13 * data parallel 4; use 24, or fewer rows"),
     ("C122", {"rollout_batch_size": 20}, "rollout_batch_size: 20 is not divisible by group_size 8"),
     ("C122", {"val_env_manager": {"group_size": 3}}, "val_batch_size: 16 is not divisible by group_size 3"),
     ("C123", {"train_env_manager": {"group_size": 1}}, "train_env_manager.group_size: 1 is too small for adv_estimator grpo; at least 2 samples per group"),
@@ -231,8 +232,11 @@ def test_the_staleness_bound_is_the_closed_formula_in_exact_arithmetic(files, ra
         assert config.staleness_bound == math.ceil(ratio)
 
 
-def test_a_step_environment_has_no_fixed_batch_to_check(files):
-    edits = {"custom_envs.FrozenLake.manager": "step", "actor_train.training_args": {"gradient_accumulation_steps": 3}}
+@pytest.mark.parametrize("accumulated", [3, 40])
+def test_a_batch_of_turns_need_not_be_a_multiple_of_the_mini_batch(files, accumulated):
+    """16 trajectories of 1 to 10 turns against mini-batches of 12 and 160."""
+    training = {"gradient_accumulation_steps": accumulated}
+    edits = {"custom_envs.FrozenLake.manager": "step", "actor_train.training_args": training}
     assert load(files.agentic(edits)).custom_envs["FrozenLake"].manager == "step"
 
 
