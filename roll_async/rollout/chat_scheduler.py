@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments, RLVRConfig
+from roll_async.observe.outside import OutsideError
 from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.group_filter import GroupFilter
@@ -180,7 +181,7 @@ class ChatCompletionScheduler:
         except* Unscorable as errors:
             # Without all its scores the group has no statistics, as with a score that is not finite.
             ended = GroupOutcome(fate=GroupFate.FILTERED, reason=f"dropped_invalid: {first_cause(errors)}")
-        except* (GenerationFailed, RewardOutage, ValueError) as errors:
+        except* (GenerationFailed, OutsideError, RewardOutage, ValueError) as errors:
             ended = GroupOutcome(fate=GroupFate.FAILED, reason=str(first_cause(errors)))
         finally:
             del self._running[group_id]
@@ -229,7 +230,7 @@ class ChatCompletionScheduler:
         for prompt, result in zip(prompts, done, strict=True):
             if isinstance(result, Sample):
                 answered.append((prompt, (result,)))
-            elif isinstance(result, (GenerationFailed, RewardOutage, Unscorable, ValueError)):
+            elif isinstance(result, (GenerationFailed, OutsideError, RewardOutage, Unscorable, ValueError)):
                 logger.warning("validation: %s", result)
             else:
                 raise result

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
+from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
 from roll_async.rollout.group_filter import metric_of
@@ -145,7 +146,12 @@ class Rollouter:
                 await self._start(slot, tasks)
 
     async def _start(self, slot: Slot, tasks: asyncio.TaskGroup) -> None:
-        prompt = self._prompts.at(slot.prompt_index)
+        try:
+            with border():
+                prompt = self._prompts.at(slot.prompt_index)
+        except OutsideError as error:
+            await self._deliver(slot, GroupOutcome(fate=GroupFate.FAILED, reason=f"no prompt: {error}"))
+            return
         if prompt is None:
             await self._queue.release(slot.group_id, Outcome.UNUSED)
             self._queue.end_of_data()
@@ -159,9 +165,16 @@ class Rollouter:
         task.add_done_callback(lambda _: self._groups.pop(slot.group_id))
 
     async def _produce(self, batch: GenerationBatch) -> None:
-        outcome = self._custom_generation_logic(batch)
-        if inspect.isawaitable(outcome):
-            outcome = await outcome
+        try:
+            with border(ConnectionError):  # no replica is left
+                outcome = self._custom_generation_logic(batch)
+                if inspect.isawaitable(outcome):
+                    outcome = await outcome
+                if not isinstance(outcome, GroupOutcome | None):
+                    raise TypeError(f"_custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
+        except OutsideError as error:
+            logger.error("group %d: %s", batch.slot.group_id, error, exc_info=error.__cause__)
+            outcome = GroupOutcome(fate=GroupFate.FAILED, reason=str(error))
         await self._deliver(batch.slot, outcome or await self.generate(batch))
 
     def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
