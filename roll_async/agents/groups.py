@@ -5,7 +5,8 @@
            +-- redundant ones: the first group_size that end are kept, the others are cancelled
 
 No trajectory waits for another, and one that thinks, or whose tools run, holds no slot of an engine. A trajectory whose
-attempts are used up fails its group, whose slot goes to another task; it is never trained as a reward of 0.
+attempts are used up fails its group, whose slot goes to another task; it is never trained as a reward of 0. Whatever is
+said in it ends it alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from roll_async.agents.rendering import Renderer
 from roll_async.agents.session import Session, SessionOptions
 from roll_async.agents.tasks import task_of
 from roll_async.agents.tools.toolbox import Toolbox
+from roll_async.agents.trace_tree import TraceTree
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
+from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -117,11 +120,11 @@ class AgentGroups:
     ) -> GroupOutcome:
         """One group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised."""
         loop, options = asyncio.get_running_loop(), self._options
-        admitted, task, name = loop.time(), task_of(prompt), f"{group_id}.{attempt}"
+        admitted, name = loop.time(), f"{group_id}.{attempt}"
         running = self._running[group_id] = _Running()
         try:
             running.tasks = [
-                loop.create_task(self._trajectory(task, f"{name}/{i}", running))
+                loop.create_task(self._trajectory(prompt, f"{name}/{i}", running))
                 for i in range(options.group_size + options.redundancy)
             ]
             kept, problems = await self._first(running.tasks, options.group_size)
@@ -170,7 +173,7 @@ class AgentGroups:
         return kept, problems
 
     async def _trajectory(
-        self, task: Task, name: str, running: _Running, sampling: SamplingParams | None = None
+        self, prompt: Prompt, name: str, running: _Running, sampling: SamplingParams | None = None
     ) -> list[Sample] | str:
         """The rows of one trajectory with a trusted outcome, or the reason why there are none."""
         pause_s, reason = _FIRST_RETRY_S, ""
@@ -180,21 +183,41 @@ class AgentGroups:
                 await asyncio.sleep(pause_s)
                 pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
             this = f"{name}~{attempt}" if attempt else name
-            ending, session = await self._attempt(task, this, running, sampling)
-            if self._is_counted(task):
-                self._counts.ended(task.tag, ending, session.tree)
-            reward = Reward(score=ending.reward, metrics=ending.metrics) if ending.outcome.is_trusted else None
-            rows = session.tree.rows(this, reward=reward, outcome=ending.outcome)
-            if ending.outcome.is_trusted and rows:
-                if self._parts.tell is not None:
-                    self._parts.tell(this, task, ending, rows)
+            ending, rows = await self._ended(prompt, this, running, sampling)
+            if rows:
                 return rows
-            reason = f"{task.tag}, seed {task.seed}: {ending.outcome.value}: {ending.reason or 'no turn'}"
+            where = f"{prompt.domain}, seed {prompt.extra.get('seed')}"
+            reason = f"{where}: {ending.outcome.value}: {ending.reason or 'no turn'}"
             if ending.outcome is Outcome.CANCELLED:
                 running.cut_short = True  # it says nothing about the task, which comes again
                 break
             logger.warning("trajectory %s: %s", this, reason)
         return reason
+
+    async def _ended(
+        self, prompt: Prompt, name: str, running: _Running, sampling: SamplingParams | None
+    ) -> tuple[Ending, list[Sample]]:
+        """How one attempt ended, and its rows if that is trusted. This is the border round a trajectory: what was said
+        in it, and what nobody foresaw about that, ends it and nothing else.
+        """
+        tree, is_counted = TraceTree(), True
+        try:
+            with border(ConnectionError):  # no replica is left
+                task = task_of(prompt)
+                is_counted = self._is_counted(task)
+                ending, session = await self._attempt(task, name, running, sampling)
+                tree, trusted = session.tree, ending.outcome.is_trusted
+                reward = Reward(score=ending.reward, metrics=ending.metrics) if trusted else None
+                rows = tree.rows(name, reward=reward, outcome=ending.outcome) if trusted else []
+                if rows and self._parts.tell is not None:
+                    self._parts.tell(name, task, ending, rows)
+        except OutsideError as error:
+            ending, rows = Ending(outcome=Outcome.INFRA_ERROR, reason=str(error)), []
+            logger.error("trajectory %s: %s; it may be a fault of roll_async", name, error, exc_info=error.__cause__)
+            self._counts.unforeseen += 1
+        if is_counted:
+            self._counts.ended(prompt.domain, ending, tree)
+        return ending, rows
 
     async def _attempt(
         self, task: Task, name: str, running: _Running, sampling: SamplingParams | None
@@ -253,8 +276,7 @@ class AgentGroups:
         """One trajectory per prompt; failed ones are left out, logged."""
         running = _Running()
         running.tasks = [
-            asyncio.ensure_future(self._trajectory(task_of(p), f"{name}/{i}", running, sampling))
-            for i, p in enumerate(prompts)
+            asyncio.ensure_future(self._trajectory(p, f"{name}/{i}", running, sampling)) for i, p in enumerate(prompts)
         ]
         try:
             done = await asyncio.gather(*running.tasks)

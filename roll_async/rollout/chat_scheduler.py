@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments, RLVRConfig
+from roll_async.observe.outside import OutsideError
 from roll_async.rollout.conversations import Conversations, NoScore, RewardOutage, ScoringOptions, Unscorable
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.group_filter import GroupFilter
@@ -180,7 +181,7 @@ class ChatCompletionScheduler:
         except* Unscorable as errors:
             # Without all its scores the group has no statistics, as with a score that is not finite.
             ended = self._unscored(GroupFate.FILTERED, "dropped_invalid: ", prompt, errors)
-        except* (GenerationFailed, RewardOutage, ValueError) as errors:
+        except* (GenerationFailed, OutsideError, RewardOutage, ValueError) as errors:
             ended = self._unscored(GroupFate.FAILED, "", prompt, errors)
         finally:
             del self._running[group_id]
@@ -236,7 +237,7 @@ class ChatCompletionScheduler:
         for prompt, result in zip(prompts, done, strict=True):
             if isinstance(result, Sample):
                 answered.append((prompt, (result,)))
-            elif isinstance(result, (GenerationFailed, NoScore, ValueError)):
+            elif isinstance(result, (GenerationFailed, NoScore, OutsideError, ValueError)):
                 told = isinstance(result, NoScore) and result.raised
                 logger.log(logging.INFO if told else logging.WARNING, "validation: %s", result)
             else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from roll_async.config.schema import PipelineConfig
 from roll_async.config.user_code import at
+from roll_async.observe.outside import border
 from roll_async.rewards.verdict import reward_of_error
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -94,7 +96,8 @@ class Conversations:
         on_generated: Callable[[], None] | None = None,
     ) -> Sample:
         """A finished, scored sample; an aborted one (FinishReason.ABORT) has no score. `on_generated` is called when
-        all but the score is there. Raises RewardOutage, Unscorable, and what `AsyncLLMServerManager.generate` raises.
+        all but the score is there. Raises RewardOutage, Unscorable, OutsideError (a callback of tools failed), and what
+        `AsyncLLMServerManager.generate` raises.
         """
         try:
             transcript = await self._converse(prompt, name, sampling, affinity, foreground)
@@ -103,7 +106,12 @@ class Conversations:
             self._unwanted.discard(name)
             if self.tools is not None:
                 self._manager.forget_affinity(name)
-        sample = transcript.sample(name) if self.tools is None else self.tools.postprocess(transcript, name)
+        sample = transcript.sample(name)
+        if self.tools is not None:
+            with border():
+                sample = self.tools.postprocess(transcript, name)
+                if not isinstance(sample, Sample):
+                    raise TypeError(f"postprocess gave {type(sample).__name__}, not a Sample")
         if sample.finish_reason is FinishReason.ABORT:
             return sample
         if on_generated is not None:
@@ -137,7 +145,11 @@ class Conversations:
                 foreground=foreground,
             )
             transcript.add_completion(completion)
-            answer = None if self.tools is None else await self.tools(transcript, completion)
+            if self.tools is None:
+                return transcript
+            with border():
+                found = await self.tools(transcript, completion)
+                answer = None if found is None else array("i", found)
             if answer is None:
                 return transcript
             if name in self._unwanted or len(transcript) + len(answer) >= sampling.max_new_tokens:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
-from roll_async.config.user_code import told
+from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
 from roll_async.rollout.first_batch import FirstBatch
@@ -150,7 +150,11 @@ class Rollouter:
                 await self._start(slot, tasks)
 
     async def _start(self, slot: Slot, tasks: asyncio.TaskGroup) -> None:
-        prompt = await self._prompt(slot.prompt_index)
+        try:
+            prompt = await self._prompt(slot.prompt_index)
+        except OutsideError as error:
+            await self._deliver(slot, GroupOutcome(fate=GroupFate.FAILED, reason=f"no prompt: {error}"))
+            return
         if prompt is None:
             await self._queue.release(slot.group_id, Outcome.UNUSED)
             self._queue.end_of_data()
@@ -165,23 +169,31 @@ class Rollouter:
 
     async def _prompt(self, index: int) -> Prompt | None:
         """The prompt at this position. A source that cannot read it, from a folder in the network perhaps, is asked
-        again, `_MAX_READS` times in all.
+        again, `_MAX_READS` times in all. Raises OutsideError.
         """
         for reads in itertools.count(1):
             try:
-                return self._prompts.at(index)
-            except OSError as error:
-                if reads == _MAX_READS or self._stopping.is_set():
+                with border():
+                    return self._prompts.at(index)
+            except OutsideError as error:
+                if not isinstance(error.__cause__, OSError) or reads == _MAX_READS or self._stopping.is_set():
                     raise
                 pause_s = _FIRST_PAUSE_S * 2**reads
-                logger.warning("prompt %d: %s; reading it again in %g s", index, told(error), pause_s)
+                logger.warning("prompt %d: %s; reading it again in %g s", index, error, pause_s)
             await asyncio.sleep(pause_s)
 
     async def _produce(self, batch: GenerationBatch) -> None:
         self._first.started(batch.slot.group_id)
-        outcome = self._custom_generation_logic(batch)
-        if inspect.isawaitable(outcome):
-            outcome = await outcome
+        try:
+            with border(ConnectionError):  # no replica is left
+                outcome = self._custom_generation_logic(batch)
+                if inspect.isawaitable(outcome):
+                    outcome = await outcome
+                if not isinstance(outcome, GroupOutcome | None):
+                    raise TypeError(f"_custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
+        except OutsideError as error:
+            logger.error("group %d: %s", batch.slot.group_id, error, exc_info=error.__cause__)
+            outcome = GroupOutcome(fate=GroupFate.FAILED, reason=str(error))
         outcome = outcome or await self.generate(batch)
         await self._deliver(batch.slot, outcome)
         self._first.ended(batch.slot.group_id, batch.prompt.domain, outcome)

@@ -551,8 +551,8 @@ def test_a_scorer_that_raises_once_is_asked_again(run, world, verdict):
     assert len(raised) == 5 and done.end.failed == 0 and done.end_rollout.reward_errors == 5
 
 
-@pytest.mark.parametrize(("times", "ends"), [(1, False), (4, False), (5, True)])
-def test_a_prompt_source_that_cannot_be_read_is_asked_again_a_few_times(run, world, times, ends):
+@pytest.mark.parametrize(("times", "fails"), [(1, False), (4, False), (5, True)])
+def test_a_prompt_source_that_cannot_be_read_is_asked_again_a_few_times(run, world, times, fails):
     reads = world()
     at, failures = reads.rollouter._prompts.at, []
 
@@ -563,13 +563,8 @@ def test_a_prompt_source_that_cannot_be_read_is_asked_again_a_few_times(run, wor
         return at(index)
 
     reads.rollouter._prompts.at = sometimes
-    if ends:
-        with pytest.raises(BaseExceptionGroup) as raised:
-            run(reads.go(3))
-        assert raised.group_contains(OSError, match="Stale")
-    else:
-        assert sorted(run(reads.go(3)).rows) == list(range(12))
-    assert len(failures) == times
+    assert set(range(12)) - set(run(reads.go(3)).rows) == ({6} if fails else set())
+    assert len(failures) == times and reads.end.failed == fails
 
 
 def test_a_domain_whose_reward_always_raises_ends_the_run_although_the_others_have_scores():
