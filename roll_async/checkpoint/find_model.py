@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll_async.checkpoint.run_checkpoints import RunCheckpoints
+from roll_async.checkpoint.run_checkpoints import checkpoints_in
 
 HF_FILES = "huggingface"
 """Folder inside a Megatron checkpoint with config.json and tokenizer, which the conversion to Hugging Face needs."""
@@ -34,7 +34,7 @@ def find_model(named: Path) -> Path:
         return named
     if (named / _ADAPTER).is_file():
         raise ValueError(f"{named} is a LoRA adapter; merge it: roll-async convert BASE TARGET --adapter-path {named}")
-    found = (RunCheckpoints(folder=place).find("latest") for place in (named / "checkpoints", named))
+    found = (checkpoints_in(place).find("latest") for place in (named / "checkpoints", named))
     step = next(filter(None, found), named)
     if (step / "actor_train").is_dir():
         return step / "actor_train"
