@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,7 +21,7 @@ from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sa
 
 logger = logging.getLogger(__name__)
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Tool(Protocol):
@@ -150,7 +149,7 @@ class ToolCompletionCallback:
         """Calls in the order of the text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and
         Hermes models write them.
         """
-        return [parse_call(found.group(1)) for found in _CALL.finditer(text)]
+        return [parse_call(text[start:end].strip()) for start, end in call_spans(text)]
 
     def postprocess(self, transcript: Transcript, name: str) -> Sample:
         """The sample of a complete conversation: tokens as they were, masks and versions beside them."""
@@ -172,6 +171,22 @@ class ToolCompletionCallback:
                 logger.info("tool %s: %s", call.name, problem)
         self.num_failures += 1
         return f"error: {problem}"
+
+
+def call_spans(text: str, *, unclosed: bool = False) -> Iterator[tuple[int, int]]:
+    """(start, end) of what stands between the marks of each call, in time linear in the text. `unclosed`: the last one
+    may lack its end.
+    """
+    start = text.find(_OPEN)
+    while start >= 0:
+        start += len(_OPEN)
+        end = text.find(_CLOSE, start)
+        if end < 0:
+            if unclosed:
+                yield start, len(text)
+            return
+        yield start, end
+        start = text.find(_OPEN, end + len(_CLOSE))
 
 
 def parse_call(text: str) -> ToolCall:
