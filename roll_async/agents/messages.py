@@ -61,11 +61,11 @@ class TurnRequest:
                     size += len(call.name)
                     left.append(call.arguments)
                 case Mapping() as items:
-                    size += _WORD * len(items)
+                    size += _WORD * (1 + len(items))
                     left += itertools.islice(items.keys(), limit)
                     left += itertools.islice(items.values(), limit)
                 case list() | tuple() as items:
-                    size += len(items)
+                    size += _WORD + len(items)
                     left += items[:limit]
                 case _:
                     size += _WORD

@@ -190,7 +190,7 @@ class Session(LimitedTurns):
         ids = self._renderer.encode(rendered.text)
         parent, covered = self.tree.deepest_prefix(ids)
         first = not self.tree.nodes
-        return _Plan(parent, ids[covered:], (rendered.text,), (), None if first else reason, digest, tools)
+        return _Plan(parent, ids[covered:] if covered else ids, (rendered.text,), (), None if first else reason, digest, tools)
 
     def _after_turn(self, rest: str, found: _Recorded) -> str:
         """The text after the turn; an end-of-turn token that was sampled is not repeated."""

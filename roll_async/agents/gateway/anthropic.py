@@ -61,8 +61,8 @@ FIELDS: Mapping[str, Field] = {
     "metadata": LABEL,
     "user_profile_id": LABEL,
 }
-"""All of `types/beta/message_create_params.py` of github.com/anthropics/anthropic-sdk-python, commit 014c84ed, among them
-those of `count_tokens`; the header `anthropic-beta` is not read.
+"""All of `types/beta/message_create_params.py` of github.com/anthropics/anthropic-sdk-python, commit 014c84ed; those
+of `count_tokens` are among them. The header `anthropic-beta` is not read.
 """
 
 

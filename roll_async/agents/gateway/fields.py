@@ -58,8 +58,8 @@ EFFORT = ignored("how the policy thinks and writes is what is trained")
 
 
 def check(body: Json, fields: Mapping[str, Field]) -> tuple[list[str], list[str]]:
-    """(names of the ignored fields, of those for sampling) that the body has. Raises BadRequest with the name of a field
-    that is refused, or that the API does not have.
+    """(names of the ignored fields, of those for sampling) that the body has. Raises BadRequest with the name of a
+    field that is refused, or that the API does not have.
     """
     for name in body:
         if name not in fields and body[name] is not None:
@@ -109,9 +109,9 @@ def page() -> str:
 
     parts = [
         "# Fields of requests to the endpoint",
-        "Made by `python -m roll_async.agents.gateway.fields > docs_roll/gateway_fields.md`. A field that is not listed "
-        "is refused\nby its name, null is as absent. What is ignored is counted in `agent/ignored_fields/NAME` and told "
-        "in the\nlog, once for each field.",
+        "Made by `python -m roll_async.agents.gateway.fields > docs_roll/gateway_fields.md`. A field that is not "
+        "listed is refused\nby its name, null is as absent. What is ignored is counted in `agent/ignored_fields/NAME` "
+        "and told in the\nlog, once for each field.",
     ]
     for title, dialect in (
         ("/v1/chat/completions", chat),

@@ -31,8 +31,8 @@ from roll_async.agents.messages import TurnReply
 
 logger = logging.getLogger(__name__)
 
-_INLINE_BYTES = 64 << 10
-"""A body of so many takes a few milliseconds, whatever is in it."""
+_INLINE_BYTES, _INLINE_VALUES = 64 << 10, 2000
+"""A body of so many bytes and values takes a few milliseconds; to hand it to another process takes as long."""
 _REMEMBERED_SECRETS = 4096
 _KEEP_ALIVE_S = 5.0
 _RETRY_COUNTS = ("x-stainless-retry-count",)
@@ -165,7 +165,7 @@ class PolicyGateway:
 
     async def _asked(self, dialect: str, request: web.Request, session: LimitedTurns) -> Asked:
         raw = await request.read()
-        if len(raw) <= _INLINE_BYTES:
+        if _is_short(raw):
             asked = read(dialect, raw)
         else:
             async with self._reading:
@@ -229,6 +229,10 @@ class PolicyGateway:
 
 def _error(message: str, code: str) -> dict:
     return {"type": "error", "error": {"message": message, "type": code, "code": code, "param": None}}
+
+
+def _is_short(raw: bytes) -> bool:
+    return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <= _INLINE_VALUES
 
 
 def _secret(request: web.Request) -> str:
