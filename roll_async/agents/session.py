@@ -189,8 +189,8 @@ class Session(LimitedTurns):
         rendered = self._renderer.render(request.messages, request.tools, ())
         ids = self._renderer.encode(rendered.text)
         parent, covered = self.tree.deepest_prefix(ids)
-        first = not self.tree.nodes
-        return _Plan(parent, ids[covered:] if covered else ids, (rendered.text,), (), None if first else reason, digest, tools)
+        new_ids = ids[covered:] if covered else ids
+        return _Plan(parent, new_ids, (rendered.text,), (), reason if self.tree.nodes else None, digest, tools)
 
     def _after_turn(self, rest: str, found: _Recorded) -> str:
         """The text after the turn; an end-of-turn token that was sampled is not repeated."""

@@ -299,6 +299,7 @@ def test_a_retry_is_known_by_its_whole_body_whatever_its_id(sessions):
     assert first == again != other and ids[3] == ids[5] != ids[4] and len(policy.requests) == 4
 
 
+@pytest.mark.slow
 def test_a_long_body_is_read_in_another_process_and_one_beyond_the_bound_is_413(sessions):
     async def work(http, endpoint, gateway, session):
         assert gateway._reader._process is None

@@ -281,22 +281,27 @@ def test_a_new_request_under_an_old_key_takes_the_place_of_the_old_reply(session
 
 
 LONG = "x" * 9000
+ONE = Message(role="user")
+
+
+def called(arguments):
+    return Message(role="assistant", tool_calls=(ToolCall(name="f", arguments={"a": arguments}),))
 
 
 @pytest.mark.parametrize(
-    ("request_", "num_jobs"),
+    ("messages", "tools", "num_jobs"),
     [
-        ({"messages": (Message(role="user", content="x"),)}, 0),
-        ({"messages": (Message(role="user", content=LONG),)}, 1),
-        ({"messages": (Message(role="user"),) * 3000}, 1),
-        ({"messages": (Message(role="user"),), "tools": (TOOL,) * 200}, 1),
-        ({"messages": (Message(role="user"),), "tools": ({"function": {"name": "f", "description": LONG}},)}, 1),
-        ({"messages": (Message(role="user"), Message(role="assistant", tool_calls=(ToolCall(name="f", arguments={"a": LONG}),)))}, 1),
-        ({"messages": (Message(role="user"), Message(role="assistant", tool_calls=(ToolCall(name="f", arguments={"a": [{}] * 3000}),)))}, 1),
+        ((Message(role="user", content="x"),), (), 0),
+        ((Message(role="user", content=LONG),), (), 1),
+        ((ONE,) * 3000, (), 1),
+        ((ONE,), (TOOL,) * 200, 1),
+        ((ONE,), ({"function": {"name": "f", "description": LONG}},), 1),
+        ((ONE, called(LONG)), (), 1),
+        ((ONE, called([{}] * 3000)), (), 1),
     ],
     ids=["short", "content", "messages", "tools", "one tool", "argument", "values"],
-)  # fmt: skip
-def test_the_size_of_the_whole_request_decides_where_it_is_rendered(sessions, request_, num_jobs):
+)
+def test_the_size_of_the_whole_request_decides_where_it_is_rendered(sessions, messages, tools, num_jobs):
     class Counting(ThreadPoolExecutor):
         num_jobs = 0
 
@@ -306,10 +311,11 @@ def test_the_size_of_the_whole_request_decides_where_it_is_rendered(sessions, re
 
     with Counting(1) as executor:
         session, _, _ = sessions(["ab"], executor=executor, max_context=1_000_000)
-        asyncio.run(session.turn(TurnRequest(**request_)))
+        asyncio.run(session.turn(TurnRequest(messages=messages, tools=tools)))
         assert executor.num_jobs == num_jobs
 
 
+@pytest.mark.slow
 def test_a_long_text_is_encoded_in_another_process_to_the_same_tokens(sessions):
     from roll_async.agents.rendering import TemplateRenderer
 
