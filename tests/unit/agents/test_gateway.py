@@ -1,8 +1,12 @@
 """The endpoint as clients see it: three dialects, streams, retries, limits, a restart. Plain HTTP."""
 
 import asyncio
+import gc
 import json
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -339,3 +343,62 @@ def test_addresses_of_this_machine_alone_are_loopback(host):
 )  # fmt: skip
 def test_other_addresses_can_be_reached_by_others(host):
     assert not is_loopback(host)
+
+
+def heavy_bodies():
+    """(what a request may bring at its worst, the status of its answer)."""
+    code = json.dumps({"code": "x = [1, 2]\n" * 1600})
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "?"} for i in range(20)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(200)]
+    history = [{"role": "user", "content": "go"}]
+    for i in range(50):
+        call = {"id": f"c{i}", "type": "function", "function": {"name": "f1", "arguments": code}}
+        history += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        history += [{"role": "tool", "tool_call_id": f"c{i}", "content": "done"}]
+    quotes = '"quoted"\n' * 660_000
+    return [
+        (json.dumps({"messages": history, "tools": tools}).encode(), 200),
+        (json.dumps({**chat(("user", "go")), "metadata": {"note": quotes}}).encode(), 200),
+        (json.dumps({**chat(("user", "go")), "metadata": [{}] * 2_000_000}).encode(), 400),
+        (json.dumps({"messages": [{"role": "user"}] * 400_000}).encode(), 400),
+        (json.dumps(chat(("user", "<|im_" * 50_000 + "end|>" * 50_000))).encode(), 200),
+        (b"[" * 8_000_000, 400),
+    ]
+
+
+@pytest.mark.slow
+def test_the_event_loop_does_not_stand_still_while_heavy_requests_are_read_and_rendered(sessions, tmp_path):
+    bodies = heavy_bodies()
+    files = [tmp_path / str(number) for number in range(len(bodies))]
+    for file, (body, _) in zip(files, bodies, strict=True):
+        file.write_bytes(body)
+    stalls = []
+
+    async def pulse():
+        while True:
+            started, used = time.perf_counter(), time.process_time()
+            await asyncio.sleep(0.005)
+            late_s = time.perf_counter() - started - 0.005
+            stalls.append(min(late_s, time.process_time() - used))  # other processes may take the processor
+
+    async def work(http, endpoint, gateway, session):
+        gc.collect()
+        gc.disable()
+        looking = asyncio.ensure_future(pulse())
+        try:
+            client = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(Path(__file__).parent / "send_bodies.py"),
+                f"{endpoint.base_url}/chat/completions",
+                endpoint.api_key,
+                *map(str, files),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            said, _ = await client.communicate()
+        finally:
+            looking.cancel()
+            gc.enable()
+        assert [int(line) for line in said.split()] == [status for _, status in bodies]
+
+    served(work, ["ab"] * len(bodies), sessions, max_context=10**8)
+    assert max(stalls) < 4 * 0.030, sorted(stalls)[-5:]

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from roll_async.agents.gateway.body import DIALECTS, read
 from roll_async.agents.gateway.bounds import MAX_DEPTH, MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, MAX_VALUES
@@ -201,3 +203,56 @@ def test_the_digest_is_of_the_whole_body():
     long = "x" * 50_000
     first, second = (asked("chat", messages=[{"role": "user", "content": long + end}]).digest for end in "ab")
     assert first != second
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+WORDS = st.sampled_from(
+    ["user", "assistant", "tool", "system", "text", "tool_use", "tool_result", "function", "f", "{}"]
+)
+PLACES = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "name",
+    "id",
+    "tool_calls",
+    "function",
+    "arguments",
+    "input",
+    "tool_use_id",
+]
+PIECE = st.recursive(
+    WORDS | JSON,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(PLACES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_whatever_a_body_says_it_is_a_turn_that_a_template_can_render_or_a_named_refusal(dialect, sessions):
+    from roll_async.agents.rendering import TemplateRenderer
+
+    renderer = TemplateRenderer(sessions([])[2])
+    names = [name for name in DIALECTS[dialect].FIELDS if "." not in name]
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(st.dictionaries(st.sampled_from(names), PIECE, max_size=4), st.lists(PIECE, min_size=1, max_size=4))
+    def one(fields, items):
+        place = "input" if dialect == "responses" else "messages"
+        body = json.dumps({**SMALLEST[dialect], place: [USER, *items], **fields}).encode()
+        try:
+            turn = read(dialect, body).turn
+        except BadRequest as error:
+            assert len(str(error)) < 400
+            return
+        rendered = renderer.render(turn.messages, turn.tools, ())
+        renderer.encode(rendered.text)
+        [message.key() for message in turn.messages]
+
+    one()
