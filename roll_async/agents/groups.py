@@ -294,6 +294,7 @@ class AgentGroups:
                 **self._counts.metrics(),
                 "agent/resampled_turns": float(self._policy.resampled_turns),
                 "agent/lost_world_processes": float(self._parts.worlds.killed),
+                **({} if self._parts.gateway is None else self._parts.gateway.metrics()),
             },
         )
 

@@ -193,7 +193,7 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     """Makes trajectories whose turns an engine of this process samples."""
     from roll_async.agents.policies import OneEnginePolicy
     from roll_async.agents.rendering import TemplateRenderer
-    from roll_async.agents.session import Session, SessionOptions
+    from roll_async.agents.session import RENDERING_THREADS, Session, SessionOptions
     from roll_async.inference.backends import create_engine
     from roll_async.prompts.tokenizer import load_tokenizer
     from roll_async.schema import SamplingParams
@@ -211,7 +211,7 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
         max_context=arguments.max_model_len,
         client_sampling=True,
     )
-    executor = stack.enter_context(ThreadPoolExecutor(1))
+    executor = stack.enter_context(ThreadPoolExecutor(RENDERING_THREADS))
     policy = OneEnginePolicy(engine.generate)
 
     def make(name: str) -> Session:

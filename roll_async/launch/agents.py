@@ -14,7 +14,7 @@ from roll_async.agents.groups import AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import is_agent
 from roll_async.agents.rendering import TemplateRenderer
-from roll_async.agents.session import SessionOptions
+from roll_async.agents.session import RENDERING_THREADS, SessionOptions
 from roll_async.agents.tasks import Tasks
 from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, check_tool, open_tools
 from roll_async.config.schema import AgenticConfig, EnvConfig, EnvManagerConfig
@@ -52,7 +52,7 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
     for what the user can fix.
     """
     check_agents(config)
-    executor = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering"))
+    executor = stack.enter_context(ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="rendering"))
     worlds = WorldPool(
         max_per_worker=_manager(config, trains).max_env_num_per_worker, step_timeout_s=config.fault.env_timeout
     )

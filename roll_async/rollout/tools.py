@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -24,7 +23,7 @@ from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sa
 
 logger = logging.getLogger(__name__)
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _LONGEST_RESULT = 20_000
 """Characters of a result, or of an error."""
 _MOST_CALLS = 64
@@ -191,11 +190,27 @@ class ToolCompletionCallback(ToolRuns):
         """Calls in the order of the text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and
         Hermes models write them.
         """
-        return [parse_call(found.group(1)) for found in _CALL.finditer(text)]
+        return [parse_call(text[start:end].strip()) for start, end in call_spans(text)]
 
     def postprocess(self, transcript: Transcript, name: str) -> Sample:
         """The sample of a complete conversation: tokens as they were, masks and versions beside them."""
         return transcript.sample(name)
+
+
+def call_spans(text: str, *, unclosed: bool = False) -> Iterator[tuple[int, int]]:
+    """(start, end) of what stands between the marks of each call, in time linear in the text. `unclosed`: the last one
+    may lack its end.
+    """
+    start = text.find(_OPEN)
+    while start >= 0:
+        start += len(_OPEN)
+        end = text.find(_CLOSE, start)
+        if end < 0:
+            if unclosed:
+                yield start, len(text)
+            return
+        yield start, end
+        start = text.find(_OPEN, end + len(_CLOSE))
 
 
 def parse_call(text: str) -> ToolCall:

@@ -9,10 +9,13 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
+from roll_async.agents.limited_turns import TrajectoryEnded
+from roll_async.agents.messages import Message, TurnRequest
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
@@ -489,3 +492,33 @@ def test_tasks_follow_the_partition_and_the_seed():
     tasks = Tasks(("A", "B"), (3, 1), seed=42)
     assert Counter(tasks.at(i).domain for i in range(40)) == {"A": 30, "B": 10}
     assert tasks.at(17) == Tasks(("A", "B"), (3, 1), seed=42).at(17) != Tasks(("A", "B"), (3, 1), seed=43).at(17)
+
+
+def test_a_session_ends_with_its_trajectory_also_for_an_agent_that_keeps_its_key(tokenizer):
+    kept = []
+
+    async def work(groups, tasks, manager):
+        gateway = groups._parts.gateway
+        opened = gateway.open
+
+        def remembering(session):
+            kept.append((session, opened(session)))
+            return kept[-1][1]
+
+        gateway.open = remembering
+        await groups.run_group(tasks.at(0), group_id=0)
+        asked, request = manager.asked, TurnRequest(messages=(Message(role="user", content="more"),))
+        for session, endpoint in kept:
+            with pytest.raises(TrajectoryEnded, match="the trajectory is over"):
+                await session.turn(request)
+            headers = {"authorization": f"Bearer {endpoint.api_key}"}
+            body = {"messages": [{"role": "user", "content": "more"}]}
+            async with (
+                aiohttp.ClientSession(headers=headers) as http,
+                http.post(f"{endpoint.base_url}/chat/completions", json=body) as response,
+            ):
+                answer = await response.json()
+                assert (response.status, answer["error"]["code"]) == (401, "trajectory_ended")
+        assert len(kept) == 3 and manager.asked == asked
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent")
