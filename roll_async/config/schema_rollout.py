@@ -163,9 +163,9 @@ class EnvConfig:
     max_tokens_per_step: int = derived(">= 1")
     """Tokens of one turn; default: actor_infer.generating_args.max_new_tokens."""
     agent_system_template: str | None = None
-    """System message; null = the world's own."""
+    """System message, with the placeholders of docs_roll/agentic.md; null = the world's own."""
     agent_template: str | None = None
-    """Message of each turn; null = the world's own."""
+    """Message of each turn, with the same placeholders; null = the world's observation."""
     history_length: int = bounded(0, ">= 0")
     """Turns shown to the model, 0 = all; step only."""
     max_concurrent: int = bounded(0, ">= 0")

@@ -87,6 +87,7 @@ async def _tag_plan(config: AgenticConfig, tag: str, env: EnvConfig, stack: Asyn
         session=session_options(config, env),
         play=PlayOptions(
             max_turns=env.max_steps,
+            max_response_tokens=env.max_tokens_per_step,
             windowed=windowed,
             history_length=env.history_length,
             system_template=env.agent_system_template,

@@ -1,9 +1,10 @@
-"""Rules about lengths, devices and batch shapes (C101 to C130)."""
+"""Rules about lengths, devices, batch shapes and worlds (C101 to C130, C156)."""
 
 import math
 from collections.abc import Iterator
 
 from roll_async.config.advantage_options import GROUP_RELATIVE
+from roll_async.config.prompt_templates import problem_of
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
@@ -239,6 +240,16 @@ def _partition(key: str, manager: EnvManagerConfig) -> Findings:
         yield "C125", f"{key}.num_groups_partition", message
 
 
+def templates(config: PipelineConfig) -> Findings:
+    """C156."""
+    for tag, env in config.custom_envs.items() if isinstance(config, AgenticConfig) else ():
+        texts = (("agent_system_template", env.agent_system_template), ("agent_template", env.agent_template))
+        for name, text in texts:
+            problem = None if text is None else problem_of(text, system=name == "agent_system_template")
+            if problem is not None:
+                yield "C156", f"custom_envs.{tag}.{name}", problem
+
+
 def domains(config: PipelineConfig) -> Findings:
     """C128, C130."""
     if not isinstance(config, RLVRConfig):
@@ -272,5 +283,5 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
 
 
 RULES = (
-    lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, domains,
+    lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, templates, domains,
 )  # fmt: skip

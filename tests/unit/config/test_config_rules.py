@@ -7,6 +7,7 @@ import math
 import pytest
 
 from roll_async.config.api import ConfigError, load, load_with_warnings
+from roll_async.config.prompt_templates import PLACEHOLDERS
 from roll_async.config.schema import roles_on_same_devices
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import RolloutOptions
@@ -18,6 +19,7 @@ SGLANG = {"strategy_name": "sglang", "strategy_config": {"context_length": 39}}
 MEGATRON_INFER = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mapping": "range(8,12)"}
 CRITIC = {"strategy_args": {"strategy_name": "megatron_train"}, "device_mapping": "range(8,12)"}
 DATA = {"file_name": "held_out.jsonl"}
+KNOWN = ", ".join(PLACEHOLDERS) + "; a literal brace is written twice"
 REJECT = {"statistic": "k1", "aggregation": "token"}
 IN_PARTS = {"rollout_batch_size": 16, "async_training.require_batches": 1}
 """Four mini-batches, each trained as a part of its own."""
@@ -113,6 +115,10 @@ AGENTIC_CASES = [
     ("C124", {"actor_infer.generating_args.num_return_sequences": 2}, "actor_infer.generating_args.num_return_sequences: 2 differs from the agentic value 1; drop it"),
     ("C125", {"train_env_manager": {"tags": ["Sokoban"]}}, "train_env_manager.tags.0: 'Sokoban' is not in custom_envs"),
     ("C153", {"async_generation_ratio": 0, "actor_infer.device_mapping": "range(0,4)", "val_env_manager": {"mode": "share"}}, "val_env_manager.mode: share needs engines that run all the time, and actor_train shares their devices; use pause"),
+    ("C156", {"custom_envs.FrozenLake.agent_template": "{observation} {turns}"}, f"custom_envs.FrozenLake.agent_template: unknown placeholder {{turns}}; known are: {KNOWN}"),
+    ("C156", {"custom_envs.FrozenLake.agent_template": "{}"}, f"custom_envs.FrozenLake.agent_template: unknown placeholder {{}}; known are: {KNOWN}"),
+    ("C156", {"custom_envs.FrozenLake.agent_template": "{observation"}, "custom_envs.FrozenLake.agent_template: cannot be filled: expected '}' before end of string; a literal brace is written twice"),
+    ("C156", {"custom_envs.FrozenLake.agent_system_template": "\\boxed{answer}"}, f"custom_envs.FrozenLake.agent_system_template: unknown placeholder {{answer}}; known are: {KNOWN}"),
     ("C125", {"val_env_manager": {"num_groups_partition": [8, 8]}}, "val_env_manager.num_groups_partition: [8, 8] must have 1 entries with sum 16"),
 ]  # fmt: skip
 
@@ -143,6 +149,11 @@ def test_worlds_may_be_validated_beside_training(files):
     assert RunPlan.of(config, first_step=1).validation_mode == "share"
     assert RolloutOptions.of(config, "shm").validation_mode == "share"
     assert RolloutOptions.of(load(files.agentic()), "shm").validation_mode == "pause"
+
+
+def test_a_template_may_hold_braces_that_are_none_of_its_placeholders(files):
+    templates = {"agent_system_template": '{"a": {"b": 1}} \\boxed{your answer here}', "agent_template": "{{x}}"}
+    load(files.agentic({f"custom_envs.FrozenLake.{name}": text for name, text in templates.items()}))
 
 
 def test_every_rule_of_the_contract_is_among_the_cases():
