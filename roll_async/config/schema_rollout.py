@@ -161,7 +161,7 @@ class EnvConfig:
     max_seconds: float = bounded(0.0, ">= 0")
     """Seconds of a trajectory from its first turn, after which nothing more is sampled; 0 = no limit."""
     max_tokens_per_step: int = derived(">= 1")
-    """Tokens of one turn; default: actor_infer.generating_args.max_new_tokens."""
+    """Tokens of one turn, max_new_tokens at most, which is the default."""
     agent_system_template: str | None = None
     """System message, with the placeholders of docs_roll/agentic.md; null = the world's own."""
     agent_template: str | None = None
@@ -206,8 +206,12 @@ class TrainEnvManagerConfig(EnvManagerConfig):
 class ValEnvManagerConfig(EnvManagerConfig):
     """`EnvManagerConfig`, and what waits for a validation of worlds."""
 
-    mode: Literal["pause", "share"] = "pause"
+    mode: Literal["pause", "share", "replicas"] = "pause"
     """As `validation.mode` of rlvr configs."""
+    num_replicas: int = bounded(1, ">= 1")
+    """As `validation.num_replicas` of rlvr configs."""
+    generating_args: GeneratingArguments | None = None
+    """Sampling of validations, temperature 0 = greedy, num_return_sequences n = avg@n; null = that of training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -482,6 +482,28 @@ def test_a_validations_turns_are_as_long_as_those_of_training(tokenizer):
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
 
 
+def test_a_validation_beside_training_has_worlds_and_a_limit_of_its_own(tokenizer):
+    """Three at a time, whatever the training's worlds are."""
+    at_once, most = 0, 0
+
+    class Counting(Manager):
+        async def generate(self, request, **more):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.002)
+            at_once -= 1
+            return await super().generate(request, **more)
+
+    async def work(groups, tasks, manager):
+        held_out = Tasks(("T",), (1,), seed=1, validation=True)
+        answered = await groups.validate([held_out.at(i) for i in range(9)], SamplingParams(max_new_tokens=9), name="v")
+        assert len(answered) == 9 and most == 3
+
+    manager = Counting(tokenizer, lambda request: "the")
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager, max_worlds=1, max_validation_worlds=3)
+
+
 class Pushed(Manager):
     """Samples one turn after the other under these versions, the last one up to the length limit."""
 
