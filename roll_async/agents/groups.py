@@ -63,6 +63,8 @@ class GroupOptions:
     redundancy: int = 0
     max_worlds: int = 0
     """Trajectories at the same time over all groups (num_env_groups * trajectories of a group); 0 = no limit."""
+    max_validation_worlds: int = 0
+    """Those of validations beside training; 0 = no limit."""
     retries: int = 2
     """Further attempts of a trajectory that failed for a reason outside the policy."""
     filter: GroupFilter | None = None
@@ -77,6 +79,8 @@ class AgentParts:
     tags: Mapping[str, TagPlan]
     renderer: Renderer
     worlds: WorldPool
+    validation_worlds: WorldPool | None = None
+    """Those of validations beside training; None = they share `worlds`."""
     gateway: PolicyGateway | None = None
     """The model endpoint; needed by tags with an agent."""
     silence_s: float = float("inf")
@@ -106,7 +110,8 @@ class AgentGroups:
         self._policy = EnginePolicy(manager)
         self._counts = AgentCounts()
         self._running: dict[int, _Running] = {}
-        self._worlds = asyncio.Semaphore(options.max_worlds) if options.max_worlds else None
+        limits = {True: options.max_worlds, False: options.max_validation_worlds}
+        self._worlds = {counted: asyncio.Semaphore(most) for counted, most in limits.items() if most}
         # A validation has slots of its own: trajectories of the training that it has set aside keep theirs.
         self._caps = {
             (tag, validation): asyncio.Semaphore(plan.max_concurrent)
@@ -234,17 +239,22 @@ class AgentGroups:
             stack.callback(self._manager.forget_affinity, name)
             stack.callback(running.sessions.discard, session)
             stack.callback(session.end, Outcome.CANCELLED, "the trajectory is over")
-            worlds = self._worlds if self._is_counted(task) else None
-            for cap in (worlds, self._caps.get((task.tag, task.validation))):
+            for cap in (self._worlds.get(self._is_counted(task)), self._caps.get((task.tag, task.validation))):
                 if cap is not None:
                     await stack.enter_async_context(cap)
             if running.aborted:
                 return Ending(outcome=Outcome.CANCELLED, reason="aborted"), session
             if plan.agent is not None:
                 return await self._run_agent(plan, task, session), session
-            world = parts.worlds.open(plan.spec)
-            stack.callback(parts.worlds.close_soon, world)
+            own = None if self._is_counted(task) else parts.validation_worlds
+            worlds = own or parts.worlds
+            world = worlds.open(plan.spec)
+            stack.callback(worlds.close_soon, world)
             return await Play(session, world, plan.toolbox, plan.play).run(task.seed), session
+
+    @property
+    def _pools(self) -> list[WorldPool]:
+        return [p for p in (self._parts.worlds, self._parts.validation_worlds) if p is not None]
 
     def _is_counted(self, task: Task) -> bool:
         return not (task.validation and self._options.trains)
@@ -293,7 +303,7 @@ class AgentGroups:
             metrics={
                 **self._counts.metrics(),
                 "agent/resampled_turns": float(self._policy.resampled_turns),
-                "agent/lost_world_processes": float(self._parts.worlds.killed),
+                "agent/lost_world_processes": float(sum(pool.killed for pool in self._pools)),
                 **({} if self._parts.gateway is None else self._parts.gateway.metrics()),
             },
         )

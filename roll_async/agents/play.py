@@ -19,6 +19,7 @@ from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
 from roll_async.agents.rendering import written_out
 from roll_async.agents.session import Session
 from roll_async.agents.tools.toolbox import Toolbox, name_of
+from roll_async.config.prompt_templates import RULES, filled, names_in
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
 from roll_async.observe.outside import OutsideError, asked, encodable, message_of, number, place_of, text_of
 from roll_async.prompts.row_tools import RowTools, parse_tools
@@ -38,14 +39,20 @@ class PlayOptions:
     """How a world is presented to the policy."""
 
     max_turns: int
+    max_response_tokens: int = 0
+    """Of one turn."""
     windowed: bool = False
     """Manager step: every turn is a separate text."""
     history_length: int = 0
     """Turns shown, 0 = all; windowed only."""
     system_template: str | None = None
-    """With {instructions}; None = the world's instructions."""
+    """Placeholders as in `config/prompt_templates.py`; None = the world's instructions."""
     turn_template: str | None = None
-    """With {observation}, {turn}, {max_turns}, and windowed {history}; None = the observation, after the history."""
+    """Likewise; None = the observation, windowed after the history."""
+
+    def places_rules(self, template: str | None, *, system: bool) -> bool:
+        """Whether a template says where the world's instructions stand."""
+        return template is not None and bool(names_in(template, system=system) & {*RULES})
 
 
 class Play:
@@ -61,7 +68,7 @@ class Play:
         self._history: list[tuple[str, str]] = []
         self._frames: list[tuple[str, ...]] = []
         self._story: list[tuple[str, str]] = []
-        self._moves = 0
+        self._instructions = ""
         self._solved: bool | None = None
 
     async def run(self, seed: int) -> Ending:
@@ -87,9 +94,12 @@ class Play:
             return self._end(Outcome.AGENT_ERROR, str(error))
 
     def _begin(self, observation: Observation) -> None:
-        instructions = text_of(observation.info.get("instructions") or "")
+        self._instructions = text_of(observation.info.get("instructions") or "")
         template, offered = self._options.system_template, observation.info.get("tools")
-        system = template.replace("{instructions}", instructions) if template is not None else instructions
+        if template is not None:
+            system = filled(template, self._values(observation), system=True)
+        else:
+            system = "" if self._options.places_rules(self._options.turn_template, system=False) else self._instructions
         if system:
             self._system = [Message(role="system", content=system)]
             self._story.append(("system", system))
@@ -103,7 +113,7 @@ class Play:
     def _show(self, observation: Observation) -> None:
         """Append the observation as the next message."""
         self._look(observation)
-        text = self._worded(observation.text)
+        text = self._worded(observation)
         if self._options.windowed:
             self._messages = []
         self._messages.append(Message(role="user", content=text))
@@ -116,22 +126,36 @@ class Play:
         if "solved" in observation.info:
             self._solved = bool(observation.info["solved"])
 
-    def _worded(self, observation: str) -> str:
-        options = self._options
+    def _worded(self, observation: Observation) -> str:
+        """The user message. Rules that no template places stand before the first one of a text."""
+        options, values = self._options, self._values(observation)
+        text = f"{values['history']}\n{observation.text}" if values["history"] else observation.text
+        if options.turn_template is not None:
+            text = filled(options.turn_template, values, system=False)
+        if not self._instructions or options.system_template is None or (self._messages and not options.windowed):
+            return text
+        is_placed = options.places_rules(options.system_template, system=True)
+        is_placed |= options.places_rules(options.turn_template, system=False)
+        return text if is_placed else f"{self._instructions}\n{text}"
+
+    def _values(self, observation: Observation) -> dict[str, str | int]:
+        """The placeholders of templates; a turn is one of the policy, as `max_turns` counts them."""
+        options, taken = self._options, self._session.num_turns
         shown = self._history[-options.history_length :] if options.history_length else self._history
-        history = "\n".join(f"{seen}\n> {did}" for seen, did in shown) if options.windowed else ""
-        if options.turn_template is None:
-            return f"{history}\n{observation}" if history else observation
-        values = {
-            "observation": observation,
-            "turn": str(self._moves + 1),
-            "max_turns": str(options.max_turns),
-            "history": history,
+        suffix = str(observation.info.get("suffix", ""))
+        return {
+            "observation": observation.text,
+            "suffix": suffix,
+            "current_observation": f"{observation.text} {suffix}" if suffix else observation.text,
+            **dict.fromkeys(RULES, self._instructions),
+            **dict.fromkeys(("turn", "turn_idx", "current_step"), taken + 1),
+            "step_count": taken,
+            "max_turns": options.max_turns,
+            "actions_left": options.max_turns - taken,
+            "max_response_length": options.max_response_tokens,
+            "history": "\n".join(f"{seen}\n> {did}" for seen, did in shown) if options.windowed else "",
+            "history_length": len(shown) if options.windowed else 0,
         }
-        text = options.turn_template
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", value)
-        return text
 
     def _request(self) -> TurnRequest:
         tools = (*self._toolbox.offered(self._row_tools), *self._world_tools.values())
@@ -147,7 +171,6 @@ class Play:
             return await self._call(reply, observation)
         after = await self._step(reply.node, reply.text.strip() if not has_tools else reply.content)
         self._history.append((observation.text, reply.text.strip()))
-        self._moves += 1
         if not self._options.windowed:
             self._messages.append(reply.message)
         if after.ended:

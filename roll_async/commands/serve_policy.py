@@ -195,10 +195,13 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     from roll_async.agents.rendering import TemplateRenderer
     from roll_async.agents.session import RENDERING_THREADS, Session, SessionOptions
     from roll_async.inference.backends import create_engine
-    from roll_async.prompts.tokenizer import load_tokenizer
+    from roll_async.prompts.tokenizer import load_tokenizer, lost_by
     from roll_async.schema import SamplingParams
 
-    renderer = TemplateRenderer(load_tokenizer(arguments.model))
+    tokenizer = load_tokenizer(arguments.model, proves=False)
+    if lost := lost_by(tokenizer):
+        click.echo(f"warning: the tokenizer of {arguments.model} loses {', '.join(lost)}; no run takes it", err=True)
+    renderer = TemplateRenderer(tokenizer)
     engine = create_engine(arguments.engine, engine_settings(arguments))
     await engine.start()
     made: list[Session] = []

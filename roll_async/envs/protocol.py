@@ -8,7 +8,7 @@ whether the task is done (default: a positive sum of rewards at the end); `instr
 `tools`, JSON schemas of functions that the world itself offers (reset): a call of one of them comes to `step` as the
 JSON text `{"name": ..., "arguments": {...}}`; `tool_names` and `tool_arguments`, which of the tag's tools this task
 may call and arguments that go to them with every call, as `tools` and `tools_kwargs` of a prompt's row (reset);
-`frame`, lines of a picture for the trajectory strip.
+`suffix`, what a template shows by that name; `frame`, lines of a picture for the trajectory strip.
 
 A world may be async (`async def reset`, `async def step`), or say `quick = True`: its steps take microseconds and run
 in the event loop. Every other world runs in a worker process (`pool.py`).

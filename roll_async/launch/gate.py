@@ -37,7 +37,7 @@ from roll_async.weight_sync.transports import SENDERS, transport_of
 
 
 def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
-    """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C152 of the
+    """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C155 of the
     loader; or of this module C201, a setting that is not supported yet or has no effect, C202, devices and transport,
     C203, parallel sizes against the model. Dotted paths name modules beside this config from now on, too.
     """
@@ -225,6 +225,8 @@ def _engine(config: PipelineConfig) -> list[str]:
     sections = {
         f"validation.sets.{name}" if name else "validation": a for name, a in config.validation_sampling.items()
     }
+    if isinstance(config, AgenticConfig):
+        sections = {"val_env_manager": sections["validation"]}
     for section, args in {"actor_infer": generating, **sections}.items():
         if not args.logprobs and (section == "actor_infer" or args is not generating):
             problems.append(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from roll_async.prompts.tokenizer import TEMPLATES
+from roll_async.prompts.tokenizer import TEMPLATES, special_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,11 +67,6 @@ class ChatToolCodec:
             raise ValueError(f"the chat template refuses tool results: {error}") from error
         assert isinstance(text, str)
         return text
-
-
-def special_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """The texts of the special tokens, with which a template marks its turns."""
-    return frozenset(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
 def without_marks(text: str, marks: Collection[str]) -> str:

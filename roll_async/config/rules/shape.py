@@ -1,10 +1,11 @@
-"""Rules about lengths, devices and batch shapes (C101 to C130)."""
+"""Rules about lengths, devices, batch shapes and worlds (C101 to C130)."""
 
 import math
 from collections.abc import Iterator
 from datetime import datetime
 
 from roll_async.config.advantage_options import GROUP_RELATIVE
+from roll_async.config.prompt_templates import problem_of
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
@@ -255,6 +256,10 @@ def env_managers(config: PipelineConfig) -> Findings:
             if tag not in config.custom_envs:
                 yield "C125", f"{key}.tags.{index}", f"'{tag}' is not in custom_envs"
         yield from _partition(key, manager)
+    val = config.val_env_manager
+    if config.val_batch_size < (size := sum(val.num_groups_partition) * val.group_size):
+        message = f"{config.val_batch_size} is below the {size} trajectories of val_env_manager.num_groups_partition"
+        yield "C125", "val_batch_size", f"{message}, of which some would never be measured; use {size}"
 
 
 def _partition(key: str, manager: EnvManagerConfig) -> Findings:
@@ -262,6 +267,42 @@ def _partition(key: str, manager: EnvManagerConfig) -> Findings:
     if len(parts) != len(manager.tags) or sum(parts) != manager.num_env_groups:
         message = f"{list(parts)} must have {len(manager.tags)} entries with sum {manager.num_env_groups}"
         yield "C125", f"{key}.num_groups_partition", message
+        return
+    for index, (tag, share) in enumerate(zip(manager.tags, parts, strict=True)):
+        if not share:
+            message = f"'{tag}' gets none of the {manager.num_env_groups} groups; raise num_env_groups, or leave it out"
+            yield "C125", f"{key}.tags.{index}", message
+
+
+def world_keys(config: PipelineConfig) -> Findings:
+    """C125."""
+    if not isinstance(config, AgenticConfig):
+        return
+    used = {*config.train_env_manager.tags, *config.val_env_manager.tags}
+    for tag, env in config.custom_envs.items():
+        if tag not in used:
+            message = "the tags of neither train_env_manager nor val_env_manager name it; name it, or set it to null"
+            yield "C125", f"custom_envs.{tag}", message
+        if env.manager == "traj" and env.history_length:
+            message = f"{env.history_length} is for manager: step; with traj all turns are shown, set it to 0"
+            yield "C125", f"custom_envs.{tag}.history_length", message
+    sampling, of_training = config.val_env_manager.generating_args, config.actor_infer.generating_args
+    if sampling is not None and sampling.max_new_tokens != of_training.max_new_tokens:
+        message = f"{sampling.max_new_tokens} has no effect: max_tokens_per_step of a world limits its turns; remove it"
+        yield "C125", "val_env_manager.generating_args.max_new_tokens", message
+    if extra := config.val_env_manager.group_size_redundancy:
+        message = f"{extra} would leave out the slowest trajectories, and a validation counts them all; set it to 0"
+        yield "C125", "val_env_manager.group_size_redundancy", message
+
+
+def templates(config: PipelineConfig) -> Findings:
+    """C125."""
+    for tag, env in config.custom_envs.items() if isinstance(config, AgenticConfig) else ():
+        texts = (("agent_system_template", env.agent_system_template), ("agent_template", env.agent_template))
+        for name, text in texts:
+            problem = None if text is None else problem_of(text, system=name == "agent_system_template")
+            if problem is not None:
+                yield "C125", f"custom_envs.{tag}.{name}", problem
 
 
 def domains(config: PipelineConfig) -> Findings:
@@ -306,6 +347,6 @@ def template_time(config: PipelineConfig) -> Findings:
 
 
 RULES = (
-    template_time,
-    lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, domains,
+    template_time, lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, world_keys, templates,
+    domains,
 )  # fmt: skip

@@ -6,7 +6,7 @@ import random
 from array import array
 from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import aiohttp
@@ -91,9 +91,12 @@ class Manager:
             assert sum(sample.loss_mask) == sum(turn.num_tokens for turn in sample.turns)
 
 
+PLAY = {field.name for field in fields(PlayOptions)}
+
+
 def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), manager=None, **options):
     """`work(groups, tasks, manager)` on AgentGroups of one tag."""
-    plan_options = {key: options.pop(key) for key in ("max_turns", "windowed", "history_length") if key in options}
+    plan_options = {key: options.pop(key) for key in PLAY if key in options}
     silence_s = options.pop("silence_s", float("inf"))
     group = {"group_size": 3, "retries": 2, **options}
 
@@ -297,6 +300,51 @@ def test_the_step_manager_makes_one_row_per_turn_with_a_window_of_history(tokeni
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", say=lambda r: "the", windowed=True, history_length=1)
 
 
+def chat_of(tokenizer, **options):
+    """The text before the last turn of a trajectory of three turns in a world with rules."""
+    found = []
+
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        row = group.trajectories[0][-1]
+        turn = row.turns[-1]
+        ids = row.prompt_token_ids + row.response_token_ids
+        found.append(tokenizer.decode(ids[: len(row.prompt_token_ids) + turn.start]))
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Ruled", say=lambda request: "the", **options)
+    return found[0].replace("<|im_end|>\n", "\n").replace("<|im_start|>", "")
+
+
+def test_the_placeholders_of_roll_are_filled_and_what_a_world_says_is_not_a_template(tokenizer):
+    turn = "{turn_idx}/{max_turns}: {observation} {suffix} {{x}} {actions_left} left of {max_response_length:03d}"
+    system = "\\boxed{an answer} {{x}} {max_turns}"
+    text = chat_of(tokenizer, turn_template=turn, system_template=system, max_response_tokens=9)
+    assert "system\n\\boxed{an answer} {x} 8\n" in text
+    assert "user\nSay the.\n1/8: seed " in text and " {history} {x} 8 left of 009\n" in text
+    assert "2/8: 2 left  {x} 7 left of 009\n" in text and "3/8: 1 left  {x} 6 left of 009\n" in text
+    assert text.count("Say the.") == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "turn", "wanted"),
+    [
+        (None, None, "system\nSay the.\nuser\nseed"),
+        ("Play: {instructions}", None, "system\nPlay: Say the.\nuser\nseed"),
+        ("Play.", None, "system\nPlay.\nuser\nSay the.\nseed"),
+        ("", "{observation}", "user\nSay the.\nseed"),
+        (None, "{env_instruction} {observation}", "user\nSay the. seed"),
+    ],
+)
+def test_the_rules_of_a_world_are_said_where_a_template_places_them_and_never_lost(tokenizer, system, turn, wanted):
+    assert chat_of(tokenizer, system_template=system, turn_template=turn).startswith(wanted)
+
+
+def test_a_text_of_its_own_for_every_turn_holds_the_rules_and_the_history(tokenizer):
+    turn = "{step_count} done, last {history_length}: {history}; at {current_step}: {current_observation}"
+    text = chat_of(tokenizer, windowed=True, history_length=1, turn_template=turn, system_template="Play.")
+    assert text.startswith("system\nPlay.\nuser\nSay the.\n2 done, last 1: 2 left\n> the; at 3: 1 left\n")
+
+
 def test_turns_are_limited_and_the_state_at_the_end_is_graded(tokenizer):
     async def work(groups, tasks, manager):
         group = (await groups.run_group(tasks.at(0), group_id=0)).group
@@ -435,6 +483,28 @@ def test_a_validations_turns_are_as_long_as_those_of_training(tokenizer):
 
     manager = Manager(tokenizer, lambda request: "the")
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
+
+
+def test_a_validation_beside_training_has_worlds_and_a_limit_of_its_own(tokenizer):
+    """Three at a time, whatever the training's worlds are."""
+    at_once, most = 0, 0
+
+    class Counting(Manager):
+        async def generate(self, request, **more):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.002)
+            at_once -= 1
+            return await super().generate(request, **more)
+
+    async def work(groups, tasks, manager):
+        held_out = Tasks(("T",), (1,), seed=1, validation=True)
+        answered = await groups.validate([held_out.at(i) for i in range(9)], SamplingParams(max_new_tokens=9), name="v")
+        assert len(answered) == 9 and most == 3
+
+    manager = Counting(tokenizer, lambda request: "the")
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager, max_worlds=1, max_validation_worlds=3)
 
 
 class Pushed(Manager):

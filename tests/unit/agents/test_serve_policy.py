@@ -83,6 +83,7 @@ def test_with_an_engine_of_its_own_rows_are_written_at_the_end(tiny_model, tmp_p
     options = ["--dtype", "fp32", "--max-model-len", 200, "--max-new-tokens", 8, "--record", record]
     with serving(folder, *options) as (url, first, server):
         assert f"serving {folder} at {url[:21]}" in first and ask(url, "our-token/a") == 200
+        assert f"warning: the tokenizer of {folder} loses spaces, line breaks; no run takes it" in first
         ended(server)
     (line,) = map(json.loads, record.read_text().splitlines())
     assert line["trajectory"] == "a" and sum(line["loss_mask"]) == len(line["behaviour_logprobs"]) > 0
