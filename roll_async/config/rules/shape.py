@@ -347,6 +347,6 @@ def template_time(config: PipelineConfig) -> Findings:
 
 
 RULES = (
-    template_time, lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, world_keys, templates,
-    domains,
+    template_time, lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers,
+    world_keys, templates, domains,
 )  # fmt: skip
