@@ -2,7 +2,7 @@
 
 agent_template is a format string of Python: "{turn_idx}" is filled, "{{" and "}}" are braces. In agent_system_template,
 a text in which others write JSON and LaTeX, "{name}" is filled and "{{text}}" says "{text}"; every other brace
-stands for itself. So "\\boxed{your answer}" may stand in a system template, and is "\\boxed{{your answer}}" in the other.
+stands for itself. So "\\boxed{your answer}" may stand in a system template; the other needs "\\boxed{{your answer}}".
 """
 
 from __future__ import annotations
