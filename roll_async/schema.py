@@ -13,6 +13,7 @@ Shape letters: B rows (one row = one sample), T token positions of the padded ba
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,10 @@ class FinishReason(str, Enum):
     ABORT = "abort"  # interrupted on request; the tokens so far are valid
 
 
+_COLDEST = 1e-4
+"""Logits divided by a smaller temperature, other than 0, leave the range of float16."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one request samples. Defaults are the plain categorical distribution."""
@@ -69,6 +74,19 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Besides the model's own end-of-sequence ids."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what would spoil an engine for the requests beside this one."""
+        t = self.temperature
+        for name, value, is_sound, expected in (
+            ("temperature", t, t == 0 or _COLDEST <= t <= 1 / _COLDEST, f"0 or {_COLDEST} to {1 / _COLDEST:g}"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_k", self.top_k, self.top_k >= -1, ">= -1"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "finite, above 0"),
+            ("stop_strings", self.stop_strings, all(self.stop_strings), "texts that are not empty"),
+        ):
+            if not is_sound:
+                raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +207,10 @@ class Reward:
     """Numbers usable by `filter_groups.metric`, e.g. acc, format."""
     reason: str = ""
     scoring_s: float = 0.0
+    place: str = ""
+    """`FILE:LINE, in FUNCTION` of the reward's code, if it raised."""
+    traceback: str = ""
+    """From the process in which it raised."""
 
 
 class Outcome(str, Enum):

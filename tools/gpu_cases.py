@@ -19,7 +19,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -146,32 +145,29 @@ def compared(device: str, scratch: str, fields: dict, ranks: int = 1) -> dict:
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def scored(device: str, folder: str, fields: dict, ranks: int, rows: tuple | None = None) -> torch.Tensor:
     """[B,T] log-probs, from processes of their own: each sees its device only. `rows`: (tokens, lengths, mask)."""
     if rows is None:
         tokens, lengths = make_rows(LONGEST, TOKENS, VOCABULARY)
         rows = (tokens, lengths, train_mask(tokens, lengths))
+    from roll_async.cluster.network import held_port
+
     lists = tuple(part.tolist() for part in rows)
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    parts = [
-        context.Process(target=play_rank, args=(answers, device, folder, fields, i, ranks, port, lists))
-        for i in range(ranks)
-    ]
-    for process in parts:
-        process.start()
-    try:
-        return torch.tensor(answers.get(timeout=120))
-    finally:
+    with held_port("127.0.0.1") as port:
+        parts = [
+            context.Process(target=play_rank, args=(answers, device, folder, fields, i, ranks, port, lists))
+            for i in range(ranks)
+        ]
         for process in parts:
-            process.join(30)
-            process.kill()
+            process.start()
+        try:
+            return torch.tensor(answers.get(timeout=120))
+        finally:
+            for process in parts:
+                process.join(30)
+                process.kill()
 
 
 def play_rank(answers, device: str, folder: str, fields: dict, rank: int, ranks: int, port: int, lists: tuple) -> None:

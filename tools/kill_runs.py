@@ -1,6 +1,7 @@
 """Kills the processes of a training run with SIGKILL at random instants, and checks what was trained.
 
     python tools/kill_runs.py --kills 20 [--seed 0] [--output FOLDER] [KEY=VALUE ...]
+    python tools/kill_runs.py --kills 20 --rollback
     python tools/kill_runs.py --kills 6 --damage-ledger
     python tools/kill_runs.py --heal
 
@@ -9,7 +10,9 @@ reward host. After the second and third the run must end by itself and say so; o
 and go on by itself. Otherwise it is started again in the same folder. Relative to the restored step every prompt is
 trained exactly once: at the end every step has exactly G prompts, no prompt belongs to two steps, and none below the
 newest trained one is missing without being on its way. With --damage-ledger only the driver is killed, and bytes in the
-middle of the ledger are overwritten before each start: the checkpoint's position has to suffice. With --heal a trainer
+middle of the ledger are overwritten before each start: the checkpoint's position has to suffice. With --rollback every
+third start goes back to the older of two checkpoints: what came later is set aside, and all that the run still has,
+checkpoints, metrics, dumps and what trackers wrote, is of one lineage. With --heal a trainer
 rank and the rollout process of one run are killed, which must go on by itself (fault.max_run_restarts=2). Checked in
 three independent places: the ledger (unless it was damaged), the dumped samples, metrics.jsonl. Exit code 0 = all hold.
 Needs `make demo-assets`.
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS, SAVE_EVERY, RATIO = 8, 2, 1
@@ -65,10 +69,18 @@ class KilledRun:
         self.folder, self.samples = output / "killed", output / "samples"
         dump = f"tracking.rollout_dump_dir={self.samples}"
         self._overrides = [*OVERRIDES, f"output_dir={output}", dump, *overrides]
+        self._resume: list[str] = []
+
+    def go_back(self) -> str:
+        """The next start resumes from the older checkpoint; which."""
+        older, *newer = sorted((self.folder / "checkpoints").glob("step_*[0-9]"))
+        self._resume = [f"checkpoint.resume_from={older}"] if newer else []
+        return f"next from {older.name}" if newer else "no older checkpoint"
 
     def start(self, max_steps: int) -> subprocess.Popen[str]:
         script = str(ROOT / "examples" / "fully_async_main.py")
-        command = [sys.executable, script, "--config", "rlvr_config_async_cpu.yaml", *self._overrides]
+        command = [sys.executable, script, "--config", "rlvr_config_async_cpu.yaml", *self._overrides, *self._resume]
+        self._resume = []
         env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         return subprocess.Popen(
             [*command, f"max_steps={max_steps}"],
@@ -151,7 +163,25 @@ class KilledRun:
     def check(self, max_steps: int, *, ledger: bool = True) -> list[str]:
         """What does not hold. `ledger`: it has seen the whole run."""
         problems = self._check_ledger(max_steps) if ledger else []
-        return [*problems, *self._check_samples(max_steps), *self._check_metrics(max_steps)]
+        return [
+            *problems, *self._check_samples(max_steps), *self._check_metrics(max_steps), *self._check_lineage(max_steps)
+        ]  # fmt: skip
+
+    def _check_lineage(self, max_steps: int) -> list[str]:
+        """All that the run has is of one run id, and no step is there twice."""
+        run_id = json.loads((self.folder / "run.json").read_text())["run_id"]
+        foreign = {m["run_id"] for m in self._metrics()} - {run_id}
+        problems = [f"metrics: lines of runs {foreign}"] if foreign else []
+        for folder in (self.folder / "checkpoints").glob("step_*"):
+            whose, step = json.loads((folder / "manifest.json").read_text())["run_id"], int(folder.name[5:])
+            if whose != run_id or step > max_steps:
+                problems.append(f"checkpoints: {folder.name} is of run {whose}")
+        dumped = [int(file.stem[5:]) for file in self.samples.glob("step_*.jsonl")]
+        if sorted(dumped) != list(range(1, max_steps + 1)):
+            problems.append(f"samples: steps {sorted(dumped)}")
+        tracked = EventAccumulator(str(self.folder / "tensorboard"), purge_orphaned_data=False).Reload()
+        steps = [event.step for event in tracked.Scalars("reward/mean")]
+        return problems if steps == list(range(1, max_steps + 1)) else [*problems, f"tensorboard: steps {steps}"]
 
     def _check_ledger(self, max_steps: int) -> list[str]:
         with sqlite3.connect(self.folder / "ledger.sqlite") as ledger:
@@ -233,7 +263,9 @@ def heal_and_check(output: Path, overrides: list[str], *, seed: int | None = Non
     return problems
 
 
-def kill_and_check(output: Path, kills: int, seed: int, overrides: list[str], *, damage: bool = False) -> list[str]:
+def kill_and_check(
+    output: Path, kills: int, seed: int, overrides: list[str], *, damage: bool = False, rollback: bool = False
+) -> list[str]:
     """Kill `kills` times, finish, check; the problems found."""
     dice, run, damaged = random.Random(seed), KilledRun(output, overrides), 0
     victims = [DRIVER] if damage else [DRIVER, *ACTORS]
@@ -242,6 +274,8 @@ def kill_and_check(output: Path, kills: int, seed: int, overrides: list[str], *,
         told = run.run_and_kill(run.last_step() + 100, dice, victim)
         if damage and run.has_checkpoint:
             told, damaged = f"{told}; {run.damage_ledger(dice)}", damaged + 1
+        if rollback and number % 3 == 2:
+            told = f"{told}; {run.go_back()}"
         print(f"kill {number + 1}/{kills}: {told} ({time.monotonic() - started:.0f} s)", flush=True)
     max_steps = run.last_step() + 2
     run.finish(max_steps)
@@ -257,6 +291,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--heal", action="store_true", help="one run with fault.max_run_restarts=2 instead")
     parser.add_argument("--damage-ledger", action="store_true", help="kill the driver only, and damage the ledger")
+    parser.add_argument("--rollback", action="store_true", help="every third start goes back to an older checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
@@ -264,7 +299,8 @@ def main() -> int:
     output = args.output or Path(tempfile.mkdtemp(prefix="kill_runs_"))
     if args.heal:
         return 1 if heal_and_check(output, args.overrides) else 0
-    return 1 if kill_and_check(output, args.kills, args.seed, args.overrides, damage=args.damage_ledger) else 0
+    how = {"damage": args.damage_ledger, "rollback": args.rollback}
+    return 1 if kill_and_check(output, args.kills, args.seed, args.overrides, **how) else 0
 
 
 if __name__ == "__main__":

@@ -27,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roll_async.config.processor import multiplies_bf16
 from tools.addition import ALPHABET, problems
 
-VERSION = 7
+VERSION = 8
 VOCABULARY = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
+WHITE = ("\u0120", "\u010a")
+"""A space and a line break, as byte-level vocabularies spell them."""
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 20_000, 128, 200
 WARM_STEPS, WARM_BATCH, WARM_ROWS, WARM_RATE = 500, 64, 16, 2e-3
 WRONG_DIGITS, FORGOTTEN_CARRIES = 0.02, 0.6
@@ -40,15 +42,17 @@ SMALL_WARM_STEPS, SMALL_NUM_TRAIN = 40, 2_000
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Character level, padded to 64 entries; the chat template is the plain content."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """Character level, padded to 64 entries; the chat template is the plain content. Byte-level, as the tokenizer of
+    the model's family is, which transformers loads it as.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL, *ALPHABET]
+    names = [*SPECIAL, *ALPHABET, *WHITE]
     names += [f"<unused{i}>" for i in range(VOCABULARY - len(names))]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     fast.save_pretrained(folder)

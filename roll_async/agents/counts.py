@@ -16,6 +16,8 @@ class AgentCounts:
         self._outcomes: dict[str, Counter[Outcome]] = {}
         self._branches: Counter[str] = Counter()
         self._turns = self._retries = 0
+        self.unforeseen = 0
+        """Attempts that ended in an error which none of the parts expects."""
 
     def ended(self, tag: str, ending: Ending, tree: TraceTree) -> None:
         """Count the end of an attempt of a trajectory."""
@@ -44,6 +46,7 @@ class AgentCounts:
             **{f"agent/branches/{reason}": float(count) for reason, count in sorted(self._branches.items())},
             "agent/attempts": float(attempts),
             "agent/retries": float(self._retries),
+            "agent/unforeseen_errors": float(self.unforeseen),
             "agent/turns_mean": self._turns / max(1, attempts),
         }
 

@@ -1,7 +1,8 @@
 """Agents in processes of their own, with packages of their own: a command per trajectory, or a server of the user's.
 
     command     starts with OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and
-                ROLL_ASYNC_TASK in its environment; the last line that it prints is the result
+                ROLL_ASYNC_TASK in its environment, `env`, and of the run's environment PASSED_ON alone; the last line
+                that it prints is the result, and when it ends, so does everything that it has started (supervisor.py)
     http_agent  gets a POST with {"base_url", "api_key", "model", "task"}; the body of its reply is the result
 
 A task is {"tag": ..., "seed": ..., "validation": ..., "row": an object of `file`, or null}, a result
@@ -15,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -26,7 +28,18 @@ import aiohttp
 from roll_async.agents.protocol import AgentResult, Endpoint, Task
 from roll_async.envs.protocol import WorldFailed
 
-_KEPT_BYTES = 64 << 10
+PASSED_ON = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
+    "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "ROLL_ASYNC_RUN",
+)  # fmt: skip
+"""Variables of the run that a command sees. Keys of trackers, hubs and clouds are not among them; by the last one the
+run's reaper knows its processes.
+"""
+SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+_ENDS_WITHIN_S = 8.0
+"""The supervisor's own patience is 5 s."""
+_KEPT_BYTES = 256 << 10
+"""Of the reply of a server."""
 _LONGEST_VARIABLE = 120_000
 """Linux refuses to start a process with a longer variable."""
 
@@ -79,26 +92,38 @@ class CommandAgent:
         self._options = options
 
     async def run(self, task: Task, endpoint: Endpoint) -> AgentResult:
-        """Start it, wait for its end. Raises RuntimeError when it fails; whatever it started has then ended."""
-        process = await asyncio.create_subprocess_exec(
-            *self._options.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=self._options.folder,
-            env={**os.environ, **self._variables(task, endpoint), **self._options.env},
-            start_new_session=True,
-        )
-        assert process.stdout is not None and process.stderr is not None
+        """Start it, wait for its end. Raises RuntimeError when it fails, WorldFailed when no process can be started.
+        Whatever it started has then ended.
+        """
+        passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        env = {**passed_on, **self._variables(task, endpoint), **self._options.env}
         try:
-            said, errors, code = await asyncio.gather(_end(process.stdout), _end(process.stderr), process.wait())
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", SUPERVISOR, *self._options.command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                cwd=self._options.folder,
+                env=env,
+                start_new_session=True,
+                limit=32 * _KEPT_BYTES,  # a stream that waits for its reader would hide the end of the process
+            )
+        except OSError as error:
+            raise WorldFailed(f"no process could be started: {error}") from error
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            answer = await process.stdout.read()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if code != 0:
-            raise RuntimeError(f"the command ended with code {code}: {_last_line(errors) or _last_line(said)}")
-        return result_of(_last_line(said))
+            process.stdin.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _ENDS_WITHIN_S)
+            if process.returncode != 0:  # the command can kill it, too
+                await asyncio.to_thread(_end_marked, endpoint.api_key)
+        if not answer:
+            raise RuntimeError("the command has ended its supervisor")
+        ended = json.loads(answer)
+        if ended["code"] != 0:
+            raise RuntimeError(f"the command ended with code {ended['code']}: {ended['errors'] or ended['said']}")
+        return result_of(ended["said"])
 
     def _variables(self, task: Task, endpoint: Endpoint) -> dict[str, str]:
         told = json.dumps(_told(task, self._options))
@@ -145,7 +170,7 @@ class HttpAgent:
                 aiohttp.ClientSession(timeout=without_limit) as http,
                 http.post(self._options.url, json=body) as reply,
             ):
-                status, text = reply.status, await reply.text()
+                status, text = reply.status, (await _beginning(reply.content)).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise WorldFailed(f"{self._options.url}: {type(error).__name__}: {error}") from error
         if status != 200:
@@ -154,14 +179,15 @@ class HttpAgent:
 
 
 def result_of(text: str) -> AgentResult:
-    """Raises ValueError for a text that is no result."""
+    """Raises ValueError for a text that is no result. What its numbers may be is for `play.py` to judge."""
     try:
         found = json.loads(text)
-        reward, solved = float(found["reward"]), found.get("solved")
-        metrics = {str(name): float(value) for name, value in (found.get("metrics") or {}).items()}
-        return AgentResult(reward=reward, solved=None if solved is None else bool(solved), metrics=metrics)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f'the result must be JSON like {{"reward": 1.0}}, got {text[:200]!r}') from None
+        reward, solved, metrics = found["reward"], found.get("solved"), found.get("metrics") or {}
+        if isinstance(reward, int | float) and isinstance(solved, bool | None) and isinstance(metrics, dict):
+            return AgentResult(reward=reward, solved=solved, metrics=metrics)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise ValueError(f'the result must be JSON like {{"reward": 1.0, "solved": true}}, got {text[:200]!r}')
 
 
 def _told(task: Task, options: ExternalOptions) -> dict[str, object]:
@@ -184,14 +210,16 @@ def _rows(file: str) -> list[Mapping[str, object]]:
     return rows
 
 
-async def _end(stream: asyncio.StreamReader) -> bytes:
-    """The last bytes of a stream, which is read to its end so that its writer never waits."""
-    kept = b""
-    while piece := await stream.read(_KEPT_BYTES):
-        kept = (kept + piece)[-_KEPT_BYTES:]
-    return kept
+async def _beginning(stream: aiohttp.StreamReader) -> bytes:
+    found = b""
+    while len(found) < _KEPT_BYTES and (piece := await stream.read(_KEPT_BYTES - len(found))):
+        found += piece
+    return found
 
 
-def _last_line(output: bytes) -> str:
-    lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def _end_marked(key: str) -> None:
+    """Kill the processes with this key in their environment, those of a command that has killed its supervisor."""
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with suppress(OSError):  # it has ended, or is another user's
+            if key.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                os.kill(int(name), signal.SIGKILL)

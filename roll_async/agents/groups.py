@@ -5,7 +5,8 @@
            +-- redundant ones: the first group_size that end are kept, the others are cancelled
 
 No trajectory waits for another, and one that thinks, or whose tools run, holds no slot of an engine. A trajectory whose
-attempts are used up fails its group, whose slot goes to another task; it is never trained as a reward of 0.
+attempts are used up fails its group, whose slot goes to another task; it is never trained as a reward of 0. Whatever is
+said in it ends it alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from roll_async.agents.rendering import Renderer
 from roll_async.agents.session import Session, SessionOptions
 from roll_async.agents.tasks import task_of
 from roll_async.agents.tools.toolbox import Toolbox
+from roll_async.agents.trace_tree import TraceTree
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
+from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -60,6 +63,8 @@ class GroupOptions:
     redundancy: int = 0
     max_worlds: int = 0
     """Trajectories at the same time over all groups (num_env_groups * trajectories of a group); 0 = no limit."""
+    max_validation_worlds: int = 0
+    """Those of validations beside training; 0 = no limit."""
     retries: int = 2
     """Further attempts of a trajectory that failed for a reason outside the policy."""
     filter: GroupFilter | None = None
@@ -74,6 +79,8 @@ class AgentParts:
     tags: Mapping[str, TagPlan]
     renderer: Renderer
     worlds: WorldPool
+    validation_worlds: WorldPool | None = None
+    """Those of validations beside training; None = they share `worlds`."""
     gateway: PolicyGateway | None = None
     """The model endpoint; needed by tags with an agent."""
     silence_s: float = float("inf")
@@ -103,7 +110,8 @@ class AgentGroups:
         self._policy = EnginePolicy(manager)
         self._counts = AgentCounts()
         self._running: dict[int, _Running] = {}
-        self._worlds = asyncio.Semaphore(options.max_worlds) if options.max_worlds else None
+        limits = {True: options.max_worlds, False: options.max_validation_worlds}
+        self._worlds = {counted: asyncio.Semaphore(most) for counted, most in limits.items() if most}
         # A validation has slots of its own: trajectories of the training that it has set aside keep theirs.
         self._caps = {
             (tag, validation): asyncio.Semaphore(plan.max_concurrent)
@@ -117,11 +125,11 @@ class AgentGroups:
     ) -> GroupOutcome:
         """One group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised."""
         loop, options = asyncio.get_running_loop(), self._options
-        admitted, task, name = loop.time(), task_of(prompt), f"{group_id}.{attempt}"
+        admitted, name = loop.time(), f"{group_id}.{attempt}"
         running = self._running[group_id] = _Running()
         try:
             running.tasks = [
-                loop.create_task(self._trajectory(task, f"{name}/{i}", running))
+                loop.create_task(self._trajectory(prompt, f"{name}/{i}", running))
                 for i in range(options.group_size + options.redundancy)
             ]
             kept, problems = await self._first(running.tasks, options.group_size)
@@ -170,7 +178,7 @@ class AgentGroups:
         return kept, problems
 
     async def _trajectory(
-        self, task: Task, name: str, running: _Running, sampling: SamplingParams | None = None
+        self, prompt: Prompt, name: str, running: _Running, sampling: SamplingParams | None = None
     ) -> list[Sample] | str:
         """The rows of one trajectory with a trusted outcome, or the reason why there are none."""
         pause_s, reason = _FIRST_RETRY_S, ""
@@ -180,21 +188,41 @@ class AgentGroups:
                 await asyncio.sleep(pause_s)
                 pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
             this = f"{name}~{attempt}" if attempt else name
-            ending, session = await self._attempt(task, this, running, sampling)
-            if self._is_counted(task):
-                self._counts.ended(task.tag, ending, session.tree)
-            reward = Reward(score=ending.reward, metrics=ending.metrics) if ending.outcome.is_trusted else None
-            rows = session.tree.rows(this, reward=reward, outcome=ending.outcome)
-            if ending.outcome.is_trusted and rows:
-                if self._parts.tell is not None:
-                    self._parts.tell(this, task, ending, rows)
+            ending, rows = await self._ended(prompt, this, running, sampling)
+            if rows:
                 return rows
-            reason = f"{task.tag}, seed {task.seed}: {ending.outcome.value}: {ending.reason or 'no turn'}"
+            where = f"{prompt.domain}, seed {prompt.extra.get('seed')}"
+            reason = f"{where}: {ending.outcome.value}: {ending.reason or 'no turn'}"
             if ending.outcome is Outcome.CANCELLED:
                 running.cut_short = True  # it says nothing about the task, which comes again
                 break
             logger.warning("trajectory %s: %s", this, reason)
         return reason
+
+    async def _ended(
+        self, prompt: Prompt, name: str, running: _Running, sampling: SamplingParams | None
+    ) -> tuple[Ending, list[Sample]]:
+        """How one attempt ended, and its rows if that is trusted. This is the border round a trajectory: what was said
+        in it, and what nobody foresaw about that, ends it and nothing else.
+        """
+        tree, is_counted = TraceTree(), True
+        try:
+            with border(ConnectionError):  # no replica is left
+                task = task_of(prompt)
+                is_counted = self._is_counted(task)
+                ending, session = await self._attempt(task, name, running, sampling)
+                tree, trusted = session.tree, ending.outcome.is_trusted
+                reward = Reward(score=ending.reward, metrics=ending.metrics) if trusted else None
+                rows = tree.rows(name, reward=reward, outcome=ending.outcome) if trusted else []
+                if rows and self._parts.tell is not None:
+                    self._parts.tell(name, task, ending, rows)
+        except OutsideError as error:
+            ending, rows = Ending(outcome=Outcome.INFRA_ERROR, reason=str(error)), []
+            logger.error("trajectory %s: %s; it may be a fault of roll_async", name, error, exc_info=error.__cause__)
+            self._counts.unforeseen += 1
+        if is_counted:
+            self._counts.ended(prompt.domain, ending, tree)
+        return ending, rows
 
     async def _attempt(
         self, task: Task, name: str, running: _Running, sampling: SamplingParams | None
@@ -211,17 +239,22 @@ class AgentGroups:
             stack.callback(self._manager.forget_affinity, name)
             stack.callback(running.sessions.discard, session)
             stack.callback(session.end, Outcome.CANCELLED, "the trajectory is over")
-            worlds = self._worlds if self._is_counted(task) else None
-            for cap in (worlds, self._caps.get((task.tag, task.validation))):
+            for cap in (self._worlds.get(self._is_counted(task)), self._caps.get((task.tag, task.validation))):
                 if cap is not None:
                     await stack.enter_async_context(cap)
             if running.aborted:
                 return Ending(outcome=Outcome.CANCELLED, reason="aborted"), session
             if plan.agent is not None:
                 return await self._run_agent(plan, task, session), session
-            world = parts.worlds.open(plan.spec)
-            stack.callback(parts.worlds.close_soon, world)
+            own = None if self._is_counted(task) else parts.validation_worlds
+            worlds = own or parts.worlds
+            world = worlds.open(plan.spec)
+            stack.callback(worlds.close_soon, world)
             return await Play(session, world, plan.toolbox, plan.play).run(task.seed), session
+
+    @property
+    def _pools(self) -> list[WorldPool]:
+        return [p for p in (self._parts.worlds, self._parts.validation_worlds) if p is not None]
 
     def _is_counted(self, task: Task) -> bool:
         return not (task.validation and self._options.trains)
@@ -253,8 +286,7 @@ class AgentGroups:
         """One trajectory per prompt; failed ones are left out, logged."""
         running = _Running()
         running.tasks = [
-            asyncio.ensure_future(self._trajectory(task_of(p), f"{name}/{i}", running, sampling))
-            for i, p in enumerate(prompts)
+            asyncio.ensure_future(self._trajectory(p, f"{name}/{i}", running, sampling)) for i, p in enumerate(prompts)
         ]
         try:
             done = await asyncio.gather(*running.tasks)
@@ -271,7 +303,8 @@ class AgentGroups:
             metrics={
                 **self._counts.metrics(),
                 "agent/resampled_turns": float(self._policy.resampled_turns),
-                "agent/lost_world_processes": float(self._parts.worlds.killed),
+                "agent/lost_world_processes": float(sum(pool.killed for pool in self._pools)),
+                **({} if self._parts.gateway is None else self._parts.gateway.metrics()),
             },
         )
 

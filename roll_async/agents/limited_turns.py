@@ -16,6 +16,8 @@ from roll_async.agents.messages import TurnReply, TurnRequest
 from roll_async.schema import Outcome
 
 _REMEMBERED_REPLIES = 64
+_REMEMBERED_CHARACTERS = 4 << 20
+"""Of all remembered replies of a trajectory; the newest is remembered whatever its length."""
 
 
 class TrajectoryEnded(Exception):
@@ -33,6 +35,9 @@ class BadRequest(ValueError):
 class LimitedTurns(ABC):
     """The policy as one trajectory sees it. Requests may overlap."""
 
+    takes_sampling = True
+    """Temperature, top_p, top_k and stop strings of a request count."""
+
     def __init__(self, name: str, *, max_turns: int, max_seconds: float) -> None:
         self.name, self._max_turns, self._max_seconds = name, max_turns, max_seconds
         self.ended: TrajectoryEnded | None = None
@@ -48,6 +53,10 @@ class LimitedTurns(ABC):
     @abstractmethod
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
         """Answer one request that no limit forbids. Raises BadRequest for one that is not counted."""
+
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """Tokens of the prompt that a turn would have. Raises as `turn` does."""
+        raise BadRequest("count_tokens: the model's tokenizer is not here")
 
     @property
     def num_turns(self) -> int:
@@ -88,9 +97,13 @@ class LimitedTurns(ABC):
             del self._awaited[key]
         if not turn.cancelled() and turn.exception() is None and key is not None:
             self._replies[key] = turn.result()
-            while len(self._replies) > _REMEMBERED_REPLIES:
-                del self._replies[next(iter(self._replies))]
+            self._forget_old()
         self._active()
+
+    def _forget_old(self) -> None:
+        size = sum(len(reply.text) for reply in self._replies.values())
+        while len(self._replies) > _REMEMBERED_REPLIES or (size > _REMEMBERED_CHARACTERS and len(self._replies) > 1):
+            size -= len(self._replies.pop(next(iter(self._replies))).text)
 
     def _active(self) -> None:
         if self.on_activity is not None:
@@ -119,6 +132,9 @@ class LimitedTurns(ABC):
         try:
             async with asyncio.timeout_at(self._started_s + self._max_seconds) as limit:
                 return await self._sampled(request, loop.time())
+        except BadRequest:
+            self._num_turns -= 1
+            raise
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roll_async.rollout.tools import ToolCall, parse_call
+from roll_async.rollout.tools import ToolCall, call_spans, parse_call
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_WORD = 4
+"""Characters of JSON around a value, about."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +27,9 @@ class Message:
 
     def key(self) -> bytes:
         """Equal for messages with the same content: ids, white space at the ends and the form of JSON are ignored."""
+        content = self.content.strip().encode()
         calls = [[call.name, call.arguments] for call in self.tool_calls]
-        return json.dumps([self.role, self.content.strip(), calls], sort_keys=True).encode()
+        return json.dumps([self.role, len(content), calls], sort_keys=True).encode() + content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,34 @@ class TurnRequest:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     stop: tuple[str, ...] = ()
+
+    def longer_than(self, limit: int) -> bool:
+        """Whether messages, arguments of their calls and tools together are more than so many characters, an object or
+        a number counting as a word. It looks at no more of them than that takes.
+        """
+        size, left = 0, [self.tools, self.messages]
+        while left and size <= limit:
+            match left.pop():
+                case str() as text:
+                    size += len(text)
+                case Message() as message:
+                    size += _WORD + len(message.content)
+                    left.append(message.tool_calls)
+                case ToolCall() as call:
+                    size += len(call.name)
+                    left.append(call.arguments)
+                case Mapping() as items:
+                    size += _WORD * (1 + len(items))
+                    left += itertools.islice(items.keys(), limit)
+                    left += itertools.islice(items.values(), limit)
+                case list() | tuple() as items:
+                    size += _WORD + len(items)
+                    left += items[:limit]
+                case _:
+                    size += _WORD
+        return size > limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +104,13 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...], tuple[ToolCall, .
     calls: list[ToolCall] = []
     problems: list[ToolCall] = []
     rest, position = [], 0
-    for found in _CALL.finditer(text):
-        call = parse_call(found.group(1))
+    for start, end in call_spans(text, unclosed=True):
+        call = parse_call(text[start:end].strip())
         if call.problem:
             problems.append(call)
             continue
-        rest.append(text[position : found.start()])
-        position = found.end()
+        rest.append(text[position : start - len("<tool_call>")])
+        position = end + len("</tool_call>")
         calls.append(call)
     rest.append(text[position:])
     content = "".join(rest) if calls else text

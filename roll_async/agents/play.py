@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
 from roll_async.agents.rendering import written_out
 from roll_async.agents.session import Session
-from roll_async.agents.tools.toolbox import Toolbox
+from roll_async.agents.tools.toolbox import Toolbox, name_of
+from roll_async.config.prompt_templates import RULES, filled, names_in
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
+from roll_async.observe.outside import OutsideError, asked, encodable, message_of, number, place_of, text_of
 from roll_async.prompts.row_tools import RowTools, parse_tools
 from roll_async.rollout.requests import GenerationFailed
 from roll_async.rollout.tools import ToolCall
 from roll_async.schema import Outcome
+
+_FRAME = 100
+"""Lines, and characters of a line, of a rendering."""
+_OURS = ("acc", "turns")
+"""Metrics of every trajectory that this package measures."""
+_MOST_METRICS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +39,20 @@ class PlayOptions:
     """How a world is presented to the policy."""
 
     max_turns: int
+    max_response_tokens: int = 0
+    """Of one turn."""
     windowed: bool = False
     """Manager step: every turn is a separate text."""
     history_length: int = 0
     """Turns shown, 0 = all; windowed only."""
     system_template: str | None = None
-    """With {instructions}; None = the world's instructions."""
+    """Placeholders as in `config/prompt_templates.py`; None = the world's instructions."""
     turn_template: str | None = None
-    """With {observation}, {turn}, {max_turns}, and windowed {history}; None = the observation, after the history."""
+    """Likewise; None = the observation, windowed after the history."""
+
+    def places_rules(self, template: str | None, *, system: bool) -> bool:
+        """Whether a template says where the world's instructions stand."""
+        return template is not None and bool(names_in(template, system=system) & {*RULES})
 
 
 class Play:
@@ -54,7 +68,7 @@ class Play:
         self._history: list[tuple[str, str]] = []
         self._frames: list[tuple[str, ...]] = []
         self._story: list[tuple[str, str]] = []
-        self._moves = 0
+        self._instructions = ""
         self._solved: bool | None = None
 
     async def run(self, seed: int) -> Ending:
@@ -80,24 +94,26 @@ class Play:
             return self._end(Outcome.AGENT_ERROR, str(error))
 
     def _begin(self, observation: Observation) -> None:
-        instructions = str(observation.info.get("instructions", ""))
+        self._instructions = text_of(observation.info.get("instructions") or "")
         template, offered = self._options.system_template, observation.info.get("tools")
-        system = template.replace("{instructions}", instructions) if template is not None else instructions
+        if template is not None:
+            system = filled(template, self._values(observation), system=True)
+        else:
+            system = "" if self._options.places_rules(self._options.turn_template, system=False) else self._instructions
         if system:
             self._system = [Message(role="system", content=system)]
             self._story.append(("system", system))
         try:
             self._row_tools = parse_tools(observation.info.get("tool_names"), observation.info.get("tool_arguments"))
+            self._world_tools = {name_of(tool): tool for tool in (offered if isinstance(offered, list) else ())}
         except ValueError as error:
             raise WorldFailed(f"reset: {error}") from error
-        for schema in offered if isinstance(offered, list) else ():
-            self._world_tools[schema["function"]["name"]] = schema
         self._show(observation)
 
     def _show(self, observation: Observation) -> None:
         """Append the observation as the next message."""
         self._look(observation)
-        text = self._worded(observation.text)
+        text = self._worded(observation)
         if self._options.windowed:
             self._messages = []
         self._messages.append(Message(role="user", content=text))
@@ -106,26 +122,40 @@ class Play:
     def _look(self, observation: Observation) -> None:
         frame = observation.info.get("frame")
         if isinstance(frame, list):
-            self._frames.append(tuple(map(str, frame)))
+            self._frames.append(tuple(str(line)[:_FRAME] for line in frame[:_FRAME]))
         if "solved" in observation.info:
             self._solved = bool(observation.info["solved"])
 
-    def _worded(self, observation: str) -> str:
-        options = self._options
+    def _worded(self, observation: Observation) -> str:
+        """The user message. Rules that no template places stand before the first one of a text."""
+        options, values = self._options, self._values(observation)
+        text = f"{values['history']}\n{observation.text}" if values["history"] else observation.text
+        if options.turn_template is not None:
+            text = filled(options.turn_template, values, system=False)
+        if not self._instructions or options.system_template is None or (self._messages and not options.windowed):
+            return text
+        is_placed = options.places_rules(options.system_template, system=True)
+        is_placed |= options.places_rules(options.turn_template, system=False)
+        return text if is_placed else f"{self._instructions}\n{text}"
+
+    def _values(self, observation: Observation) -> dict[str, str | int]:
+        """The placeholders of templates; a turn is one of the policy, as `max_turns` counts them."""
+        options, taken = self._options, self._session.num_turns
         shown = self._history[-options.history_length :] if options.history_length else self._history
-        history = "\n".join(f"{seen}\n> {did}" for seen, did in shown) if options.windowed else ""
-        if options.turn_template is None:
-            return f"{history}\n{observation}" if history else observation
-        values = {
-            "observation": observation,
-            "turn": str(self._moves + 1),
-            "max_turns": str(options.max_turns),
-            "history": history,
+        suffix = str(observation.info.get("suffix", ""))
+        return {
+            "observation": observation.text,
+            "suffix": suffix,
+            "current_observation": f"{observation.text} {suffix}" if suffix else observation.text,
+            **dict.fromkeys(RULES, self._instructions),
+            **dict.fromkeys(("turn", "turn_idx", "current_step"), taken + 1),
+            "step_count": taken,
+            "max_turns": options.max_turns,
+            "actions_left": options.max_turns - taken,
+            "max_response_length": options.max_response_tokens,
+            "history": "\n".join(f"{seen}\n> {did}" for seen, did in shown) if options.windowed else "",
+            "history_length": len(shown) if options.windowed else 0,
         }
-        text = options.turn_template
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", value)
-        return text
 
     def _request(self) -> TurnRequest:
         tools = (*self._toolbox.offered(self._row_tools), *self._world_tools.values())
@@ -141,7 +171,6 @@ class Play:
             return await self._call(reply, observation)
         after = await self._step(reply.node, reply.text.strip() if not has_tools else reply.content)
         self._history.append((observation.text, reply.text.strip()))
-        self._moves += 1
         if not self._options.windowed:
             self._messages.append(reply.message)
         if after.ended:
@@ -170,7 +199,7 @@ class Play:
 
     async def _step(self, node: int, action: str) -> Observation:
         after = await self._world.step(action)
-        self._session.tree.judge(node, reward=_finite(after.reward))
+        self._session.tree.judge(node, reward=after.reward)
         return after
 
     def _total(self) -> float:
@@ -205,25 +234,22 @@ async def run_agent(
     """
     reason = ""
     try:
-        async with _limit(max_seconds) as whole, _limit(silence_s) as silence:
+        async with _limit(max_seconds), _limit(silence_s) as silence:
             session.on_activity = _Postponed(silence, silence_s)
-            result = await agent.run(task, endpoint)  # type: ignore[attr-defined]
-        if not isinstance(result, AgentResult):
-            raise TypeError(f"run() returned {type(result).__name__}, not AgentResult")
-        _finite(result.reward)
-    except TimeoutError as error:
+            start = partial(agent.run, task, endpoint)  # type: ignore[attr-defined]
+            result = await asked(start, _judged, float("inf"), GraderFailed, WorldFailed)
+    except TimeoutError:
         if silence.expired():
             hung = f"the agent asked the policy nothing for {silence_s:g} s (fault.env_timeout)"
             return Ending(outcome=Outcome.INFRA_ERROR, reason=hung)
-        if whole.expired():
-            session.end(Outcome.TRUNCATED_TIME, f"the limit of {max_seconds:g} s is reached")
-        result, reason = None, f"{type(error).__name__}: {error}"
+        session.end(Outcome.TRUNCATED_TIME, f"the limit of {max_seconds:g} s is reached")
+        result = None
     except GraderFailed as error:
-        return Ending(outcome=Outcome.GRADER_ERROR, reason=str(error))
+        return Ending(outcome=Outcome.GRADER_ERROR, reason=f"{message_of(error)} [{place_of(error)}]")
     except WorldFailed as error:
-        return Ending(outcome=Outcome.INFRA_ERROR, reason=str(error))
-    except Exception as error:  # the agent is user code: every exception is a failure of the agent
-        result, reason = None, f"{type(error).__name__}: {error}"
+        return Ending(outcome=Outcome.INFRA_ERROR, reason=f"{message_of(error)} [{place_of(error)}]")
+    except OutsideError as error:
+        result, reason = None, str(error)
     finally:
         session.on_activity = None
     if session.ended is not None and session.ended.outcome is Outcome.CANCELLED:
@@ -234,7 +260,7 @@ async def run_agent(
         outcome = Outcome.SOLVED if solved else Outcome.FAILED
         if session.ended is not None and not solved and session.ended.outcome.is_trusted:
             outcome = session.ended.outcome
-        metrics = {"acc": float(solved), **turns, **result.metrics}
+        metrics = {**result.metrics, "acc": float(solved), **turns}
         return Ending(outcome=outcome, reward=result.reward, metrics=metrics, story=_story(session))
     if session.ended is not None and session.ended.outcome.is_trusted:
         metrics = {"acc": 0.0, **turns}
@@ -270,11 +296,24 @@ def state_key(state: str) -> int:
     return zlib.crc32(state.encode())
 
 
-def _finite(reward: float) -> float:
-    """One reward that is no finite number would make the gradient of the whole batch one."""
-    if not math.isfinite(reward):
-        raise GraderFailed(f"the reward is {reward}")
-    return reward
+def _judged(result: object) -> AgentResult:
+    """What an agent returned, checked. A metric named as one of ours gets another name. Raises GraderFailed for a
+    reward that is no number, TypeError or ValueError for the rest.
+    """
+    if not isinstance(result, AgentResult):
+        raise TypeError(f"run() returned {type(result).__name__}, not AgentResult")
+    try:
+        reward = number(result.reward, "the reward")
+    except ValueError as error:
+        raise GraderFailed(str(error)) from error
+    if not isinstance(result.metrics, Mapping) or len(result.metrics) > _MOST_METRICS:
+        raise ValueError(f"metrics must be at most {_MOST_METRICS} numbers by name")
+    metrics = {encodable(str(name)): value for name, value in result.metrics.items()}
+    return AgentResult(
+        reward=reward,
+        solved=None if result.solved is None else bool(result.solved),
+        metrics={f"agent_{n}" if n in _OURS else n: number(value, f"metrics.{n}") for n, value in metrics.items()},
+    )
 
 
 def _as_text(call: ToolCall) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from roll_async.agents.limited_turns import BadRequest
 from roll_async.rollout.requests import Interrupted
 from roll_async.schema import Completion, GenerateRequest
 
@@ -45,4 +46,8 @@ class OneEnginePolicy:
         self._generate = generate
 
     async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion:
-        return await self._generate(request)
+        """Raises BadRequest for what the engine does not take, such as stop strings of one that was started without."""
+        try:
+            return await self._generate(request)
+        except ValueError as error:
+            raise BadRequest(f"the engine refuses it: {error}") from error

@@ -14,13 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from roll_async.agents.beside import Beside
 from roll_async.agents.messages import Message
 from roll_async.prompts.tokenizer import TEMPLATES
 from roll_async.prompts.tool_turns import special_marks, without_marks
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+_INLINE_CHARACTERS = 100_000
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "roll_probe", "description": "?", "parameters": {"type": "object", "properties": {}}},
@@ -81,6 +84,7 @@ class TemplateRenderer:
         unknown = tokenizer.unk_token_id
         self.end_ids = frozenset(i for i in ends if isinstance(i, int) and i != unknown)
         self._reserved = special_marks(tokenizer)
+        self._beside = Beside(_load, tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else None
         question = {"role": "user", "content": "?"}
         self._knows_tools = "roll_probe" in self._try([question], [_PROBE_TOOL])
         self._knows_tool_role = "roll-said" in self._try(
@@ -112,7 +116,11 @@ class TemplateRenderer:
         return Rendered(tuple(parts), text, text in forms)
 
     def encode(self, text: str) -> array:
-        """[n] int32."""
+        """[n] int32. Of a long text in another process: a list of a million tokens, and what Rust remembers of each,
+        are made and dropped while the interpreter is held.
+        """
+        if self._beside is not None and len(text) > _INLINE_CHARACTERS:
+            return array("i", self._beside.call(_encode, text))
         # Only the ids: every further list of a long text is one more that the garbage collector walks through.
         found = self._tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
@@ -172,10 +180,27 @@ class TemplateRenderer:
                 add_generation_prompt=True,
                 tokenize=False,
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(text, str)
         return text
+
+
+_LOADED: list[Tokenizer] = []
+"""In a process beside this one: the tokenizer of its renderer."""
+
+
+def _load(form: str) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(form)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _LOADED[:] = [tokenizer]
+
+
+def _encode(text: str) -> bytes:
+    return array("i", _LOADED[0].encode(text, add_special_tokens=False).ids).tobytes()
 
 
 def written_out(message: Message) -> str:

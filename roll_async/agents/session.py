@@ -8,9 +8,10 @@ A request in flight at a weight push goes on as `interrupt.mode` says; with mode
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -19,9 +20,12 @@ from roll_async.agents.limited_turns import BadRequest, LimitedTurns
 from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.trace_tree import TraceTree
+from roll_async.rollout.tools import ToolCall
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
 
 T = TypeVar("T")
+RENDERING_THREADS = 4
+"""Templates hold the interpreter in turns, tokenizers release it: a long chat must not keep the others waiting."""
 _INLINE_CHARACTERS = 8000
 """A chat of so many takes about a millisecond; to hand it to a thread and back takes longer where both are busy."""
 
@@ -43,7 +47,9 @@ class SessionOptions:
     """Tokens of one path: sequence_length."""
     max_seconds: float = float("inf")
     client_sampling: bool = False
-    """Temperature and top_p of the request count; never in training, where log-probs are compared at one setting."""
+    """Temperature, top_p, top_k and stop strings of the request count; never in training, where log-probs are compared
+    at one setting and engines are started for the run's stop strings.
+    """
     windowed: bool = False
     """Each turn has a new text (manager step), so branches are expected."""
     foreground: bool = False
@@ -57,7 +63,8 @@ class _Recorded:
     parts: tuple[str, ...]
     """Text of the template before each sampled turn up to this one."""
     turns: tuple[SampledTurn, ...]
-    tools: str
+    tools: bytes
+    """Digest."""
     ended: bool
     """Its last token is an end mark."""
 
@@ -74,6 +81,8 @@ class _Plan:
     """Reason for a branch; None where it continues a turn."""
     digest: ChatDigest
     """Of the request's messages."""
+    tools: bytes
+    """Digest."""
 
 
 class Session(LimitedTurns):
@@ -86,6 +95,7 @@ class Session(LimitedTurns):
         super().__init__(name, max_turns=options.max_turns, max_seconds=options.max_seconds)
         self._policy, self._renderer, self._options = policy, renderer, options
         self._executor = executor
+        self.takes_sampling = options.client_sampling
         self.tree = TraceTree()
         self._recorded: dict[bytes, _Recorded] = {}
         self._seen: set[bytes] = set()
@@ -97,14 +107,7 @@ class Session(LimitedTurns):
         self._turns = itertools.count()
 
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
-        size = sum(len(message.content) for message in request.messages)
-        try:
-            plan = await self._off_loop(lambda: self._plan(request), size)
-        except ValueError as error:
-            self._num_turns -= 1
-            raise BadRequest(str(error)) from error
-        if self.ended is not None:
-            raise self._over()
+        plan = await self._planned(request)
         tree, options = self.tree, self._options
         if plan.reason is not None:
             tree.branches["window" if options.windowed else plan.reason] += 1
@@ -134,15 +137,33 @@ class Session(LimitedTurns):
         node = tree.add_turn(parent, completion, started_s=started_s)
         return await self._reply(request, plan, node, completion, len(prompt))
 
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """Tokens of the prompt that a turn would have; nothing is recorded."""
+        if self.ended is not None:
+            raise self._over()
+        plan = await self._planned(request)
+        return len(self.tree.token_ids(plan.parent)) + len(plan.new_ids)
+
+    async def _planned(self, request: TurnRequest) -> _Plan:
+        """Where the request goes on. Raises BadRequest for one that the template refuses, or makes no token of."""
+        try:
+            plan = await self._off_loop(lambda: self._plan(request), request.longer_than(_INLINE_CHARACTERS))
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        if plan.parent is None and not plan.new_ids:
+            raise BadRequest("messages: the chat template makes no token of them")
+        if self.ended is not None:
+            raise self._over()
+        return plan
+
     def _sampling(self, request: TurnRequest, room: int) -> SamplingParams:
         base = self._options.sampling
         wanted = min(base.max_new_tokens, room, request.max_tokens or base.max_new_tokens)
-        sampling = replace(base, max_new_tokens=wanted, stop_strings=(*base.stop_strings, *request.stop))
-        if self._options.client_sampling:
-            temperature = base.temperature if request.temperature is None else request.temperature
-            top_p = base.top_p if request.top_p is None else request.top_p
-            sampling = replace(sampling, temperature=temperature, top_p=top_p)
-        return sampling
+        if not self.takes_sampling:
+            return replace(base, max_new_tokens=wanted)
+        asked = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return replace(base, max_new_tokens=wanted, stop_strings=(*base.stop_strings, *request.stop), **given)
 
     def _continued(self, keys: list[bytes]) -> _Recorded | None:
         """The longest recorded chat that this one begins with."""
@@ -150,7 +171,7 @@ class Session(LimitedTurns):
 
     def _plan(self, request: TurnRequest) -> _Plan:
         """Of a long chat in another thread; it only reads the recorded turns."""
-        digest, tools = ChatDigest(request.messages), repr(request.tools)
+        digest, tools = ChatDigest(request.messages), _digest_of(request.tools)
         keys = digest.keys
         found = self._continued(keys)
         if found is not None:
@@ -158,18 +179,18 @@ class Session(LimitedTurns):
             if rendered.says_turns_as_sampled and rendered.parts[:-1] == found.parts:
                 ids = self._renderer.encode(self._after_turn(rendered.parts[-1], found))
                 parts = (*found.parts, rendered.parts[-1])  # one copy of a long text for all of its turns
-                return _Plan(found.node, ids, parts, found.turns, None, digest)
-            return self._branch(request, "tools" if tools != found.tools else "template", digest)
+                return _Plan(found.node, ids, parts, found.turns, None, digest, tools)
+            return self._branch(request, "tools" if tools != found.tools else "template", digest, tools)
         if keys[-1] in self._seen:
-            return self._branch(request, "resampled", digest)
-        return self._branch(request, "history" if keys[0] in self._beginnings else "new_context", digest)
+            return self._branch(request, "resampled", digest, tools)
+        return self._branch(request, "history" if keys[0] in self._beginnings else "new_context", digest, tools)
 
-    def _branch(self, request: TurnRequest, reason: str, digest: ChatDigest) -> _Plan:
+    def _branch(self, request: TurnRequest, reason: str, digest: ChatDigest, tools: bytes) -> _Plan:
         rendered = self._renderer.render(request.messages, request.tools, ())
         ids = self._renderer.encode(rendered.text)
         parent, covered = self.tree.deepest_prefix(ids)
-        first = not self.tree.nodes
-        return _Plan(parent, ids[covered:], (rendered.text,), (), None if first else reason, digest)
+        new_ids = ids[covered:] if covered else ids
+        return _Plan(parent, new_ids, (rendered.text,), (), reason if self.tree.nodes else None, digest, tools)
 
     def _after_turn(self, rest: str, found: _Recorded) -> str:
         """The text after the turn; an end-of-turn token that was sampled is not repeated."""
@@ -183,8 +204,9 @@ class Session(LimitedTurns):
     ) -> TurnReply:
         ids = completion.token_ids
         ended = len(ids) > 0 and ids[-1] in self._renderer.end_ids
-        text = await self._off_loop(lambda: self._renderer.decode(ids[:-1] if ended else ids), len(ids))
-        content, calls, problems = parse_calls(text)
+        text, (content, calls, problems) = await self._off_loop(
+            lambda: self._read(ids[:-1] if ended else ids), len(ids) > _INLINE_CHARACTERS
+        )
         number = f"{self.name}+{node}"
         calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(calls))
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
@@ -202,11 +224,23 @@ class Session(LimitedTurns):
         self.newest = request.messages, text
         turn = SampledTurn(len(request.messages), text)
         self._recorded[plan.digest.then(reply.message)] = _Recorded(
-            node, plan.parts, (*plan.turns, turn), repr(request.tools), ended
+            node, plan.parts, (*plan.turns, turn), plan.tools, ended
         )
         return reply
 
-    async def _off_loop(self, work: Callable[[], T], size: int) -> T:
-        if self._executor is None or size <= _INLINE_CHARACTERS:
+    def _read(self, ids: array) -> tuple[str, tuple[str, tuple[ToolCall, ...], tuple[ToolCall, ...]]]:
+        text = self._renderer.decode(ids)
+        return text, parse_calls(text)
+
+    async def _off_loop(self, work: Callable[[], T], is_long: bool) -> T:
+        if self._executor is None or not is_long:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def _digest_of(tools: Sequence[object]) -> bytes:
+    """Of their form; one call for each, so that many do not hold the interpreter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tool in tools:
+        digest.update(repr(tool).encode())
+    return digest.digest()

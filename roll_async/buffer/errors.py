@@ -1,6 +1,15 @@
-"""Errors that end a wait on the buffer, and the first cause of an ExceptionGroup."""
+"""Errors that end a wait on the buffer, and what is told of any error: its first cause, and where it arose."""
 
 from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from sysconfig import get_paths
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_HELPERS = ("buffer/deadline.py", "cluster/errors.py")
+"""They raise what happened elsewhere."""
+_LIBRARIES = tuple(Path(folder).resolve() for name, folder in get_paths().items() if name.endswith("lib"))
 
 
 class EndOfData(Exception):
@@ -23,6 +32,10 @@ class TooManyFailures(RuntimeError):
     """More groups were quarantined than `fault.max_failed_groups` allows; the message carries the last reasons."""
 
 
+class RaisesAlways(TooManyFailures):
+    """The code of a reward raised for the whole first batch."""
+
+
 class LedgerError(RuntimeError):
     """The ledger cannot be used or written. The message names the file, what was being written, and the remedy."""
 
@@ -40,3 +53,24 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+class Place(str):
+    """A note of an exception that crossed from another process: where it arose there, as `place_of` says it."""
+
+
+def place_of(error: BaseException, *, theirs: bool = False) -> str:
+    """Where an error arose, as `FILE:LINE, in FUNCTION`: the last frame of this package, with `theirs` also of a user's
+    code. Empty for an error that arose elsewhere.
+    """
+    for note in getattr(error, "__notes__", ()):  # PEP 678: an exception without notes has no such attribute
+        if isinstance(note, Place):
+            return note
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if _PACKAGE in file.parents:
+            if file.relative_to(_PACKAGE).as_posix() not in _HELPERS:
+                return f"{file.relative_to(_PACKAGE.parent)}:{frame.lineno}, in {frame.name}"
+        elif theirs and file.is_file() and not any(folder in file.resolve().parents for folder in _LIBRARIES):
+            return f"{file}:{frame.lineno}, in {frame.name}"
+    return ""

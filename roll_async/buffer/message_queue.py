@@ -71,6 +71,11 @@ class MessageQueue:
         """ceil((p + 1 + r) * W) groups in total, p = weight pushes the engines hold; 0 before the first push."""
         return self._limit
 
+    @property
+    def groups_per_batch(self) -> int:
+        """G: groups one training step consumes."""
+        return self._options.groups_per_batch
+
     # Producer
 
     async def reserve(self, max_groups: int) -> list[Slot]:

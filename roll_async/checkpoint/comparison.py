@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +35,28 @@ def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, 
     """
     one, other = MegatronAsHf(megatron, HfFolder(config).config, options.lora_alpha), HfFolder(hf)
     adapter = LoraAdapter(options.adapter) if options.adapter else None
+
+    def pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
+        for name, tensor in one.tensors():
+            source, target = (other.tensor(name), tensor) if source_is_hf else (tensor, other.tensor(name))
+            source = source if adapter is None else adapter.merge(name, source)
+            yield name, source.to(target.dtype), target
+
+    return _compared(pairs(), merged_adapters=one.has_adapters)
+
+
+def compare_adapter(megatron: Path, adapter: Path, config: Path, options: ConversionOptions) -> Comparison:
+    """The halves of the adapter that a run's checkpoint holds, and those of a folder in PEFT's format."""
+    one, other = MegatronAsHf(megatron, HfFolder(config).config, options.lora_alpha), LoraAdapter(adapter)
+    return _compared(((name, x, other.half(name)) for name, x in one.adapters()), merged_adapters=False)
+
+
+def _compared(pairs: Iterable[tuple[str, Tensor, Tensor]], *, merged_adapters: bool) -> Comparison:
+    """`pairs`: name, expected tensor, found tensor."""
     sides = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     differing, count = [], 0
-    for name, tensor in one.tensors():
-        source, target = (other.tensor(name), tensor) if source_is_hf else (tensor, other.tensor(name))
-        source = source if adapter is None else adapter.merge(name, source)
-        digests = _digest(source.to(target.dtype)), _digest(target)
+    for name, *pair in pairs:
+        digests = [_digest(tensor) for tensor in pair]
         for side, digest in zip(sides, digests, strict=True):
             side.update(name.encode() + digest)
         if digests[0] != digests[1]:
@@ -50,7 +67,7 @@ def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, 
         expected=sides[0].hexdigest(),
         found=sides[1].hexdigest(),
         differing=tuple(differing),
-        merged_adapters=one.has_adapters,
+        merged_adapters=merged_adapters,
     )
 
 

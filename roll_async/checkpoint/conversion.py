@@ -16,20 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from roll_async.checkpoint.find_model import HF_FILES, hf_files_of, torch_dist_in
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_folder import HfFolder, copy_side_files, write_known_tensors
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
-from roll_async.checkpoint.lora import LoraAdapter, merged
+from roll_async.checkpoint.lora import LoraAdapter, merged, write_adapter
+from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.checkpoint.manifest import recorded_alpha, sync, sync_tree
-from roll_async.checkpoint.megatron_folder import CONFIG, MegatronFolder, Piece, write_megatron_folder
+from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.safetensors_files import TensorSpec
 from roll_async.checkpoint.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
 from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
-
-HF_FILES = "huggingface"
-"""Folder inside a Megatron checkpoint with config.json and tokenizer, which the conversion back needs."""
 
 _UP, _DOWN = ".adapter.up", ".adapter.down"
 
@@ -50,6 +49,8 @@ class ConversionOptions:
     file_bytes: int = 4 << 30
     """Files are closed before they grow beyond this."""
     progress: Progress = lambda num_bytes, total: None
+    check: Callable[[Path], object] = lambda folder: None
+    """Called with the whole result before it gets its name; if it raises, nothing is left of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,12 +178,32 @@ class MegatronAsHf:
         """The weight with the run's adapter merged as the run's own export does it. `name`: the tensor's first name in
         the exported folder.
         """
+        halves = self._halves(stored)
+        if halves is None:
+            return weight
+        down, up = halves
+        return merged(weight, self.alpha / down.shape[0] * (up.float() @ down.float()), name)
+
+    def _halves(self, stored: StoredKey) -> tuple[Tensor, Tensor] | None:
+        """A [rank, in] and B [out, rank] of a weight's adapter, B without the scale."""
         layer = stored.key.removesuffix(".weight")
         if layer + _UP not in self._adapters:
-            return weight
-        up, down = (self._source.tensor(layer + part, stored.index) for part in (_UP, _DOWN))
+            return None
+        return self._source.tensor(layer + _DOWN, stored.index), self._source.tensor(layer + _UP, stored.index)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The halves alone, by their names as PEFT has them."""
+        for match, stored in self._found:
+            if (halves := self._halves(stored)) is not None:
+                down, up = halves
+                for name, part in zip(match.hf_names, to_hf(match.row, up, self._model.heads), strict=True):
+                    yield from zip((adapter_half(name, half) for half in ADAPTER_HALVES), (down, part), strict=True)
+
+    @property
+    def alpha(self) -> float:
+        """Of the adapters."""
         assert self._alpha is not None
-        return merged(weight, self._alpha / down.shape[0] * (up.float() @ down.float()), name)
+        return self._alpha
 
 
 def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> list[str]:
@@ -214,7 +235,7 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
             return whole.to(piece.dtype)  # the concatenated parts are the Megatron tensor
         return to_megatron(match.row, parts, model.heads).to(piece.dtype)
 
-    with _complete(target, total) as (temporary, on_file):
+    with _complete(target, total, options.check) as (temporary, on_file):
         names = list(dict.fromkeys(objects))
         write_megatron_folder(
             temporary, pieces, load, empty_objects=names, file_bytes=options.file_bytes, on_file=on_file
@@ -230,7 +251,8 @@ def megatron_to_hf(source: Path, target: Path, options: ConversionOptions, *, li
     """The inverse of `hf_to_megatron`. `like` is a folder with config.json and tokenizer, by default that inside the
     checkpoint.
     """
-    folder, files = find_megatron(source), hf_files_of(source, like)
+    folder = torch_dist_in(source)
+    files = hf_files_of(folder, like)
     reader = MegatronAsHf(folder, HfFolder(files).config, options.lora_alpha)
     adapter = LoraAdapter(options.adapter) if options.adapter else None
     specs = reader.specs(options.dtype)
@@ -243,43 +265,22 @@ def megatron_to_hf(source: Path, target: Path, options: ConversionOptions, *, li
             yield name, merged.to(wanted[name].dtype)
             options.progress(wanted[name].num_bytes, total)
 
-    with _complete(target, total) as (temporary, on_file):
+    with _complete(target, total, options.check) as (temporary, on_file):
         write_known_tensors(temporary, specs, converted(), shard_bytes=options.file_bytes, on_file=on_file)
         if adapter is not None:
             adapter.check_all_used()
         copy_side_files(files, temporary, dtype=options.dtype)
 
 
-def find_megatron(folder: Path) -> Path:
-    """The torch_dist folder: this one, or the only one inside (a run's checkpoint keeps it beside other state).
-
-    Raises ValueError when there is none, or more than one.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
-    if (folder / CONFIG).is_file():
-        return folder
-    found = sorted(
-        {path.parent for path in folder.glob(f"*/{CONFIG}")} | {p.parent for p in folder.glob(f"*/*/{CONFIG}")}
-    )
-    if len(found) != 1:
-        what = f"several: {', '.join(str(path) for path in found)}; name one" if found else "none"
-        raise ValueError(f"{folder} should hold one Megatron checkpoint ({CONFIG}), there is {what}")
-    return found[0]
-
-
-def hf_files_of(source: Path, like: Path | None) -> Path:
-    """The folder with config.json for a Megatron checkpoint. Raises ValueError when there is none."""
-    megatron = find_megatron(source)
-    candidates = [like] if like else [p / HF_FILES for p in (megatron, megatron.parent, source)]
-    for folder in candidates:
-        if (folder / "config.json").is_file():
-            return folder
-    raise ValueError(
-        f"{source} has no {HF_FILES}/config.json; pass --like with a folder that has the model's config.json"
-        if like is None
-        else f"{like} has no config.json"
-    )
+def write_run_adapter(source: Path, target: Path, options: ConversionOptions, *, like: Path | None = None) -> None:
+    """Write the adapter that a run's checkpoint holds, in PEFT's format. Raises ValueError for one without."""
+    folder = torch_dist_in(source)
+    reader = MegatronAsHf(folder, HfFolder(hf_files_of(folder, like)).config, options.lora_alpha)
+    halves = dict(reader.adapters())
+    if not halves:
+        raise ValueError(f"{folder} holds no LoRA adapter; leave out --adapter-only")
+    with _complete(target, sum(x.nbytes for x in halves.values()), options.check) as (temporary, _):
+        write_adapter(temporary, halves, alpha=reader.alpha)
 
 
 def _check_names(folder: HfFolder, model: _Model) -> list[str]:
@@ -352,7 +353,9 @@ class _Scratch:
 
 
 @contextmanager
-def _complete(target: Path, num_bytes: int) -> Iterator[tuple[Path, Callable[[Path], object]]]:
+def _complete(
+    target: Path, num_bytes: int, check: Callable[[Path], object]
+) -> Iterator[tuple[Path, Callable[[Path], object]]]:
     """A folder that gets its final name when all is written and on disk; on any error it is removed. The second value
     is a function that syncs complete files to disk while the next are written.
     """
@@ -372,6 +375,7 @@ def _complete(target: Path, num_bytes: int) -> Iterator[tuple[Path, Callable[[Pa
             for done in syncing:
                 done.result()
         sync_tree(temporary)
+        check(temporary)
         temporary.rename(target)
         sync(target.parent)
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 
 class HfConfig:
@@ -70,3 +72,16 @@ class HfConfig:
         if default is None:
             raise ValueError(f"{self.source}: {' or '.join(keys)} is missing")
         return default
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError that names the file for anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # of JSON, and of its text
+        raise ValueError(f"{path} is truncated or not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {type(values).__name__}, expected an object")
+    return values

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_config import HfConfig, read_json
 from roll_async.checkpoint.hf_names.value_head import as_critic
 from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec, split_files
 from roll_async.checkpoint.torch_files import TorchFile
@@ -34,7 +34,7 @@ class HfFolder:
         self.path = Path(folder)
         if not (self.path / "config.json").is_file():
             raise ValueError(f"{folder} is not a Hugging Face checkpoint folder: config.json is missing")
-        self.config = HfConfig(_json(self.path / "config.json"), str(self.path / "config.json"))
+        self.config = HfConfig(read_json(self.path / "config.json"), str(self.path / "config.json"))
         self._open: SafetensorsFile | TorchFile | None = None
 
     @cached_property
@@ -67,7 +67,7 @@ class HfFolder:
         return found if found in (INDEX, _TORCH_INDEX) else ""
 
     def _weight_map(self) -> dict[str, str]:
-        weight_map = _json(self.path / self._index).get("weight_map")
+        weight_map = read_json(self.path / self._index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{self.path / self._index} has no weight_map")
         return weight_map
@@ -114,7 +114,7 @@ def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = N
     """Copy config.json (with another dtype, if given, and for a critic the architecture of one), and every file of the
     folder that holds no weights: tokenizer, chat templates, generation settings, remote code, licence, model card.
     """
-    config = _json(source / "config.json")
+    config = read_json(source / "config.json")
     if critic:
         config = as_critic(config)
     if dtype is not None:
@@ -214,13 +214,3 @@ def write_hf_folder(
 def _write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _json(path: Path) -> dict:
-    try:
-        values = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is truncated or not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {type(values).__name__}, expected an object")
-    return values

@@ -4,11 +4,10 @@ config.json of a local folder has precedence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.hf_config import HfConfig, read_json
 
 _SUFFIXES = ("-Instruct-2507", "-Thinking-2507", "-Instruct", "-Base", "-Thinking", "-Chat")
 
@@ -80,13 +79,7 @@ def known_config(name_or_path: str) -> HfConfig | None:
     """
     file = Path(name_or_path) / "config.json"
     if file.is_file():
-        try:
-            values = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is not readable as JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} holds no JSON object")
-        return HfConfig(values, str(file))
+        return HfConfig(read_json(file), str(file))
     name = Path(name_or_path).name
     for suffix in ("", *_SUFFIXES):
         found = _MODELS.get(name.removesuffix(suffix))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.checkpoint.safetensors_files import SafetensorsFile
+from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
+from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec
 
 _LOW_BITS = (1 << 16) - 1
 _WEIGHTS = "adapter_model.safetensors"
@@ -51,6 +53,34 @@ def _signed(bits: int) -> int:
     return bits - (1 << 32) if bits >> 31 else bits
 
 
+def write_adapter(folder: Path, halves: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> None:
+    """Write an adapter as PEFT does. `halves`: A [rank, in] and B [out, rank], without the scale, by their names
+    (`adapter_half`); `base`: the model that it is of.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    specs = [TensorSpec(name=_PREFIX + name, shape=tuple(x.shape), dtype=x.dtype) for name, x in halves.items()]
+    with SafetensorsWriter(folder / _WEIGHTS, specs) as writer:
+        for spec, tensor in zip(specs, halves.values(), strict=True):
+            writer.add(spec.name, tensor.contiguous())
+    (rank,) = {len(x) for name, x in halves.items() if name.endswith(adapter_half("", ADAPTER_HALVES[0]))}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-3] for name in halves}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 class LoraAdapter:
     """One adapter. Raises ValueError for kinds of adapter that are no plain LoRA."""
 
@@ -80,7 +110,7 @@ class LoraAdapter:
             self._used.add(whole)
             return self._file.tensor(whole).to(weight.dtype)
         module = whole.removesuffix(".weight")
-        down, up = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+        down, up = (adapter_half(whole, half) for half in ADAPTER_HALVES)
         if down not in self._names or not name.endswith(".weight"):
             return weight
         if up not in self._names:
@@ -90,6 +120,10 @@ class LoraAdapter:
         if (b.shape[0], a.shape[1]) != tuple(weight.shape):
             raise ValueError(f"{self.path / _WEIGHTS}: {down} and lora_B do not fit {name} {tuple(weight.shape)}")
         return torch.addmm(weight.float(), b, a, alpha=self._scale(module, rank=a.shape[0])).to(weight.dtype)
+
+    def half(self, name: str) -> Tensor:
+        """One half, by its name without PEFT's prefix."""
+        return self._file.tensor(_PREFIX + name)
 
     def check_all_used(self) -> None:
         """Raises ValueError naming a tensor that belongs to no weight of the model."""

@@ -1,4 +1,6 @@
-"""Which layers get adapters: names of Hugging Face's projections to those of Megatron's layers."""
+"""Which layers get adapters: names of Hugging Face's projections to those of Megatron's layers; and how PEFT names the
+halves of an adapter.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,15 @@ _FUSED = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+
+
+ADAPTER_HALVES = ("lora_A", "lora_B")
+"""A [rank, in] and B [out, rank] of a layer."""
+
+
+def adapter_half(weight: str, half: str) -> str:
+    """Name of half of the adapter of a weight: `LAYER.weight` to `LAYER.lora_A.weight`."""
+    return f"{weight.removesuffix('.weight')}.{half}.weight"
 
 
 def target_layers(targets: Sequence[str]) -> set[str] | None:

@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from roll_async.checkpoint.find_model import TORCH_DIST
 from roll_async.checkpoint.safetensors_files import split_files
 
-CONFIG = "metadata.json"
 INDEX = ".metadata"
 COMMON = "common.pt"
 FORMAT = {
@@ -68,19 +68,18 @@ class MegatronFolder:
         self._check_files(metadata)
         self._storage = metadata.storage_data or {}
         self._places: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
-        self._tensors = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        entries = metadata.state_dict_metadata
+        self._tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self.has_extra_states = any("._extra_state" in key for key in entries)
+        """Whether it holds what Transformer Engine's layers keep beside their weights, if only empty."""
 
     def _check_format(self) -> None:
         try:
-            config = json.loads((self.path / CONFIG).read_text())
+            config = json.loads((self.path / TORCH_DIST).read_text())
         except FileNotFoundError as error:
-            raise ValueError(f"{self.path} is not a Megatron checkpoint: {CONFIG} is missing") from error
+            raise ValueError(f"{self.path} is not a Megatron checkpoint: {TORCH_DIST} is missing") from error
         except json.JSONDecodeError as error:
-            raise ValueError(f"{self.path / CONFIG} is truncated or not JSON: {error}") from error
+            raise ValueError(f"{self.path / TORCH_DIST} is truncated or not JSON: {error}") from error
         if config.get("sharded_backend") != "torch_dist":
             raise ValueError(f"{self.path} has format {config.get('sharded_backend')!r}, only torch_dist is supported")
 
@@ -237,7 +236,7 @@ def write_megatron_folder(
                 on_file(folder / name)
     writer.finish(metadata, results)
     torch.save({}, folder / COMMON)
-    (folder / CONFIG).write_text(json.dumps(FORMAT))
+    (folder / TORCH_DIST).write_text(json.dumps(FORMAT))
 
 
 def _outline(pieces: Sequence[Piece]) -> dict[str, TensorStorageMetadata]:

@@ -1,11 +1,15 @@
-"""The sizes of a model that ranks must share evenly."""
+"""The sizes of a model that ranks must share evenly, and what its tokenizer and its longest row must fit into."""
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.checkpoint.known_models import known_config
+from roll_async.checkpoint.hf_config import HfConfig, read_json
+from roll_async.checkpoint.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +44,48 @@ class ModelSizes:
         )
 
 
-def sizes_of(model: str) -> ModelSizes | None:
-    """Of a model folder, or of a well-known model by its name; None when neither tells. Raises ValueError for a
-    config.json that cannot be read.
+def longest_context(config: HfConfig) -> int:
+    """Positions of a model. Of the kinds of scaling that the trainer knows, vLLM and SGLang multiply
+    max_position_embeddings by the factor of `linear` alone: with yarn and llama3 it is the scaled length already.
     """
-    config = known_config(model)
-    return None if config is None else ModelSizes.of(config)
+    rotary, positions = Rotary.of(config), config.integer("max_position_embeddings")
+    return int(positions * rotary.parameters.number("factor")) if rotary.kind == "linear" else positions
+
+
+def embedding_rows(folder: Path, vocab_size: int) -> int:
+    """Rows of the embedding in a model's safetensors files, from their headers; `vocab_size` without such files."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    name = "model.embed_tokens.weight"
+    if index.is_file():
+        single = folder / str(read_json(index).get("weight_map", {}).get(name, ""))
+    if not single.is_file():
+        return vocab_size
+    with open(single, "rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= single.stat().st_size - 8:
+            return vocab_size  # not a safetensors file: who loads it says so
+        header = json.loads(file.read(length))
+    return int(header[name]["shape"][0]) if name in header else vocab_size
+
+
+def tokenizer_rows(folder: str) -> int:
+    """Rows of the embedding that a folder's tokenizer needs: its highest id, added tokens included, and one. 0 for a
+    folder without a file that tells. Raises ValueError for one that cannot be read.
+    """
+    return max(_token_ids(Path(folder)), default=-1) + 1
+
+
+def _token_ids(folder: Path) -> Iterator[int]:
+    def read(name: str) -> dict:
+        return read_json(folder / name) if (folder / name).is_file() else {}
+
+    fast = read("tokenizer.json")
+    vocabulary = (fast.get("model") or {}).get("vocab") or read("vocab.json")
+    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    yield from (token["id"] for token in fast.get("added_tokens") or ())
+    yield from read("added_tokens.json").values()
+    yield from map(int, read("tokenizer_config.json").get("added_tokens_decoder") or ())
+    if (folder / "vocab.txt").is_file():
+        with open(folder / "vocab.txt", encoding="utf-8") as file:
+            yield sum(1 for _ in file) - 1

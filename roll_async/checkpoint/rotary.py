@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from roll_async.checkpoint.hf_config import HfConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -48,6 +49,8 @@ class Rotary:
 
     def frequencies(self, dimensions: int, context: int) -> Tensor:
         """[D / 2] float32 angle per position; `context` is the model's max_position_embeddings."""
+        import torch  # here: a check of a config reads this file, too
+
         exponents = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
         plain = 1.0 / (self.base**exponents)
         if self.kind == "default":
@@ -90,6 +93,8 @@ def yarn_scale(factor: float, weight: float) -> float:
 
 def _llama3(plain: Tensor, *, factor: float, low: float, high: float, context: int) -> Tensor:
     """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    import torch
+
     waves = 2 * math.pi / plain
     blend = (context / waves - low) / (high - low)
     scaled = torch.where(waves > context / low, plain / factor, plain)
@@ -99,6 +104,8 @@ def _llama3(plain: Tensor, *, factor: float, low: float, high: float, context: i
 
 def _yarn(plain: Tensor, *, factor: float, first: float, last: float) -> Tensor:
     """Dimensions up to `first` keep their frequency, those from `last` on are stretched, with a ramp between."""
+    import torch
+
     if first == last:
         last += 0.001
     ramp = ((torch.arange(len(plain), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)

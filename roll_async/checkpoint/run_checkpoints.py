@@ -12,13 +12,11 @@ from pathlib import Path
 
 from roll_async.checkpoint.lineage import Saved, beyond, left_behind, newest, own_steps
 from roll_async.checkpoint.manifest import read_manifest, require_written, sync, sync_tree, write_manifest
-from roll_async.observe.run_record import read_record, unused
+from roll_async.observe.run_record import next_abandoned, read_record
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(\d+)")
-ABANDONED = "abandoned"
-"""Folder of what a run left behind when it went back to an earlier step, beside what it left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +103,7 @@ class RunCheckpoints:
         """Rename checkpoints into a folder of abandoned ones, and say where. None = there is nothing to set aside."""
         if not steps:
             return None
-        into = into or unused(self.folder / ABANDONED, "_")
+        into = into or next_abandoned(self.folder)
         into.mkdir(parents=True)
         for step in sorted(steps, reverse=True):  # what a kill in between leaves is a whole branch again
             os.rename(self.folder_of(step), into / self.folder_of(step).name)

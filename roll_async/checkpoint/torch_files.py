@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,6 +12,20 @@ from torch import Tensor
 
 from roll_async.checkpoint.safetensors_files import TensorSpec
 from roll_async.checkpoint.tensor_bytes import bytes_of
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """OSError with the folder when a file in it cannot be written, where torch.save may raise a RuntimeError about
+    positions in its zip.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(folder)) from error
+        raise
 
 
 class TorchFile:

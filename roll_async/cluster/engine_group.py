@@ -13,6 +13,7 @@ import asyncio
 import os
 from array import array
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,10 +21,10 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import call, wait_ended
+from roll_async.cluster.errors import call, told, wait_ended
 from roll_async.cluster.folders import require_model
 from roll_async.cluster.garbage import start_without_collections
-from roll_async.cluster.network import free_port, use_node_address
+from roll_async.cluster.network import held_port, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import open_role_log
@@ -61,18 +62,20 @@ class EngineSpec:
 
 
 @ray.remote(max_restarts=0)
+@told
 class EngineReplica:
     """One replica, or what a node holds of it, in its own process, plain asyncio inside."""
 
     def __init__(self, strategy: str, settings: EngineSettings) -> None:
         open_role_log()
-        self._strategy, self._settings = strategy, settings
+        self._strategy, self._settings, self._held = strategy, settings, ExitStack()
 
     async def node_address(self) -> str:
         return use_node_address()
 
-    async def free_port(self, host: str) -> int:
-        return free_port(host)
+    async def hold_port(self, host: str) -> int:
+        """A port for the processes of the engine, which this one keeps for them as long as it lives."""
+        return self._held.enter_context(held_port(host))
 
     async def start(
         self, after: Sequence[ProcessId], span: NodeSpan | None
@@ -221,7 +224,7 @@ class RayEngineClient:
             self.processes = (processes,)
             return
         host = self.hosts[0]
-        port = await self._ask_start(self._actor.free_port.remote(host))
+        port = await self._ask_start(self._actor.hold_port.remote(host))
         spans = [
             NodeSpan(num_nodes=len(self.hosts), node_rank=rank, master_addr=host, master_port=port)
             for rank in range(len(self.hosts))

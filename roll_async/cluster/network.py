@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import ray
@@ -25,11 +28,28 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def free_port(address: str) -> int:
-    """A port of this host that was free a moment ago, for a rendezvous."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
+def listener(address: str) -> socket.socket:
+    """A server of this process on a port that the system picks, to be told to others: nobody takes it meanwhile."""
+    return socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
+
+
+@contextmanager
+def held_port(address: str) -> Iterator[int]:
+    """A port of this host for a process that binds it later. Nobody gets it by chance meanwhile: it stays bound here,
+    and Linux lets a server bind it beside, because neither listens yet and both set SO_REUSEADDR, as servers do. Other
+    systems do not; there it was free a moment ago.
+    """
+    with socket.socket(_family(address)) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((address, 0))
+        port = held.getsockname()[1]
+        if sys.platform != "linux":
+            held.close()
+        yield port
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def use_node_address() -> str:

@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleFailed, call, wait_ended
+from roll_async.cluster.errors import RoleFailed, call, told, wait_ended
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
 from roll_async.prompts.tokenizer import BatchDecode, batch_decoder, load_tokenizer
@@ -39,6 +39,7 @@ Answer = tuple[int, Reward | None, str]
 
 
 @ray.remote(max_restarts=0)
+@told
 class RewardHost:
     """The worker pools of all domains on one node."""
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import ray
 
+from roll_async.cluster.errors import told
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.observe.memory import peak_bytes_of_self
 from roll_async.observe.run_folder import log_to
@@ -51,6 +52,7 @@ class _Warnings(logging.Handler):
 
 # Ray's overloads lack max_concurrency, so that pyright takes the class for one that is not remote.
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=_CONCURRENT_CALLS)  # pyright: ignore[reportCallIssue]
+@told
 class RolloutHost:
     """The process, plain asyncio inside. Every answer of the roles comes with the counters."""
 

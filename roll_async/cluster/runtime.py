@@ -18,6 +18,7 @@ from ray.util import list_named_actors
 
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.reaper import reaper
+from roll_async.config.user_code import FOLDERS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
         )
     if address:
         _must_answer(address)
-    runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **env}}
+    found = {FOLDERS_VARIABLE: os.environ.get(FOLDERS_VARIABLE, "")}
+    runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **found, **env}}
     with reaper() as add_folder, _settings_put_back():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

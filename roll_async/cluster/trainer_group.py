@@ -25,10 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleGone, call, wait_ended
+from roll_async.cluster.errors import RoleGone, call, told, wait_ended
 from roll_async.cluster.folders import SharedFolders, require_model
 from roll_async.cluster.garbage import start_without_collections
-from roll_async.cluster.network import free_port, use_node_address
+from roll_async.cluster.network import listener, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import log_lines, open_role_log
@@ -94,13 +94,14 @@ class Started:
 
 
 @ray.remote(max_restarts=0)
+@told
 class MegatronRank:
     """One rank: a synchronous `MegatronWorker` in its own process."""
 
     def __init__(self, role: TrainingRole, placement: ProcessPlacement) -> None:
         open_role_log()
         self._role, self._placement = role, placement
-        self._export = None
+        self._listener = self._export = None
 
     def require_folders(self, folders: SharedFolders) -> None:
         """Raises ValueError when a folder or the model is not the driver's in this process."""
@@ -108,9 +109,10 @@ class MegatronRank:
             raise ValueError("; ".join(problems))
         require_model(self._role.settings.model_folder)
 
-    def free_port(self, host: str) -> int:
-        """A port that was free a moment ago, for the rendezvous of the group."""
-        return free_port(host)
+    def listen(self, host: str) -> int:
+        """Begin to listen where the ranks of the group find each other at its next start. Returns the port."""
+        self._listener = listener(host)
+        return self._listener.getsockname()[1]
 
     def node_address(self) -> str:
         return use_node_address()
@@ -126,6 +128,7 @@ class MegatronRank:
                 master_addr=master_addr,
                 master_port=master_port,
                 device=self._placement.device,
+                listener=self._listener,
             )
             self._worker = MegatronWorker(spec, self._role.settings)
             self._worker.start()
@@ -258,7 +261,7 @@ class RayTrainerGroup:
             group.hosts = frozenset(addresses)
             if not embedded:
                 group._host = addresses[0]
-            port = await group._first("free_port", ranks[0].free_port.remote(group._host))
+            port = await group._first("listen", ranks[0].listen.remote(group._host))
             group._started = await group._all("start", lambda r: r.start.remote(len(ranks), group._host, port))
         except BaseException:  # also when cancelled: the processes must not be left
             group._kill()
@@ -269,7 +272,7 @@ class RayTrainerGroup:
 
     async def restart(self, settings: MegatronSettings) -> None:
         """Return the role to the state of a new start, in the same processes: for many short runs on the same ranks."""
-        port = await self._first("free_port", self._ranks[0].free_port.remote(self._host))
+        port = await self._first("listen", self._ranks[0].listen.remote(self._host))
         self._started = await self._all(
             "restart", lambda r: r.restart.remote(settings, len(self._ranks), self._host, port)
         )

@@ -8,7 +8,6 @@ holds the model twice in float32. Exit codes: 0 converted, 1 the disk failed or 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import click
 from roll_async.commands.command_line import HELP, execute
 
 if TYPE_CHECKING:
+    from roll_async.checkpoint.comparison import Comparison
     from roll_async.checkpoint.conversion import ConversionOptions
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -38,6 +38,7 @@ class _Arguments:
     target: Path
     dtype: str | None
     adapter_path: Path | None
+    adapter_only: bool
     lora_alpha: float | None
     like: Path | None
     max_file_gb: float
@@ -49,6 +50,7 @@ class _Arguments:
 @click.argument("target", type=_PATH)
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Cast to this; default: each tensor keeps its own.")
 @click.option("--adapter-path", type=_PATH, metavar="DIR", help="A PEFT LoRA adapter to merge into the weights.")
+@click.option("--adapter-only", is_flag=True, help="Write the adapter of a LoRA run alone, in PEFT's format.")
 @click.option(
     "--lora-alpha", type=float, metavar="A", help="Merge adapters, scaled by A / rank (default: what the run recorded)."
 )
@@ -60,12 +62,14 @@ class _Arguments:
 def command(**options: Any) -> int:
     """Hugging Face checkpoints to Megatron's torch_dist format and back.
 
-    The direction follows from what SOURCE is; TARGET is a folder that does not exist yet. No GPU is needed; memory is
-    one tensor, but for --verify, whose logits probe holds the model twice in float32.
+    The direction follows from what SOURCE is: a model, a checkpoint, or a run (its newest checkpoint). TARGET is a
+    folder that does not exist yet. No GPU is needed; memory is one tensor, but for --verify, whose logits probe holds
+    the model twice in float32.
 
     \b
     Example:
       roll-async convert models/Qwen2.5-0.5B models/Qwen2.5-0.5B-megatron --dtype bf16 --verify
+      roll-async convert output/addition_demo/checkpoints/step_00000100 models/adder --verify
 
     Exit codes: 0 converted, 1 the disk failed or the verification found a difference, 2 bad usage or input, 130
     interrupted; in each case but 0 nothing is left under TARGET.
@@ -78,8 +82,7 @@ def command(**options: Any) -> int:
     except ValueError as error:
         return _fail(str(error), 2)
     except VerificationError as error:
-        shutil.rmtree(arguments.target, ignore_errors=True)
-        return _fail(f"{error}; {arguments.target} was removed", 1)
+        return _fail(f"{error}; nothing was written to {arguments.target}", 1)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror or error}{where}; nothing was written to {arguments.target}", 1)
@@ -101,61 +104,56 @@ def _fail(problem: str, code: int) -> int:
 def _convert(arguments: _Arguments) -> None:
     import torch
 
+    from roll_async.checkpoint.comparison import compare_adapter
     from roll_async.checkpoint.conversion import (
         ConversionOptions,
-        find_megatron,
-        hf_files_of,
         hf_to_megatron,
         megatron_to_hf,
+        write_run_adapter,
     )
+    from roll_async.checkpoint.find_model import find_model, hf_files_of, is_hf, torch_dist_in
     from roll_async.trainer.megatron.cpu_shim import hide_cuda
 
     hide_cuda()  # the conversion and its logits probe run on the CPU of every machine
-    source, target = arguments.source, arguments.target
     if arguments.max_file_gb <= 0:
         raise ValueError(f"--max-file-gb {arguments.max_file_gb} must be positive")
-    bar = _Bar()
+    source, bar = find_model(arguments.source), _Bar()
+    to_megatron = is_hf(source)
+    if to_megatron and (arguments.like or arguments.lora_alpha is not None or arguments.adapter_only):
+        raise ValueError("--like, --lora-alpha and --adapter-only are for a Megatron SOURCE")
+    if arguments.adapter_only and (arguments.dtype or arguments.adapter_path):
+        raise ValueError("--adapter-only writes the run's adapter as it is; leave out --dtype and --adapter-path")
+
+    def check(written: Path) -> None:
+        bar.close()
+        if arguments.verify:
+            megatron, hf = (written, source) if to_megatron else (torch_dist_in(source), written)
+            files = source if to_megatron else hf_files_of(megatron, arguments.like)
+            if arguments.adapter_only:
+                _require_equal(compare_adapter(megatron, written, files, options))
+            else:
+                _verify(megatron, hf, files, options, to_megatron)
+
     options = ConversionOptions(
         dtype=getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None,
         adapter=arguments.adapter_path,
         lora_alpha=arguments.lora_alpha,
         file_bytes=int(arguments.max_file_gb * 1e9),
         progress=bar,
+        check=check,
     )
-    source_is_hf = _is_hf(source)
     try:
-        if source_is_hf:
-            if arguments.like or arguments.lora_alpha is not None:
-                raise ValueError("--like and --lora-alpha are for a Megatron SOURCE")
-            left_out = hf_to_megatron(source, target, options)
+        if to_megatron:
+            left_out = hf_to_megatron(source, arguments.target, options)
             if left_out:
                 print(f"left out {len(left_out)} tensors the trainer has no use for, the first is {left_out[0]}")
         else:
-            megatron_to_hf(source, target, options, like=arguments.like)
+            write = write_run_adapter if arguments.adapter_only else megatron_to_hf
+            write(source, arguments.target, options, like=arguments.like)
     finally:
         bar.close()
-    print(f"{'Hugging Face -> Megatron' if source_is_hf else 'Megatron -> Hugging Face'}: {target}")
-    if arguments.verify:
-        files = source if source_is_hf else hf_files_of(source, arguments.like)
-        pair = (target, source) if source_is_hf else (find_megatron(source), target)
-        _verify(*pair, files, options, source_is_hf)
-
-
-def _is_hf(source: Path) -> bool:
-    """Raises ValueError if `source` is neither a Hugging Face nor a Megatron checkpoint."""
-    from roll_async.checkpoint.conversion import find_megatron
-
-    if not source.is_dir():
-        raise ValueError(f"{source}: no such folder")
-    if (source / "config.json").is_file():
-        return True
-    try:
-        find_megatron(source)
-    except ValueError as error:
-        if any(source.glob("*.safetensors")):
-            raise ValueError(f"{source} has safetensors files but no config.json") from error
-        raise ValueError(f"{source} is no Hugging Face folder (config.json is missing), and {error}") from error
-    return False
+    of = "" if source == arguments.source else f" of {source}"
+    print(f"{'Hugging Face -> Megatron' if to_megatron else 'Megatron -> Hugging Face'}{of}: {arguments.target}")
 
 
 class _Bar:
@@ -174,15 +172,19 @@ class _Bar:
         self._advance(num_bytes)
 
 
+def _require_equal(result: Comparison) -> None:
+    if result.differing:
+        raise VerificationError(f"{len(result.differing)} tensors differ, the first is {result.differing[0]}")
+    print(f"digest {result.found} on both sides, {result.num_tensors} tensors")
+
+
 def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, source_is_hf: bool) -> None:
     from roll_async.checkpoint.comparison import compare
     from roll_async.checkpoint.hf_folder import HfFolder
     from roll_async.checkpoint.hf_names.value_head import has_value_head
 
     result = compare(megatron, hf, files, options, source_is_hf=source_is_hf)
-    if result.differing:
-        raise VerificationError(f"{len(result.differing)} tensors differ, the first is {result.differing[0]}")
-    print(f"digest {result.found} on both sides, {result.num_tensors} tensors")
+    _require_equal(result)
     if options.adapter is not None or result.merged_adapters or options.dtype is not None:
         print("logits not compared: source and target differ by intent")
         return

@@ -59,8 +59,8 @@ class _Arguments:
 def command(**given: object) -> int:
     """Measure TARGET as a validation of the config would.
 
-    TARGET: a Hugging Face folder or hub name, a checkpoint of a run (or the folder of them: the newest), or the
-    address of an OpenAI-compatible server. Prints a table on a terminal, SET/NAME VALUE lines in a pipe.
+    TARGET: a Hugging Face folder or hub name, a checkpoint of a run (of a run or a folder of several: the newest), or
+    the address of an OpenAI-compatible server. Prints a table on a terminal, SET/NAME VALUE lines in a pipe.
 
     \b
     Example:
@@ -76,13 +76,16 @@ def _evaluate(arguments: _Arguments) -> int:
     """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.config.api import load
+    from roll_async.config.secrets import with_secrets
+    from roll_async.config.user_code import search_beside
     from roll_async.launch.evaluation import for_evaluation
     from roll_async.launch.inputs import resolve_names
     from roll_async.observe.run_folder import RunFolder
 
     path, overrides = resolve_config(["--config", arguments.config, *arguments.args], "rlvr")
-    config = for_evaluation(load(path, overrides), None)
-    checkpoint = None if arguments.is_address else _checkpoint_of(arguments.target)
+    search_beside(path)
+    config = for_evaluation(with_secrets(load(path, overrides), os.environ), None)
+    model = None if arguments.is_address else _model_of(arguments.target)
     default = Path(config.output_dir) / "eval" / _name_of(arguments.target)
     output = (arguments.output or default).absolute()
     _require_files(config, model_is_used=arguments.is_address)
@@ -93,8 +96,8 @@ def _evaluate(arguments: _Arguments) -> int:
         if arguments.is_address:
             found = asyncio.run(_address(absolute_paths(resolve_names(config), Path.cwd()), arguments))
         else:
-            model = arguments.target if checkpoint is None else _converted(checkpoint, Path(converted), config.pretrain)
-            of_model = resolve_names(for_evaluation(config, model))
+            found_at = arguments.target if model is None else _as_hf(model, Path(converted), config.pretrain)
+            of_model = resolve_names(for_evaluation(config, found_at))
             found = _folder(absolute_paths(of_model, Path.cwd()), folder)
     _write(output, arguments, found, seconds=time.monotonic() - began_s)
     _print(found, arguments.target)
@@ -107,41 +110,36 @@ def _evaluate(arguments: _Arguments) -> int:
     return EXIT_FINISHED
 
 
-def _checkpoint_of(target: str) -> Path | None:
-    """The Megatron checkpoint that a target names; None for a Hugging Face folder or a name on a hub. Raises ValueError
-    for what is neither.
+def _model_of(target: str) -> Path | None:
+    """The Hugging Face or torch_dist folder that a target names; None for a name on a hub. Raises ValueError for what
+    is neither.
     """
-    from roll_async.checkpoint.run_checkpoints import RunCheckpoints
+    from roll_async.checkpoint.find_model import find_model
     from roll_async.launch.inputs import is_hub_name
 
     folder = Path(target)
-    if (folder / "config.json").is_file():
-        return None
     if not folder.is_dir():
         if is_hub_name(target):
             return None
         raise ValueError(f"{target}: no such folder; name a model folder, a checkpoint, or an address (http://...)")
-    newest = RunCheckpoints(folder=folder).find("latest") or folder
-    actor = newest / "actor_train"
-    if actor.is_dir():
-        return actor
-    if (newest / "metadata.json").is_file():
-        return newest
-    inside = [name for name in ("hf", "checkpoints") if (folder / name).is_dir()]
-    remedy = f"; name {' or '.join(str(folder / name) for name in inside)}" if inside else ""
-    raise ValueError(f"{target} holds neither a config.json nor a checkpoint of a run{remedy}")
+    return find_model(folder)
 
 
-def _converted(checkpoint: Path, folder: Path, like: str) -> str:
-    """The checkpoint as a Hugging Face folder. In a process of its own, whose memory is free before engines start."""
+def _as_hf(model: Path, folder: Path, like: str) -> str:
+    """A Hugging Face folder: the model itself, or what it is converted to. In a process of its own, whose memory is
+    free before engines start.
+    """
+    from roll_async.checkpoint.find_model import is_hf, side_files
+
+    if is_hf(model):
+        return str(model)
     target = folder / "model"
-    own = any((place / "hf" / "config.json").is_file() for place in (checkpoint, checkpoint.parent))
-    more = [] if own else ["--like", like]
-    typed = [sys.executable, "-m", "roll_async.cli", "convert", str(checkpoint), str(target), *more]
+    more = ["--like", like] if side_files(model) is None else []
+    typed = [sys.executable, "-m", "roll_async.cli", "convert", str(model), str(target), *more]
     done = subprocess.run(typed, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it says nothing"]
-        raise ValueError(f"{checkpoint} cannot be converted: {lines[-1].removeprefix('roll-async convert: ')}")
+        raise ValueError(f"{model} cannot be converted: {lines[-1].removeprefix('roll-async convert: ')}")
     return str(target)
 
 
@@ -194,10 +192,17 @@ def _name_of(target: str) -> str:
 
 
 def _write(output: Path, arguments: _Arguments, found: Evaluation, *, seconds: float) -> None:
+    from roll_async.config.secrets import shown_override
+
     lines = (json.dumps(sample, ensure_ascii=False) for sample in found.samples)
     (output / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     asked = {key: str(value) for key, value in asdict(arguments).items() if key in ("target", "config", "model")}
-    results = {**asked, "overrides": arguments.args, "seconds": round(seconds, 1), "sets": found.sets}
+    results = {
+        **asked,
+        "overrides": [shown_override(arg) for arg in arguments.args],
+        "seconds": round(seconds, 1),
+        "sets": found.sets,
+    }
     (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(f"results and samples in {output}", file=sys.stderr)
 

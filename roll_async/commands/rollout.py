@@ -49,22 +49,25 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
     from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import dump
-    from roll_async.launch.gate import admit, require_inputs
+    from roll_async.config.secrets import is_secret, with_secrets, without_secrets
+    from roll_async.launch.gate import admit, require_inputs, require_models
     from roll_async.launch.inputs import resolve_names
     from roll_async.launch.rollout_only import for_rollout
     from roll_async.observe.run_folder import RunFolder
 
     path, overrides = resolve_config(["--config", name, *args], None)
     loaded = admit(path, overrides)
-    given = loaded.config
+    given = with_secrets(loaded.config, os.environ)
     target = (output or Path(given.output_dir) / "rollout" / given.exp_name).absolute()
     config = for_rollout(given, target)
     require_inputs(loaded)
-    config = absolute_paths(resolve_names(config), Path.cwd())
+    config = resolve_names(config)
+    require_models(loaded, config)
+    config = absolute_paths(config, Path.cwd())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder = RunFolder(config.output_dir, config.exp_name)
     folder.open_log()
-    folder.write_config(dump(config))
+    folder.write_config(dump(without_secrets(config)), is_secret)
     print(
         f"{config.pretrain}: {batches} x {config.val_batch_size} trajectories, no training; output in {folder.path}",
         flush=True,

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.buffer.errors import StallError, first_cause
+from roll_async.buffer.errors import RaisesAlways, StallError, first_cause, place_of
 from roll_async.commands.command_line import (
     AS_TYPED,
     EXIT_CODES,
@@ -28,8 +27,10 @@ from roll_async.commands.command_line import (
 from roll_async.config.api import dump, load
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.launch.run_start import go_back, how_to_continue, lock_run, open_run, restored_step
+from roll_async.config.secrets import is_secret, with_secrets, without_secrets
+from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce
+from roll_async.observe.disk import Unwritable
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_lake_async_cpu.yaml"}
 _REASON_CHARACTERS = 500
-_PACKAGE = Path(__file__).resolve().parents[1]
 _RUN_HELP = """Train as a config describes.
 
 The config is looked up in the working directory, then in configs/ of the repository, also without .yaml. KEY=VALUE
@@ -107,17 +107,21 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
             path, overrides = resolve_config(list(args), pipeline)
             lock_run(load(path, overrides, pipeline), held)
             config = prepare(args, pipeline)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return EXIT_USAGE
+        except (ValueError, Unwritable) as error:
+            return _refused(error)
         return _run(config, classes)
+
+
+def _refused(error: ValueError | Unwritable) -> int:
+    print(error, file=sys.stderr)
+    return EXIT_ROLE_FAILED if isinstance(error, Unwritable) else EXIT_USAGE
 
 
 def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
-    from roll_async.launch.gate import admit, require_inputs
+    from roll_async.launch.gate import admit, require_inputs, require_models
     from roll_async.launch.inputs import resolve_names
 
     path, overrides = resolve_config(list(args), pipeline)
@@ -125,7 +129,8 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     require_inputs(loaded)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)
-    config = resolve_names(loaded.config)
+    config = resolve_names(with_secrets(loaded.config, os.environ))
+    require_models(loaded, config)
     _check_memory(config)
     return config
 
@@ -152,24 +157,22 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     config = absolute_paths(config, Path.cwd())
     try:
         config, folder, notices = open_run(config)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USAGE
-    folder.open_log(*classes.log_names)
+        folder.open_log(*classes.log_names)
+    except (ValueError, Unwritable) as error:
+        return _refused(error)
     for notice in notices:
         logger.warning(notice)
     try:
-        folder.write_config(dump(config))
+        folder.write_config(dump(without_secrets(config)), is_secret)
         return _run_in(config, folder, classes)
-    except EndedAtOnce:
-        return _ended(folder, "interrupted", EXIT_INTERRUPTED)
-    except KeyboardInterrupt:
-        print("interrupted before the first step; nothing to save", file=sys.stderr)
-        return _ended(folder, "interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        if not isinstance(error, EndedAtOnce):
+            print("interrupted before the first step; nothing to save", file=sys.stderr)
+        return _interrupted(config, folder)
     except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
         code = exit_code(error)
         if code == EXIT_INTERRUPTED:
-            return _ended(folder, "interrupted", code)
+            return _interrupted(config, folder)
         cause = first_cause(error)
         logger.error("%s: %s%s", type(cause).__name__, cause, origin(cause))
         logger.info("traceback:", exc_info=error)
@@ -177,6 +180,13 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
         if code is None:
             raise
         return code
+
+
+def _interrupted(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> int:
+    """Say how the run is continued, if there is something to continue."""
+    if folder.record is not None and checkpoints_of(config, folder.record).steps():
+        print(f"continue with: {how_to_continue(config, folder.record)}", file=sys.stderr, flush=True)
+    return _ended(folder, "interrupted", EXIT_INTERRUPTED)
 
 
 def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: str = "") -> int:
@@ -187,12 +197,11 @@ def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: 
 
 
 def origin(error: BaseException) -> str:
-    """The place in this package that raised an error, appended to its message; empty if raised elsewhere."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents]
-    if not own:
-        return ""
-    place = Path(own[-1].filename).relative_to(_PACKAGE.parent)
-    return f" [{place}:{own[-1].lineno}, in {own[-1].name}; the whole way is in run.log]"
+    """The place in this package that raised an error, also in the process of a role, appended to its message; empty if
+    raised elsewhere.
+    """
+    place = "" if isinstance(error, RaisesAlways | Unwritable) else place_of(error)
+    return f" [{place}; the whole way is in run.log]" if place else ""
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -241,7 +250,10 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         return create_tracker(tracking.track_with, folder.path, tracking.tracker_kwargs, folder.record.tracker_run)
 
     folder.keep_trace()
-    went_back = go_back(config, folder, restored_step(config, folder))
+    step = restored_step(config, folder)
+    went_back = go_back(config, folder, step)
+    if step >= config.max_steps:
+        logger.warning("step %d of %d is trained: nothing is left to do; raise max_steps", step, config.max_steps)
     progress = ProgressLine(config.max_steps)
     trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
     trackers = [create()]
@@ -266,8 +278,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     try:
         with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
             end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))
-    finally:
-        recorder.close()
+    except BaseException:  # the first error is the one that is told
+        with suppress(OSError):
+            recorder.close()
+        raise
+    recorder.close()
     return _report(config, folder, end)
 
 
@@ -310,6 +325,4 @@ def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) 
         print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
     if end is not RunEnd.INTERRUPTED:
         return _ended(folder, "finished")
-    assert folder.record is not None
-    print(f"continue with: {how_to_continue(config, folder.record)}", flush=True)
-    return _ended(folder, "interrupted", EXIT_INTERRUPTED)
+    return _interrupted(config, folder)

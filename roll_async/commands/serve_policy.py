@@ -193,12 +193,15 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     """Makes trajectories whose turns an engine of this process samples."""
     from roll_async.agents.policies import OneEnginePolicy
     from roll_async.agents.rendering import TemplateRenderer
-    from roll_async.agents.session import Session, SessionOptions
+    from roll_async.agents.session import RENDERING_THREADS, Session, SessionOptions
     from roll_async.inference.backends import create_engine
-    from roll_async.prompts.tokenizer import load_tokenizer
+    from roll_async.prompts.tokenizer import load_tokenizer, lost_by
     from roll_async.schema import SamplingParams
 
-    renderer = TemplateRenderer(load_tokenizer(arguments.model))
+    tokenizer = load_tokenizer(arguments.model, proves=False)
+    if lost := lost_by(tokenizer):
+        click.echo(f"warning: the tokenizer of {arguments.model} loses {', '.join(lost)}; no run takes it", err=True)
+    renderer = TemplateRenderer(tokenizer)
     engine = create_engine(arguments.engine, engine_settings(arguments))
     await engine.start()
     made: list[Session] = []
@@ -211,7 +214,7 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
         max_context=arguments.max_model_len,
         client_sampling=True,
     )
-    executor = stack.enter_context(ThreadPoolExecutor(1))
+    executor = stack.enter_context(ThreadPoolExecutor(RENDERING_THREADS))
     policy = OneEnginePolicy(engine.generate)
 
     def make(name: str) -> Session:

@@ -10,7 +10,7 @@ from roll_async.config.api import ConfigError, Loaded
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.loading.diagnostics import Diagnostic, printable
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import admit, require_packages
 
 _VALIDATE_USAGE = "usage: roll-async validate CONFIG... [KEY=VALUE...] [--pipeline rlvr|agentic]"
 
@@ -48,12 +48,13 @@ def run_validate(args: list[str]) -> int:
 def _validate_one(path: str, overrides: list[str], pipeline: str | None) -> bool:
     try:
         loaded = admit(path, overrides, pipeline)
+        missing = require_packages(loaded)
     except ConfigError as error:
         report(error.diagnostics, sys.stdout)
         count = sum(d.is_error for d in error.diagnostics)
         print_escaped(f"invalid: {printable(path)} ({count} error{'s' if count != 1 else ''})", sys.stdout)
         return False
-    report(loaded.warnings, sys.stdout)
+    report((*loaded.warnings, *missing), sys.stdout)
     kind = "rlvr" if isinstance(loaded.config, RLVRConfig) else "agentic"
     print_escaped(f"ok: {printable(path)} ({kind})", sys.stdout)
     return True

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 RANGES: dict[str, Callable[[float], bool]] = {
     "-1 or >= 1": lambda x: x == -1 or x >= 1,
+    "0 or in [0.0001, 10000]": lambda x: x == 0 or 1e-4 <= x <= 1e4,
     "1": lambda x: x == 1,
     ">= 0": lambda x: x >= 0,
     "> 0": lambda x: x > 0,

@@ -409,13 +409,19 @@ class AgenticConfig(PipelineConfig):
 
     @property
     def validation_sampling(self) -> Mapping[str, GeneratingArguments]:
-        """As in training: worlds of validation differ by their seeds."""
-        return {"": self.actor_infer.generating_args}
+        """`val_env_manager.generating_args`; default: as in training."""
+        return {"": self.val_env_manager.generating_args or self.actor_infer.generating_args}
 
     @property
     def validation_mode(self) -> str:
         """`val_env_manager.mode`."""
         return self.val_env_manager.mode
+
+    @property
+    def num_validation_replicas(self) -> int:
+        """`val_env_manager.num_replicas` with mode replicas, if there are validations."""
+        used = self.val_env_manager.mode == "replicas" and self.eval_steps > 0
+        return self.val_env_manager.num_replicas if used else 0
 
 
 def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:

@@ -161,11 +161,11 @@ class EnvConfig:
     max_seconds: float = bounded(0.0, ">= 0")
     """Seconds of a trajectory from its first turn, after which nothing more is sampled; 0 = no limit."""
     max_tokens_per_step: int = derived(">= 1")
-    """Tokens of one turn; default: actor_infer.generating_args.max_new_tokens."""
+    """Tokens of one turn, max_new_tokens at most, which is the default."""
     agent_system_template: str | None = None
-    """System message; null = the world's own."""
+    """System message, with the placeholders of docs_roll/agentic.md; null = the world's own."""
     agent_template: str | None = None
-    """Message of each turn; null = the world's own."""
+    """Message of each turn, with the same placeholders; null = the world's observation."""
     history_length: int = bounded(0, ">= 0")
     """Turns shown to the model, 0 = all; step only."""
     max_concurrent: int = bounded(0, ">= 0")
@@ -206,8 +206,12 @@ class TrainEnvManagerConfig(EnvManagerConfig):
 class ValEnvManagerConfig(EnvManagerConfig):
     """`EnvManagerConfig`, and what waits for a validation of worlds."""
 
-    mode: Literal["pause", "share"] = "pause"
+    mode: Literal["pause", "share", "replicas"] = "pause"
     """As `validation.mode` of rlvr configs."""
+    num_replicas: int = bounded(1, ">= 1")
+    """As `validation.num_replicas` of rlvr configs."""
+    generating_args: GeneratingArguments | None = None
+    """Sampling of validations, temperature 0 = greedy, num_return_sequences n = avg@n; null = that of training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,7 @@ class GeneratingArguments:
 
     max_new_tokens: int = derived(">= 1")
     """Tokens per request (agentic: per turn); default: response_length, agentic 512."""
-    temperature: float = bounded(1.0, ">= 0")
+    temperature: float = bounded(1.0, "0 or in [0.0001, 10000]")
     """0 = greedy, for validation only."""
     top_p: float = bounded(1.0, "in (0, 1]")
     """Share of probability mass sampled from; 1 = all, so that behaviour log-probs are those of the model."""

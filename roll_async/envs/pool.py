@@ -13,17 +13,22 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from operator import methodcaller
 
-from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
+from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed, answer_of
 from roll_async.envs.registry import WorldSpec, build, runs_in_loop
+from roll_async.envs.worker import LINE_BYTES
+from roll_async.observe.outside import OutsideError, asked, border, message_of, place_of
 
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0
 _CLOSE_S = 5.0
-_LINE_BYTES = 64 << 20
 
 
 class WorldPool:
@@ -80,9 +85,8 @@ class WorldPool:
 
     async def _close(self, world: LiveWorld) -> None:
         try:
-            async with asyncio.timeout(self._step_timeout_s):
-                await world.close()
-        except Exception as error:  # the world is user code: the trajectory is over, whatever it raises
+            await asked(world.close, lambda _: None, self._step_timeout_s)
+        except (OutsideError, TimeoutError) as error:
             logger.warning("a world did not close: %s: %s", type(error).__name__, error)
 
     async def close(self) -> None:
@@ -141,13 +145,14 @@ class Worker:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # else a file of the working folder that is called like a library would replace it
             "-m",
             "roll_async.envs.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env={**env, "CUDA_VISIBLE_DEVICES": ""},
-            limit=_LINE_BYTES,
+            limit=LINE_BYTES,
             start_new_session=True,  # Ctrl-C must reach only the driver, which ends its workers itself
         )
         assert self._process.stdout is not None
@@ -167,9 +172,15 @@ class Worker:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        while line := await stream.readline():
-            self._answered(json.loads(line))
-        self._fail("its worker process ended")
+        reason = "its worker process ended"
+        try:
+            with border():
+                while line := await stream.readline():
+                    self._answered(json.loads(line))
+        except OutsideError as error:
+            reason = f"{reason}: it said what is no answer: {error}"
+        self._fail(reason)
+        await self._end_process()
 
     def _answered(self, answer: dict) -> None:
         waiting = self._asked.get(answer.pop("id"))
@@ -206,7 +217,8 @@ class Worker:
 
     async def _end_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with what its worlds have started
             await self._process.wait()
 
 
@@ -242,7 +254,11 @@ class _InWorker:
         except (WorldFailed, ConnectionError) as error:
             self._pool.lost(worker)
             raise WorldFailed(f"{op} of {self._spec.env_type}: {error}") from error
-        return _observation(answer, op, self._spec.env_type)
+        if "error" in answer:
+            if answer["kind"] == "grader":
+                raise GraderFailed(answer["error"])
+            raise WorldFailed(f"{op} of {self._spec.env_type}: {answer['error']}")
+        return Observation(**answer)
 
     async def close(self) -> None:
         """Leave the process to the others; a world that does not close is left to the end of its process."""
@@ -269,32 +285,26 @@ class _InLoop:
     async def reset(self, seed: int) -> Observation:
         if self._world is None:
             try:
-                self._world = build(self._spec)
-            except Exception as error:  # the world is user code
-                raise WorldFailed(f"making {self._spec.env_type}: {type(error).__name__}: {error}") from error
-        text, info = await self._call("reset", seed=seed)  # type: ignore[misc]
-        return Observation(text=text, info=info)
+                with border():
+                    self._world = build(self._spec)
+            except OutsideError as error:
+                raise WorldFailed(f"making {self._spec.env_type}: {error}") from error
+        return await self._ask("reset", seed=seed)
 
     async def step(self, action: str) -> Observation:
-        text, reward, terminated, truncated, info = await self._call("step", action)  # type: ignore[misc]
-        return Observation(
-            text=text, reward=float(reward), terminated=bool(terminated), truncated=bool(truncated), info=info
-        )
+        return await self._ask("step", action)
 
-    async def _call(self, op: str, *args: object, **kwargs: object) -> object:
+    async def _ask(self, op: str, *args: object, **kwargs: object) -> Observation:
         where = f"{op} of {self._spec.env_type}"
         try:
-            found = getattr(self._world, op)(*args, **kwargs)
-            if not inspect.isawaitable(found):
-                return found
-            async with asyncio.timeout(self._timeout_s):
-                return await found
-        except (GraderFailed, asyncio.CancelledError):
-            raise
+            start = partial(methodcaller(op, *args, **kwargs), self._world)
+            return Observation(**await asked(start, partial(answer_of, op), self._timeout_s, GraderFailed))
         except TimeoutError:
             raise WorldFailed(f"{where} took longer than {self._timeout_s:g} s (fault.env_timeout)") from None
-        except Exception as error:  # the world is user code: every exception is a failure of the world
-            raise WorldFailed(f"{where}: {type(error).__name__}: {error}") from error
+        except GraderFailed as error:
+            raise GraderFailed(f"{message_of(error)} [{place_of(error)}]") from error
+        except OutsideError as error:
+            raise WorldFailed(f"{where}: {error}") from error
 
     async def close(self) -> None:
         world, self._world = self._world, None
@@ -303,18 +313,3 @@ class _InLoop:
             found = close()
             if inspect.isawaitable(found):
                 await found
-
-
-def _observation(answer: Mapping[str, object], op: str, env_type: str) -> Observation:
-    if "error" in answer:
-        if answer["kind"] == "grader":
-            raise GraderFailed(str(answer["error"]))
-        raise WorldFailed(f"{op} of {env_type}: {answer['error']}")
-    info = answer.get("info")
-    return Observation(
-        text=str(answer["text"]),
-        reward=float(answer.get("reward", 0.0)),  # type: ignore[arg-type]
-        terminated=bool(answer.get("terminated")),
-        truncated=bool(answer.get("truncated")),
-        info=info if isinstance(info, dict) else {},
-    )

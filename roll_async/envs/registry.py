@@ -8,11 +8,11 @@ class MyWorld:
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from roll_async.config.user_code import find, told
 from roll_async.envs.options import build_options
 
 WORLDS = {
@@ -54,11 +54,14 @@ def load_class(env_type: str, key: str = "env_type") -> type:
     if not module:
         raise ValueError(f"{key}: {env_type!r} is not one of {' | '.join(WORLDS)}, nor a dotted path")
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
+        found = find(path)
+    except Exception as error:  # a user's module may raise anything
         extra = next((n for n in ("minigrid", "textarena", "reasoning_gym") if n == env_type), None)
         hint = f'; pip install "roll_async[{extra.replace("_", "-")}]"' if extra else ""
-        raise ValueError(f"{key}: cannot import {path}: {error}{hint}") from error
+        what = f"cannot import {path}: {told(error)}{hint}"
+        if isinstance(error, AttributeError) and error.name == name:
+            what = f"{module} has no class {name}"
+        raise ValueError(f"{key}: {what}") from error
     if not inspect.isclass(found):
         raise ValueError(f"{key}: {module} has no class {name}")
     return found
@@ -66,7 +69,8 @@ def load_class(env_type: str, key: str = "env_type") -> type:
 
 def check(spec: WorldSpec) -> object:
     """The checked options of a world. Raises ValueError naming key, value and remedy."""
-    return build_options(getattr(load_class(spec.env_type), "Options", NoOptions), spec.values, spec.key)
+    cls = load_class(spec.env_type, f"{spec.key.removesuffix('env_config')}env_type")
+    return build_options(getattr(cls, "Options", NoOptions), spec.values, spec.key)
 
 
 def build(spec: WorldSpec) -> object:

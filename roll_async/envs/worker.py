@@ -14,10 +14,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO
 
-from roll_async.envs.protocol import GraderFailed, World
+from roll_async.envs.protocol import GraderFailed, World, answer_of
 from roll_async.envs.registry import WorldSpec, build
+from roll_async.observe.outside import OutsideError, border, message_of, place_of
 
 _MAX_THREADS = 256
+LINE_BYTES = 64 << 20
+"""Of an answer, which is one line."""
 
 
 class Worlds:
@@ -31,37 +34,32 @@ class Worlds:
         """Execute one request and return its answer."""
         request = json.loads(line)
         try:
-            answer = self._do(request)
+            with border(GraderFailed):
+                text = json.dumps({"id": request["id"], **self._do(request)})
+                if len(text) >= LINE_BYTES:
+                    raise ValueError(f"text and info are {len(text)} bytes as JSON, {LINE_BYTES} are allowed")
         except GraderFailed as error:
-            answer = {"error": str(error), "kind": "grader"}
-        except Exception as error:  # the world is user code: every exception is a failure of the world
-            answer = {"error": f"{type(error).__name__}: {error}", "kind": "world"}
-        text = json.dumps({"id": request["id"], **answer}, default=str)
+            reason = f"{message_of(error)} [{place_of(error)}]"
+            text = json.dumps({"id": request["id"], "error": reason, "kind": "grader"})
+        except OutsideError as error:
+            text = json.dumps({"id": request["id"], "error": str(error), "kind": "world"})
         with self._lock:
             print(text, file=self._answers)
 
     def _do(self, request: dict) -> dict:
-        number = request["world"]
-        match request["op"]:
+        number, op = request["world"], request["op"]
+        match op:
             case "reset":
                 if number not in self._worlds:
                     world = build(WorldSpec(env_type=request["env_type"], values=request["values"]))
                     self._worlds[number] = world  # type: ignore[assignment]
-                text, info = self._worlds[number].reset(seed=request["seed"])
-                return {"text": text, "info": info}
+                return answer_of(op, self._worlds[number].reset(seed=request["seed"]))
             case "step":
-                text, reward, terminated, truncated, info = self._worlds[number].step(request["action"])
-                return {
-                    "text": text,
-                    "reward": float(reward),
-                    "terminated": bool(terminated),
-                    "truncated": bool(truncated),
-                    "info": info,
-                }
+                return answer_of(op, self._worlds[number].step(request["action"]))
             case "close":
                 if (world := self._worlds.pop(number, None)) is not None:
                     world.close()
-                return {"text": ""}
+                return {}
             case other:
                 raise ValueError(f"unknown op {other!r}")
 

@@ -10,7 +10,12 @@ from roll_async.schema import GenerateRequest
 
 
 def token_budget(request: GenerateRequest, settings: EngineSettings) -> int:
-    """Most tokens of the response. Raises ValueError for a prompt that leaves no room in the context."""
+    """Most tokens of the response. Raises ValueError for a prompt without a token, or one that leaves no room in the
+    context, and for a response without a token.
+    """
+    if not request.prompt_token_ids or request.sampling.max_new_tokens < 1:
+        asked = f"{len(request.prompt_token_ids)} prompt tokens, max_new_tokens {request.sampling.max_new_tokens}"
+        raise ValueError(f"request {request.request_id}: {asked}: expected one of each at least")
     room = settings.max_model_len - len(request.prompt_token_ids)
     if room < 1:
         raise ValueError(

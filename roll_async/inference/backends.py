@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.config.versions import refuse_unknown_release
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ FOLLOWERS = {
 }
 """Engines whose replicas may span nodes, and what runs their ranks on the nodes after the first."""
 
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vllm/v1/attention/backends/cpu_attn.py: get_supported_head_sizes."""
+VLLM_BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
+"""get_supported_kernel_block_sizes there, and of all its backends for attention with heads on CUDA."""
+
 
 def create_engine(strategy: str, settings: EngineSettings) -> Engine:
     """Build (not start) the engine of a strategy. Raises ValueError for an untested release of its library."""
@@ -35,6 +41,25 @@ def create_follower(strategy: str, settings: EngineSettings) -> Follower:
     """Build (not start) what runs the ranks of a replica on a node after its first."""
     refuse_unknown_release(strategy)
     return _named(FOLLOWERS[strategy])(settings)
+
+
+def refuse_attention_on_cpu(config: HfConfig) -> None:
+    """Raises ValueError for attention that vLLM's CPU build computes wrongly, and for a head size that it has none for:
+    it would die at its first token.
+    """
+    if "kv_lora_rank" in config:
+        raise ValueError(
+            f"{config.source}: vLLM's CPU build computes latent attention otherwise than Transformers, by tenths of a "
+            "nat a token; use strategy_name: hf_infer"
+        )
+    heads = config.integer("num_attention_heads")
+    size = config.integer("head_dim", default=config.integer("hidden_size") // heads)
+    if size not in VLLM_CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+        raise ValueError(
+            f"{config.source}: vLLM's CPU build has attention for heads of {sizes} only, this model's are of {size}; "
+            "use another model, or strategy_name: hf_infer"
+        )
 
 
 def _named(path: str):  # noqa: ANN202 (a class of an engine's module)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.weight_sync.adapters import AdapterShape
-from roll_async.weight_sync.bucket import ADAPTER_HALVES, adapter_half
 
 
 def add_adapters(model: nn.Module, shape: AdapterShape) -> dict[str, Tensor]:

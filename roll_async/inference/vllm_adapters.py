@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from roll_async.weight_sync.bucket import ADAPTER_HALVES, adapter_half
+from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.inference.backends import refuse_attention_on_cpu
 from roll_async.inference.processes import own_children
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 _EXPANDABLE = "expandable_segments:True"
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def prepare_environment(settings: EngineSettings) -> None:
@@ -63,23 +63,8 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
 
 
 def _check_attention(model_folder: str) -> None:
-    """Raises ValueError for attention that vLLM's CPU build computes wrongly, and for a head size that it has none for:
-    it would die at its first token.
-    """
-    config = HfFolder(model_folder).config
-    if "kv_lora_rank" in config.values:
-        raise ValueError(
-            f"{model_folder}: vLLM's CPU build computes latent attention otherwise than Transformers, by tenths of a "
-            "nat a token; use strategy_name: hf_infer"
-        )
-    heads = config.integer("num_attention_heads")
-    size = config.integer("head_dim", default=config.integer("hidden_size") // heads)
-    if size not in _CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, _CPU_HEAD_SIZES))
-        raise ValueError(
-            f"{model_folder}: vLLM's CPU build has attention for heads of {sizes} only, this model's are of {size}; "
-            "use another model, or strategy_name: hf_infer"
-        )
+    """Raises ValueError for a model whose attention vLLM's CPU build lacks."""
+    refuse_attention_on_cpu(HfFolder(model_folder).config)
 
 
 def _check_span(settings: EngineSettings) -> None:

@@ -14,7 +14,7 @@ from roll_async.agents.groups import AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import is_agent
 from roll_async.agents.rendering import TemplateRenderer
-from roll_async.agents.session import SessionOptions
+from roll_async.agents.session import RENDERING_THREADS, SessionOptions
 from roll_async.agents.tasks import Tasks
 from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, check_tool, open_tools
 from roll_async.config.schema import AgenticConfig, EnvConfig, EnvManagerConfig
@@ -25,17 +25,20 @@ from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.schema import Prompt
 
-_NOT_THERE = ("webshop", "code")
-
 
 def check_agents(config: AgenticConfig) -> None:
-    """Check that worlds and tools exist and accept their settings. Raises ValueError naming key, value and remedy."""
+    """Check that worlds and tools exist and accept their settings, and that each setting of a tag has an effect. Raises
+    ValueError naming key, value and remedy.
+    """
     for tag, env in config.custom_envs.items():
-        if env.env_type in _NOT_THERE:
-            raise ValueError(f"custom_envs.{tag}.env_type: {env.env_type} is not there yet; give a dotted path")
         check(world_spec(tag, env))
         for spec in tool_specs(tag, env):
             check_tool(spec)
+        written = {name: getattr(env, name) for name in ("agent_system_template", "agent_template", "tools")}
+        for name in (name for name, value in written.items() if value and is_agent(env.env_type)):
+            raise ValueError(
+                f"custom_envs.{tag}.{name}: has no effect, {env.env_type} makes its own requests; remove it"
+            )
 
 
 def world_spec(tag: str, env: EnvConfig) -> WorldSpec:
@@ -56,11 +59,9 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
     for what the user can fix.
     """
     check_agents(config)
-    executor = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering"))
-    worlds = WorldPool(
-        max_per_worker=_manager(config, trains).max_env_num_per_worker, step_timeout_s=config.fault.env_timeout
-    )
-    stack.push_async_callback(worlds.close)
+    executor = stack.enter_context(ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="rendering"))
+    worlds = _worlds(config, _manager(config, trains), stack)
+    validation_worlds = _worlds(config, config.val_env_manager, stack)
     gateway = None
     if any(is_agent(env.env_type) for env in config.custom_envs.values()):
         gateway = PolicyGateway(model=config.exp_name)
@@ -72,11 +73,18 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
         tags={tag: await _tag_plan(config, tag, env, stack) for tag, env in config.custom_envs.items()},
         renderer=TemplateRenderer(load_tokenizer(config.pretrain, config.template_time)),
         worlds=worlds,
+        validation_worlds=validation_worlds,
         gateway=gateway,
         silence_s=config.fault.env_timeout,
         executor=executor,
         tell=book.add,
     )
+
+
+def _worlds(config: AgenticConfig, manager: EnvManagerConfig, stack: AsyncExitStack) -> WorldPool:
+    worlds = WorldPool(max_per_worker=manager.max_env_num_per_worker, step_timeout_s=config.fault.env_timeout)
+    stack.push_async_callback(worlds.close)
+    return worlds
 
 
 async def _tag_plan(config: AgenticConfig, tag: str, env: EnvConfig, stack: AsyncExitStack) -> TagPlan:
@@ -87,6 +95,7 @@ async def _tag_plan(config: AgenticConfig, tag: str, env: EnvConfig, stack: Asyn
         session=session_options(config, env),
         play=PlayOptions(
             max_turns=env.max_steps,
+            max_response_tokens=env.max_tokens_per_step,
             windowed=windowed,
             history_length=env.history_length,
             system_template=env.agent_system_template,
@@ -102,7 +111,7 @@ def session_options(config: AgenticConfig, env: EnvConfig) -> SessionOptions:
     """Limits and sampling of one trajectory."""
     sampling = sampling_of(config.actor_infer.generating_args)
     return SessionOptions(
-        sampling=replace(sampling, max_new_tokens=env.max_tokens_per_step),
+        sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, env.max_tokens_per_step)),
         max_turns=env.max_steps,
         max_context=config.sequence_length,
         max_seconds=env.max_seconds or float("inf"),
@@ -112,12 +121,13 @@ def session_options(config: AgenticConfig, env: EnvConfig) -> SessionOptions:
 
 def group_options(config: AgenticConfig, *, trains: bool = True) -> GroupOptions:
     """Size of groups, and retries. Without training they are those of validation, and no group is filtered."""
-    manager = _manager(config, trains)
+    manager, val = _manager(config, trains), config.val_env_manager
     trajectories = manager.group_size + manager.group_size_redundancy
     return GroupOptions(
         group_size=manager.group_size,
         redundancy=manager.group_size_redundancy,
         max_worlds=manager.num_env_groups * trajectories,
+        max_validation_worlds=val.num_env_groups * val.group_size,
         retries=config.fault.sample_retries,
         filter=GroupFilter.of(config) if trains else None,
         trains=trains,

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from roll_async.cluster.placement import of_nodes, uneven
-from roll_async.config.api import ConfigError, Loaded, load_with_warnings
+from roll_async.config.api import ConfigError, Diagnostic, Loaded, load_with_warnings
+from roll_async.config.loading.node import Node, find
 from roll_async.config.rules.every import placed
 from roll_async.config.schema import (
     AgenticConfig,
@@ -26,17 +27,21 @@ from roll_async.config.schema import (
     WorkerConfig,
     roles_on_engine_devices,
 )
+from roll_async.config.user_code import search_beside
 from roll_async.launch.inputs import missing_inputs
 from roll_async.launch.model_fit import mismatches
+from roll_async.launch.packages import missing_packages, runs_here
+from roll_async.launch.user_code import named_code
 from roll_async.weight_sync.adapters import choose_adapters
 from roll_async.weight_sync.transports import SENDERS, transport_of
 
 
 def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
-    """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C152 of the
+    """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C155 of the
     loader; or of this module C201, a setting that is not supported yet or has no effect, C202, devices and transport,
-    C203, parallel sizes against the model.
+    C203, parallel sizes against the model. Dotted paths name modules beside this config from now on, too.
     """
+    search_beside(Path(path))
     loaded = load_with_warnings(path, overrides, pipeline)
     found = [placed(*refusal, loaded.root) for refusal in refusals(loaded)]
     if found:
@@ -44,12 +49,32 @@ def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None 
     return loaded
 
 
-def require_inputs(loaded: Loaded) -> None:
-    """Raises ConfigError (C204) for model folders, prompt files and worlds that are not on this machine. Called where
-    the run starts only: a config may be validated on another machine.
+def require_packages(loaded: Loaded) -> tuple[Diagnostic, ...]:
+    """What is not installed here, as warnings (W14) of a config with devices, which may be for another machine. Raises
+    ConfigError (C204) for one without: its roles are processes of the machine that it is looked at on.
     """
-    found = missing_inputs(loaded.config)
-    if isinstance(loaded.config, AgenticConfig):
+    on_devices = any(role.device_mapping for _, role in loaded.config.roles())
+    found = missing_packages(loaded.config)
+    if found and not on_devices and runs_here(loaded.config):
+        raise ConfigError((*loaded.warnings, *(placed("C204", *one, loaded.root) for one in found)))
+    return tuple(placed("W14", *one, loaded.root) for one in found)
+
+
+def require_models(loaded: Loaded, config: PipelineConfig) -> None:
+    """Raises ConfigError (C203) for models that were names on a hub when the config was admitted. `config`: with a
+    folder for each of them.
+    """
+    if config != loaded.config and (found := list(mismatches(config))):
+        raise ConfigError(tuple(placed("C203", _written(loaded.root, key), text, loaded.root) for key, text in found))
+
+
+def require_inputs(loaded: Loaded) -> None:
+    """Raises ConfigError (C204) for packages, model folders, prompt files and worlds that are not on this machine.
+    Called where the run starts only: a config may be validated on another machine.
+    """
+    lacking = missing_packages(loaded.config, engines=runs_here(loaded.config))
+    found = [*lacking, *missing_inputs(loaded.config)]
+    if isinstance(loaded.config, AgenticConfig) and not lacking:
         from roll_async.launch.agents import check_agents
 
         try:
@@ -66,11 +91,16 @@ def refusals(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
     config = loaded.config
     for problem in unsupported(config):
         yield ("C201", *_keyed(problem))
+    yield from (("C201", key, message) for key, message in named_code(loaded))
     yield from (("C202", *_keyed(problem)) for problem in _devices(config))
-    try:
-        yield from (("C203", key, message) for key, message in mismatches(config))
-    except ValueError as error:
-        yield "C203", "pretrain", str(error)
+    for key, message in mismatches(config):
+        yield "C203", _written(loaded.root, key), message
+
+
+def _written(root: Node, key: str) -> str:
+    """The key of a length that was written, where the sum of two others has none of its own."""
+    parts = ("sequence_length", "response_length", "prompt_length") if key == "sequence_length" else (key,)
+    return next((part for part in parts if find(root, part.split("."))), key)
 
 
 def unsupported(config: PipelineConfig) -> list[str]:
@@ -195,6 +225,8 @@ def _engine(config: PipelineConfig) -> list[str]:
     sections = {
         f"validation.sets.{name}" if name else "validation": a for name, a in config.validation_sampling.items()
     }
+    if isinstance(config, AgenticConfig):
+        sections = {"val_env_manager": sections["validation"]}
     for section, args in {"actor_infer": generating, **sections}.items():
         if not args.logprobs and (section == "actor_infer" or args is not generating):
             problems.append(

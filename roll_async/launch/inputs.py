@@ -41,11 +41,11 @@ def is_hub_name(model: str) -> bool:
 def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
     """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
     found = []
-    for key, model in _models(config).items():
+    for key, model in models_of(config).items():
         if not is_hub_name(model) and not (Path(model) / "config.json").is_file():
             hint = next((f"; make it with: {maker}" for part, maker in _MAKERS.items() if part in model), "")
             found.append((key, f"model folder {model} does not exist or holds no config.json{hint}"))
-    for key, file in _files(config):
+    for key, file in files_of(config):
         if not file.startswith("hf://") and not Path(file).is_file():
             found.append((key, missing_file(file)))
     return found
@@ -56,7 +56,7 @@ def resolve_names(config: C) -> C:
     with a progress bar. Raises ValueError, one line with the remedy, when a name does not exist or the hub cannot be
     reached.
     """
-    folders = {model: _folder(key, model) for key, model in _models(config).items()}
+    folders = {model: _folder(key, model) for key, model in models_of(config).items()}
     roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
     changes: dict[str, object] = {
         "pretrain": folders[config.pretrain],
@@ -68,7 +68,7 @@ def resolve_names(config: C) -> C:
     return replace(config, **changes)
 
 
-def _models(config: PipelineConfig) -> dict[str, str]:
+def models_of(config: PipelineConfig) -> dict[str, str]:
     """Every model of the run, each once, with one of the config keys that name it."""
     found = {"pretrain": config.pretrain}
     for role, worker in config.roles():
@@ -80,7 +80,7 @@ def _models(config: PipelineConfig) -> dict[str, str]:
     return found
 
 
-def _files(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+def files_of(config: PipelineConfig) -> Iterator[tuple[str, str]]:
     parts = [("actor_train.data_args.file_name", config.actor_train.data_args)]
     if isinstance(config, RLVRConfig) and config.validation is not None:
         parts += [(f"{key}.file_name", data) for key, data in dict(config.validation.data.values()).items()]

@@ -1,42 +1,152 @@
-"""Parallel sizes against the model: sizes that do not divide it evenly are refused before anything starts."""
+"""Models against the config, from their files: what a model is, what it can hold, and how ranks share it. All that
+does not fit is refused before anything starts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from roll_async.checkpoint.model_sizes import ModelSizes, sizes_of
+from roll_async.checkpoint.hf_config import HfConfig, read_json
+from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.value_head import language_model
+from roll_async.checkpoint.known_models import known_config
+from roll_async.checkpoint.model_sizes import ModelSizes, embedding_rows, longest_context, tokenizer_rows
+from roll_async.checkpoint.rotary import Rotary
 from roll_async.config.schema import (
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
+    RLVRConfig,
     SglangConfig,
     VllmConfig,
+    WorkerConfig,
 )
+from roll_async.inference.backends import VLLM_BLOCK_MULTIPLES, refuse_attention_on_cpu
+from roll_async.launch.inputs import models_of
 
 Refusal = tuple[str, str]
 """(key, message)."""
+_SGLANG_KEEPS = 2
+"""Positions beyond context_length that SGLang asks for."""
 
 
 def mismatches(config: PipelineConfig) -> Iterator[Refusal]:
-    """Parallel sizes that do not divide the models of the roles. Raises ValueError for an unreadable config.json."""
-    for role, worker in config.roles():
-        sizes = sizes_of(worker.model_args.model_name_or_path)
-        if sizes is None:
+    """Models that this version cannot train or the engine cannot run, rows and tokenizers that do not fit into them,
+    and parallel sizes that do not divide them. A model on a hub is checked as far as a table of well-known ones tells.
+    """
+    yield from _blocks(config)
+    for key, model in models_of(config).items():
+        try:
+            if _is_adapter(Path(model)):
+                raise ValueError(_merge(model))
+            found = known_config(model)
+            if found is None:
+                continue
+            if (Path(model) / "config.json").is_file() and "architectures" in found:
+                _require_family(found)
+                yield from _limits(config, key, model, found)
+            sizes = ModelSizes.of(found)
+        except ValueError as error:
+            yield key, str(error)
             continue
-        settings, key = worker.strategy_args.strategy_config, f"{role}.strategy_args.strategy_config"
-        match settings:
-            case MegatronTrainConfig() | MegatronInferConfig():
-                yield from _megatron(sizes, settings, key)
-                if role == "actor_train" and worker.router_replay and not sizes.num_experts:
-                    yield "actor_train.router_replay", f"true, but {sizes.source} has no experts; set it to false"
-            case VllmConfig() | SglangConfig():
-                heads = sizes.num_attention_heads
-                yield from _uneven(
-                    f"{key}.tensor_parallel_size", settings.tensor_parallel_size, sizes, num_attention_heads=heads
-                )
-                if settings.pipeline_parallel_size > sizes.num_hidden_layers:
-                    message = f"{settings.pipeline_parallel_size} exceeds the {sizes.num_hidden_layers} layers of"
-                    yield f"{key}.pipeline_parallel_size", f"{message} {sizes.source}; use 1"
+        for role, worker in config.roles():
+            if worker.model_args.model_name_or_path == model:
+                yield from _shares(role, worker, sizes)
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether PEFT wrote a folder, and no weights of a model are beside what it wrote."""
+    weights = (file for name in ("model*.safetensors", "pytorch_model*.bin") for file in folder.glob(name))
+    return (folder / "adapter_config.json").is_file() and not any(weights)
+
+
+def _merge(adapter: str) -> str:
+    """What an adapter is of, and the commands that make a model of it."""
+    base = str(read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path") or "BASE")
+    made, source, fetch = adapter.rstrip("/"), base, ""
+    if not Path(base).is_dir():
+        source = f"{made}-base"
+        fetch = f"hf download {base} --local-dir {source} && "
+    return (
+        f"{adapter} holds a LoRA adapter of {base}, not a model; merge it with: {fetch}roll-async convert {source} "
+        f"{made}-megatron --adapter-path {adapter} && roll-async convert {made}-megatron {made}-merged, and name "
+        f"{made}-merged"
+    )
+
+
+def _require_family(model: HfConfig) -> None:
+    """Raises ValueError for a model that no family describes: it cannot be trained, nor its weights be pushed."""
+    try:
+        family = family_of(language_model(model.architecture()))
+    except ValueError as error:
+        raise ValueError(f"{model.source}: {error}; use a model of one of them") from error
+    model.require(hidden_act="silu")
+    family.fields(model)
+    Rotary.of(model, family.rotary_fraction)
+
+
+def _limits(config: PipelineConfig, key: str, model: str, found: HfConfig) -> Iterator[Refusal]:
+    """What the rows of a run ask of a model: its positions, its vocabulary, and its engine's attention."""
+    vocabulary = found.integer("vocab_size")
+    rows = min(vocabulary, embedding_rows(Path(model), vocabulary))
+    needed = tokenizer_rows(config.pretrain)
+    if needed > rows:
+        message = f"the tokenizer of {config.pretrain} has ids up to {needed - 1}, {found.source} embeddings of {rows}"
+        yield key, f"{message}; use the tokenizer that the model was made with, or resize the model's embeddings"
+    positions = longest_context(found)
+    remedy = f"the model has {positions} positions ({found.source})"
+    longest = config.longest_sequence
+    if longest > positions:
+        parts = "shorten prompt_length or response_length" if isinstance(config, RLVRConfig) else f"use {positions}"
+        more = "or, if it was trained for more, raise max_position_embeddings there"
+        yield "sequence_length", f"{longest} tokens, but {remedy}; {parts}, {more}"
+    engine = config.actor_infer
+    if engine.model_args.model_name_or_path != model:
+        return
+    at = "actor_infer.strategy_args.strategy_config"
+    match engine.strategy_args.strategy_config:
+        case VllmConfig(max_model_len=n) if n > positions >= longest:
+            yield f"{at}.max_model_len", f"{n} tokens, but {remedy}; use {positions}"
+        case SglangConfig(context_length=n) if n + _SGLANG_KEEPS > positions >= longest:
+            most = positions - _SGLANG_KEEPS
+            fits = f"use {most}" if most >= longest else f"use vllm, or shorten sequence_length to {most}"
+            yield f"{at}.context_length", f"{n} tokens and {_SGLANG_KEEPS} of SGLang's own, but {remedy}; {fits}"
+    if isinstance(engine.strategy_args.strategy_config, VllmConfig) and engine.device_mapping is None:
+        refuse_attention_on_cpu(found)
+
+
+def _blocks(config: PipelineConfig) -> Iterator[Refusal]:
+    """Blocks of the KV cache that vLLM's kernels do not have."""
+    strategy = config.actor_infer.strategy_args.strategy_config
+    if not isinstance(strategy, VllmConfig) or strategy.block_size is None:
+        return
+    device = "cpu" if config.actor_infer.device_mapping is None else "cuda"
+    if strategy.block_size % (multiple := VLLM_BLOCK_MULTIPLES[device]):
+        where = "on CPU" if device == "cpu" else "on GPUs"
+        key = "actor_infer.strategy_args.strategy_config.block_size"
+        yield (
+            key,
+            f"{strategy.block_size}: vLLM's attention {where} has blocks of multiples of {multiple}; use {multiple}",
+        )
+
+
+def _shares(role: str, worker: WorkerConfig, sizes: ModelSizes) -> Iterator[Refusal]:
+    """Parallel sizes of a role that do not divide its model."""
+    settings, key = worker.strategy_args.strategy_config, f"{role}.strategy_args.strategy_config"
+    match settings:
+        case MegatronTrainConfig() | MegatronInferConfig():
+            yield from _megatron(sizes, settings, key)
+            if role == "actor_train" and worker.router_replay and not sizes.num_experts:
+                yield "actor_train.router_replay", f"true, but {sizes.source} has no experts; set it to false"
+        case VllmConfig() | SglangConfig():
+            heads = sizes.num_attention_heads
+            yield from _uneven(
+                f"{key}.tensor_parallel_size", settings.tensor_parallel_size, sizes, num_attention_heads=heads
+            )
+            if settings.pipeline_parallel_size > sizes.num_hidden_layers:
+                message = f"{settings.pipeline_parallel_size} exceeds the {sizes.num_hidden_layers} layers of"
+                yield f"{key}.pipeline_parallel_size", f"{message} {sizes.source}; use 1"
 
 
 def _megatron(sizes: ModelSizes, settings: MegatronTrainConfig | MegatronInferConfig, key: str) -> Iterator[Refusal]:

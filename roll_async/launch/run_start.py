@@ -13,7 +13,6 @@ Nothing is read or written before the folder is locked.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shlex
@@ -26,10 +25,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from roll_async.checkpoint.lineage import left_behind
-from roll_async.checkpoint.run_checkpoints import ABANDONED, RunCheckpoints, adopt, run_of, step_of
+from roll_async.checkpoint.run_checkpoints import RunCheckpoints, adopt, run_of, step_of
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.secrets import shown_override
 from roll_async.observe.run_folder import RunFolder
-from roll_async.observe.run_record import FolderLock, RunRecord, read_record, unused, write_record
+from roll_async.observe.run_record import FolderLock, RunRecord, next_abandoned, read_record, unused, write_record
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
@@ -100,7 +100,7 @@ def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
     dumps = [file for file in _dumps(config) if int(file.stem.removeprefix("step_")) > step]
     if not later and not dumps and folder.last_step <= step:
         return False
-    into = _abandoned(folder.path, step)
+    into = next_abandoned(folder.path, f"_after_step_{step}")
     inside = folder.path.resolve() in checkpoints.folder.resolve().parents
     checkpoints.set_aside(later, into / "checkpoints" if inside else None)
     for file in dumps:
@@ -192,17 +192,13 @@ def _dumps(config: PipelineConfig) -> Iterator[Path]:
     return iter(()) if dumped is None else Path(dumped).glob("step_*.jsonl")
 
 
-def _abandoned(folder: Path, step: int) -> Path:
-    """A new folder for what is set aside; numbered, so that the names tell the order."""
-    known = {path.name.partition("_")[0] for path in (folder / ABANDONED).glob("*")}
-    number = next(n for n in itertools.count(1) if str(n) not in known)
-    return folder / ABANDONED / f"{number}_after_step_{step}"
-
-
 def _typed() -> tuple[str, ...]:
-    """The command of this process, as a user types it."""
+    """The command of this process, as a user types it; without secrets."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None and spec.name != "__main__":
-        return ("python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:])
-    program = sys.argv[0]
-    return (*(["python", program] if program.endswith(".py") else [os.path.basename(program)]), *sys.argv[1:])
+        program = ["python", "-m", spec.name.removesuffix(".__main__")]
+    elif sys.argv[0].endswith(".py"):
+        program = ["python", sys.argv[0]]
+    else:
+        program = [os.path.basename(sys.argv[0])]
+    return (*program, *map(shown_override, sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 from roll_async.observe.gpus import Gpus
 from roll_async.observe.memory import peak_bytes_of_self
@@ -100,10 +101,11 @@ class Recorder:
         self._progress.end()
         if self._gpus is not None:
             self._gpus.close()
-        if self._trace is not None:
-            self._trace.write()
-        for tracker in self._trackers:
-            tracker.close()
+        with ExitStack() as stack:  # whatever the others raise
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+            if self._trace is not None:
+                self._trace.write()
 
 
 def _validation_of(record: Mapping[str, float]) -> dict[str, float]:

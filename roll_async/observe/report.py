@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from roll_async.observe.disk import writing
+
 Metrics = dict[str, float]
 
 
@@ -38,7 +40,8 @@ def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
         axis.grid(alpha=0.25)
     axes[0].set_title(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

@@ -8,13 +8,14 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from roll_async.observe.run_record import RunRecord, write_record
+from roll_async.observe.disk import cannot, writing
+from roll_async.observe.run_record import RECORD, RunRecord, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -34,37 +35,48 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(
-                f"output_dir {output_dir}: cannot create {self.path}: {error.strerror}; choose another output_dir"
-            ) from error
+            raise cannot(f"output_dir {output_dir}: cannot create {self.path}", error) from error
 
     def update_record(self, **changes: object) -> RunRecord:
         """Change fields of the record, on the disk as well."""
         assert self.record is not None, "a folder without lineage"
         self.record = replace(self.record, **changes)  # type: ignore[arg-type]
-        write_record(self.path, self.record)
+        with writing(self.path / RECORD):
+            write_record(self.path, self.record)
         return self.record
 
-    def write_config(self, text: str) -> None:
+    def write_config(self, text: str, is_secret: Callable[[tuple[str, ...]], bool] = lambda path: False) -> None:
         """The config as resolved, under a comment with the run's id. One that differs from what an earlier start wrote
         leaves that one beside it, as config.1.yaml, config.2.yaml ..., and each key that changed in the log: call
-        `open_log` before.
+        `open_log` before. The log has no value of a key that `is_secret`.
         """
-        path = self.path / "config.yaml"
         text = text if self.record is None else f"# run {self.record.run_id}\n{text}"
-        before = path.read_text() if path.is_file() else text
-        if before != text:
-            kept = self._unused_name("config", "yaml")
-            path.rename(kept)
-            old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
-            changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-            named = ", ".join(changed[:_NAMED_KEYS]) + (", ..." if len(changed) > _NAMED_KEYS else "")
-            logger.warning(
-                "the config of the last start differs in %d keys (%s); it is kept as %s", len(changed), named, kept.name
-            )
-            for key in changed:
-                logger.info("config: %s: %s -> %s", key, old.get(key, _ABSENT), new.get(key, _ABSENT))
-        path.write_text(text)
+        path, partial = self.path / "config.yaml", self.path / "config.partial"
+        before = path.read_text() if path.is_file() else None
+        if before == text:
+            return
+        with writing(path):
+            try:
+                partial.write_text(text)
+                if before is not None:
+                    self._keep(path, before, text, is_secret)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _keep(self, path: Path, before: str, text: str, is_secret: Callable[[tuple[str, ...]], bool]) -> None:
+        """Rename the config of the last start, and log what is different."""
+        kept = self._unused_name("config", "yaml")
+        path.rename(kept)
+        old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
+        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+        named = ", ".join(changed[:_NAMED_KEYS]) + (", ..." if len(changed) > _NAMED_KEYS else "")
+        logger.warning(
+            "the config of the last start differs in %d keys (%s); it is kept as %s", len(changed), named, kept.name
+        )
+        for key in changed:
+            values = f"{old.get(key, _ABSENT)} -> {new.get(key, _ABSENT)}"
+            logger.info("config: %s: %s", key, "a secret" if is_secret(tuple(key.split("."))) else values)
 
     def keep_trace(self) -> None:
         """Leave the trace of an earlier start as trace.1.json, trace.2.json ...: every start writes its own."""
@@ -77,7 +89,8 @@ class RunFolder:
     def role_logs(self) -> Path:
         """`logs/`: the output of ranks, engines and reward hosts, one file each."""
         folder = (self.path / "logs").absolute()
-        folder.mkdir(exist_ok=True)
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
         return folder
 
     def log_files(self, *more_names: str) -> list[Path]:
@@ -117,8 +130,9 @@ class RunFolder:
         if path.is_file():
             kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            partial.replace(path)
+            with writing(path):
+                partial.write_text("".join(line + "\n" for line in kept))
+                partial.replace(path)
 
     def has_validation(self, step: int) -> bool:
         """Whether a record holds the validation of the weights of this step."""
@@ -126,8 +140,8 @@ class RunFolder:
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         """One line per step, on disk when this returns."""
-        named = {} if self.record is None else {"run_id": self.record.run_id}
-        with open(self.path / "metrics.jsonl", "a") as file:
+        path, named = self.path / "metrics.jsonl", {} if self.record is None else {"run_id": self.record.run_id}
+        with writing(path), open(path, "a") as file:
             file.write(json.dumps({**{key: _rounded(value) for key, value in metrics.items()}, **named}) + "\n")
 
     def read_metrics(self) -> list[dict[str, float]]:
@@ -146,6 +160,14 @@ def _whole_lines(path: Path) -> list[str]:
     return whole.splitlines()
 
 
+class _LogFile(logging.FileHandler):
+    """What its disk does not take is lost, without a word: whatever else is written there ends the run with one."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def log_to(files: Iterable[Path | str]) -> logging.Logger:
     """Everything logged by roll_async in this process is appended to these files, line by line beside others."""
     root = logging.getLogger("roll_async")
@@ -153,7 +175,8 @@ def log_to(files: Iterable[Path | str]) -> logging.Logger:
     root.handlers.clear()
     root.propagate = False
     for path in files:
-        file = logging.FileHandler(path)
+        with writing(Path(path)):
+            file = _LogFile(path)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root.addHandler(file)
     return root

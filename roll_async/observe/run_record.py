@@ -20,7 +20,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from roll_async.observe.disk import cannot
+
 RECORD = "run.json"
+ABANDONED = "abandoned"
+"""Folder of what a run left behind when it went back to an earlier step, beside what it left."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """File systems without locks: nothing can be known of a second process there."""
 
@@ -77,23 +81,31 @@ def write_record(folder: Path, record: RunRecord) -> None:
     partial.replace(folder / RECORD)
 
 
-def unused(path: Path, ending: str = "") -> Path:
-    """The first of PATH.1, PATH.2, ... that does not exist; with `ending` of PATH/1ENDING, PATH/2ENDING, ..."""
-    names = (path.with_name(f"{path.name}.{n}") if not ending else path / f"{n}{ending}" for n in itertools.count(1))
-    return next(name for name in names if not name.exists())
+def unused(path: Path) -> Path:
+    """The first of PATH.1, PATH.2, ... that does not exist."""
+    return next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
+
+
+def next_abandoned(folder: Path, label: str = "") -> Path:
+    """A new folder for what is set aside in `folder`, numbered in order: abandoned/1LABEL, abandoned/2LABEL, ..."""
+    known = {path.name.partition("_")[0] for path in (folder / ABANDONED).glob("*")}
+    number = next(n for n in itertools.count(1) if str(n) not in known)
+    return folder / ABANDONED / f"{number}{label}"
 
 
 class FolderLock:
     """Keeps a path to one process until it is closed, or the process ends in whatever way."""
 
     def __init__(self, path: Path, key: str) -> None:
-        """Raises ValueError, naming the holder, when another process has it, or the place cannot be written."""
+        """Raises ValueError, naming the holder, when another process has it, or when the place cannot be used, and
+        Unwritable for a fault of its disk.
+        """
         self._file = path.with_name(f".{path.name}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ValueError(f"{key} {path}: cannot be written: {error.strerror}; choose another {key}") from error
+            raise cannot(f"{key} {path}: cannot be written", error, key) from error
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.truncate(self._handle, 0)
@@ -105,7 +117,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(self._handle)
-                raise ValueError(f"{key} {path}: {error.strerror}; choose another {key}") from error
+                raise cannot(f"{key} {path}: cannot be locked", error, key) from error
 
     def close(self) -> None:
         """Give the path free."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from roll_async.observe.disk import writing
+
 Row = Mapping[str, object]
 """Plain JSON values; `prompt_token_ids` and `response_token_ids` are lists of ints."""
 Decode = Callable[[list[list[int]]], Sequence[str]]
@@ -40,8 +42,9 @@ class SampleDump:
         ]
         target = self._folder / f"step_{step:08d}.jsonl"
         partial = target.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        partial.replace(target)
+        with writing(target):
+            partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            partial.replace(target)
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from roll_async.observe.disk import writing
+
 _MAX_EVENTS = 200_000
 
 
@@ -36,4 +38,5 @@ class Trace:
             for track, number in self._tracks.items()
         ]
         content = {"traceEvents": names + self._events, "otherData": {"spans_left_out": self._left_out}}
-        self._path.write_text(json.dumps(content))
+        with writing(self._path):
+            self._path.write_text(json.dumps(content))

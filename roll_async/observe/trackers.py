@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from roll_async.observe.disk import writing
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+_FILES = itertools.count()
 _RUN_TAG = "roll_async_run_id"
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 
@@ -24,29 +33,40 @@ class Tracker(Protocol):
 
 
 class TensorboardTracker:
-    """Event files under the run folder: one event a step, with all of its metrics."""
+    """An event file under the run folder: one event a step, with all of its metrics. Written here and not by the thread
+    of tensorboard's own writer, whose errors go to the console.
+    """
 
     keeps_history = True
 
     def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = EventFileWriter(str(folder / "tensorboard"))
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}"
+        self._path = folder / "tensorboard" / name
+        with writing(self._path):
+            self._path.parent.mkdir(exist_ok=True)
+            self._file = open(self._path, "ab", buffering=0)
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if run:
-            self._writer.add_event(Event(step=0, wall_time=time.time(), summary=text_pb("run_id", run)))
+            self._write(Event(step=0, wall_time=time.time(), summary=text_pb("run_id", run)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
-        self._writer.flush()
+        self._write(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+
+    def _write(self, event: Event) -> None:
+        with writing(self._path):
+            self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandbTracker:

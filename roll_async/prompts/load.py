@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
 
+_PAUSES_S = (0.2, 1.0, 4.0)
+"""Before files are read again: a folder in the network may be away for a moment."""
 _CHUNK_ROWS = 512
 """Rows rendered and tokenised together, and handed to a worker process as one task."""
 
@@ -83,8 +86,19 @@ class DataOptions:
 
 def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str, list[Prompt]]:
     """Tokenised prompts by domain, in file order. Raises ValueError when a domain gets none, naming what was skipped
-    and why; without `every_domain` such a domain is left out, and only nothing at all is an error.
+    and why; without `every_domain` such a domain is left out, and only nothing at all is an error. Files that cannot be
+    read are read again.
     """
+    for pause_s in _PAUSES_S:
+        try:
+            return _load(options, every_domain)
+        except OSError as error:
+            logger.warning("prompts: %s; reading again in %g s", error, pause_s)
+            time.sleep(pause_s)
+    return _load(options, every_domain)
+
+
+def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
     bad, too_long, answers_too_long, homeless = BadRows(), 0, 0, Counter[str]()
     by_domain: dict[str, list[Prompt]] = {name: [] for name in options.domains}
 

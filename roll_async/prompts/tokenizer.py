@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -32,14 +33,17 @@ TEMPLATES: dict[str, str | None] = {
 """By `data_args.template`; None = the one the tokenizer brings."""
 
 
+_PROBE = "1 2  3   4\n5\n\n6 \n 7\n"
+"""Of digits, which every vocabulary has."""
 _IMPORTING = threading.Lock()
 """transformers makes its names while it is imported: one that a second thread asks for meanwhile may be missing."""
 
 
-def load_tokenizer(folder: str, time: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name. Raises ValueError naming what is missing.
+def load_tokenizer(folder: str, time: str | None = None, *, proves: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name. Raises ValueError naming what is missing or lost.
 
     `time`: what its chat template is told when it asks for the date (ISO 8601), whatever the day; None = the clock.
+    `proves`: it has to give back what it is given.
     """
     with _IMPORTING:
         from transformers import AutoTokenizer
@@ -51,11 +55,65 @@ def load_tokenizer(folder: str, time: str | None = None) -> PreTrainedTokenizerB
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"no tokenizer for {folder}: neither a folder here nor to be fetched: {reason}") from error
+    if proves and (lost := lost_by(tokenizer)):
+        raise ValueError(
+            f"the tokenizer of {folder} loses {', '.join(lost)}: the policy would read and write another text than is "
+            "meant; name a model whose tokenizer decodes what it encodes, or make this one anew (byte-level, as its "
+            "family's)"
+        )
     if time is not None:
         # A variable of the template hides the function that Transformers offers under this name (Llama 3 asks for it).
         told = datetime.fromisoformat(time).strftime
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=told)
     return tokenizer
+
+
+def lost_by(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What decode(encode(probe)) does not give back: spaces, line breaks, or marks of the tokenizer's own template.
+
+    A leading space is left out, and so is white space beside a special token: some families (Llama 2, Phi 3) put it
+    there or take it away.
+    """
+    probe = _given_back(tokenizer, _PROBE).removeprefix(" ")
+    whites = {"spaces": " ", "line breaks": "\n"}
+    lost = [name for name, white in whites.items() if probe.count(white) != _PROBE.count(white)]
+    if not lost and re.sub(r"\S+", ".", probe) != re.sub(r"\S+", ".", _PROBE):
+        lost.append("the places of spaces and line breaks")
+    if not lost and tokenizer.chat_template is not None:
+        lost += _marks_lost_by(tokenizer)
+    return lost
+
+
+def _marks_lost_by(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    from jinja2 import TemplateError
+
+    chat = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+    try:
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, ValueError, TypeError, KeyError):
+        return []  # one that refuses a plain chat is told of by what renders the run's chats
+    assert isinstance(text, str)
+    pieces = re.split(f"({'|'.join(map(re.escape, sorted(special_marks(tokenizer)))) or '(?!)'})", text)
+    rest, lost = _given_back(tokenizer, text), []
+    for piece in filter(None, map(str.strip, pieces)):
+        before, found, after = rest.partition(piece)
+        if found and not before.strip():
+            rest = after
+        else:
+            lost.append(f"the template's {piece!r}")
+    return lost[:3]
+
+
+def _given_back(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(decoded, str), "one sequence, one text"
+    return decoded
+
+
+def special_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The texts of the special tokens, with which a template marks its turns."""
+    return frozenset(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
 def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:

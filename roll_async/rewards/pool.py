@@ -282,4 +282,6 @@ def _reward(answer: Mapping) -> Reward:
         metrics=answer["metrics"],
         reason=answer["reason"],
         scoring_s=answer["scoring_s"],
+        place=answer.get("place", ""),
+        traceback=answer.get("traceback", ""),
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from dataclasses import dataclass
+from functools import cached_property
 
-from roll_async.rewards.verdict import RewardFunction, Verdict, verdict_of
+from roll_async.config.user_code import defined_at, find, told
+from roll_async.rewards.verdict import Verdict, verdict_of
 
 REWARDS = {
     "math_rule": "roll_async.rewards.math_rule.MathRule",
@@ -21,6 +24,8 @@ REWARDS = {
 """Judged in worker processes. `llm_judge` is a client of a server and lives in the router."""
 
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_PAUSES_S = (0.2, 1.0)
+"""Before a reward is built again whose files could not be read: a folder in the network may be away for a moment."""
 
 
 def is_rule(name: str) -> bool:
@@ -35,45 +40,57 @@ def needs_environment(name: str) -> bool:
     return not REWARDS.get(name, name).startswith("roll_async.rewards.")
 
 
-def create_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:
+@dataclass(frozen=True)
+class Judge:
+    """A function behind our parameters and our return type: `RewardFunction`."""
+
+    function: Callable[..., object]
+
+    @cached_property
+    def place(self) -> str:
+        """Where it is defined."""
+        return defined_at(self.function)
+
+    @cached_property
+    def _is_verl(self) -> bool:
+        try:
+            return tuple(inspect.signature(self.function).parameters)[:4] == _VERL_PARAMETERS
+        except (TypeError, ValueError):  # a function in C without a signature
+            return False
+
+    def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
+        if not self._is_verl:
+            return verdict_of(self.function(text, ground_truth, extra))
+        info = json.loads(extra.get("extra_info", "{}"))
+        source = extra.get("data_source", "")
+        return verdict_of(
+            self.function(data_source=source, solution_str=text, ground_truth=ground_truth, extra_info=info)
+        )
+
+
+def create_reward(name: str, options: Mapping[str, object] | None = None) -> Judge:
     """Build the function; `options` are the keyword arguments of a class. Raises ValueError naming what could not be
-    found or built.
+    found or built, and where it raised. What reads a file when it is built is built again when that fails.
 
     A function may return anything `verdict_of` understands, and may have verl's parameters (data_source, solution_str,
     ground_truth, extra_info) instead of ours.
     """
     path = REWARDS.get(name, name)
-    module, _, attribute = path.rpartition(".")
-    if not module:
+    if "." not in path:
         raise ValueError(f"reward type {name!r} is not one of {' | '.join(REWARDS)} and no dotted path")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward type {name!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"reward type {name!r} is a {type(found).__name__}, neither a function nor a class")
-    try:
-        function = found(**(options or {})) if isinstance(found, type) else found
-    except TypeError as error:
-        raise ValueError(f"reward type {name!r} cannot be built: {error}") from error
-    return _adapted(function)
-
-
-def _adapted(function: Callable[..., object]) -> RewardFunction:
-    """The function behind our parameters and our return type."""
-    try:
-        verl = tuple(inspect.signature(function).parameters)[:4] == _VERL_PARAMETERS
-    except (TypeError, ValueError):  # a function in C without a signature
-        verl = False
-
-    def judge(text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
-        if not verl:
-            return verdict_of(function(text, ground_truth, extra))
-        info = json.loads(extra.get("extra_info", "{}"))
-        return verdict_of(
-            function(
-                data_source=extra.get("data_source", ""), solution_str=text, ground_truth=ground_truth, extra_info=info
-            )
-        )
-
-    return judge
+    pauses_s = list(_PAUSES_S)
+    while True:
+        doing = "imported"
+        try:
+            found = find(path)
+            doing = "built"
+            function = found(**(options or {})) if isinstance(found, type) else found
+            break
+        except Exception as error:  # a user's module or class may raise anything
+            if isinstance(error, OSError) and pauses_s:
+                time.sleep(pauses_s.pop(0))
+                continue
+            raise ValueError(f"reward type {name!r} cannot be {doing}: {told(error)}") from error
+    if not callable(function):
+        raise ValueError(f"reward type {name!r} is a {type(function).__name__}, neither a function nor a class")
+    return Judge(function)

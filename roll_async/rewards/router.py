@@ -14,6 +14,7 @@ from roll_async.rewards.first_answers import FirstAnswers
 from roll_async.rewards.llm_judge import LlmJudge
 from roll_async.rewards.pool import PoolOptions, RewardPool
 from roll_async.rewards.service_client import ServiceClient
+from roll_async.rewards.verdict import reward_of_error
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 _WORKER_MEMORY_MB = 4096
@@ -55,7 +56,7 @@ class RewardRouter:
         try:
             reward = await self._scorers[prompt.domain].score_response(prompt, text)
         except Exception as error:  # a bug of a scorer must not leave its sample without an answer
-            reward = Reward(score=0.0, status=RewardStatus.ERROR, reason=f"{type(error).__name__}: {error}")
+            reward = reward_of_error(error)
         if reward.status is RewardStatus.OUTAGE:
             raise ConnectionError(f"reward {prompt.domain}: {reward.reason}")
         if prompt.domain in self._first:

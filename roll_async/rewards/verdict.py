@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Protocol
 
+from roll_async.config.user_code import place_of, traceback_of
+from roll_async.schema import Reward, RewardStatus
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -27,6 +30,12 @@ def no_answer(answer_format: str) -> Verdict:
     """Nothing to compare: wrong, and not in the form that was asked for."""
     form = "any form" if answer_format == "auto" else f"the form {answer_format}"
     return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"no answer in {form}")
+
+
+def reward_of_error(error: BaseException) -> Reward:
+    """No score, because a scorer raised."""
+    reason, place = f"{type(error).__name__}: {error}", place_of(error)
+    return Reward(score=0.0, status=RewardStatus.ERROR, reason=reason, place=place, traceback=traceback_of(error))
 
 
 class RewardFunction(Protocol):

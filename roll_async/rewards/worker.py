@@ -17,9 +17,9 @@ import socket
 import sys
 import time
 
-from roll_async.rewards.registry import create_reward, is_rule
+from roll_async.config.user_code import place_of, traceback_of
+from roll_async.rewards.registry import Judge, create_reward, is_rule
 from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, limit_memory
-from roll_async.rewards.verdict import RewardFunction
 
 _WARM_UP = {
     "math_rule": (
@@ -60,13 +60,13 @@ def main() -> None:
         _serve(channel, reward)
 
 
-def _serve(channel: socket.socket, reward: RewardFunction) -> None:
+def _serve(channel: socket.socket, reward: Judge) -> None:
     _say(channel, {"ready": True})
     for line in channel.makefile("rb"):
         _say(channel, _judge(reward, json.loads(line)))
 
 
-def _serve_forks(control: socket.socket, reward: RewardFunction) -> None:
+def _serve_forks(control: socket.socket, reward: Judge) -> None:
     """`fork` with a socket: a worker behind it, the answer is its number. A number: its exit status, once it ended."""
     template = os.getpid()
     gc.collect()
@@ -98,7 +98,7 @@ def _exit_status(pid: int) -> int:
         return -signal.SIGKILL
 
 
-def _become_worker(channel: socket.socket, reward: RewardFunction, template: int) -> None:
+def _become_worker(channel: socket.socket, reward: Judge, template: int) -> None:
     """In the fork; never returns. It gives up every right that a rule does not need."""
     status = 1
     try:
@@ -114,7 +114,7 @@ def _become_worker(channel: socket.socket, reward: RewardFunction, template: int
         os._exit(status)
 
 
-def _judge(reward: RewardFunction, task: dict) -> dict:
+def _judge(reward: Judge, task: dict) -> dict:
     started = time.perf_counter()
     try:
         verdict = reward(task["text"], task["ground_truth"], task["extra"])
@@ -126,15 +126,17 @@ def _judge(reward: RewardFunction, task: dict) -> dict:
         }
     except ConnectionError as error:
         answer = _no_score("outage", error)
-    except (MemoryError, RecursionError) as error:
+    except MemoryError as error:  # what holds the memory is in its traceback
         answer = _no_score("timeout", error)
-    except Exception as error:  # the model's text or a user's reward: a state of its own, never a score
-        answer = _no_score("error", error)
+    except BaseException as error:  # the model's text or a user's reward: a state of its own, never a score
+        answer = _no_score("timeout" if isinstance(error, RecursionError) else "error", error)
+        answer |= {"place": place_of(error) or reward.place, "traceback": traceback_of(error)}
     return {**answer, "scoring_s": time.perf_counter() - started}
 
 
-def _no_score(status: str, error: Exception) -> dict:
-    return {"score": 0.0, "metrics": {}, "reason": f"{type(error).__name__}: {error}"[:500], "status": status}
+def _no_score(status: str, error: BaseException) -> dict:
+    reason = " ".join(f"{type(error).__name__}: {error}"[:500].split())
+    return {"score": 0.0, "metrics": {}, "reason": reason, "status": status}
 
 
 def _say(channel: socket.socket, answer: dict) -> None:

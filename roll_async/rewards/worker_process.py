@@ -168,6 +168,7 @@ async def start_python(options: WorkerOptions, end: socket.socket, *, fork: bool
     }
     return await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",  # else a file of the working folder that is called like a library would replace it
         "-m",
         "roll_async.rewards.worker",
         json.dumps(settings),

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments, RLVRConfig
-from roll_async.rollout.conversations import Conversations, RewardOutage, ScoringOptions, Unscorable
+from roll_async.observe.outside import OutsideError
+from roll_async.rollout.conversations import Conversations, NoScore, RewardOutage, ScoringOptions, Unscorable
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
@@ -179,9 +180,9 @@ class ChatCompletionScheduler:
             ended = GroupOutcome(fate=GroupFate.REQUEUED, reason="interrupted by a weight push")
         except* Unscorable as errors:
             # Without all its scores the group has no statistics, as with a score that is not finite.
-            ended = GroupOutcome(fate=GroupFate.FILTERED, reason=f"dropped_invalid: {first_cause(errors)}")
-        except* (GenerationFailed, RewardOutage, ValueError) as errors:
-            ended = GroupOutcome(fate=GroupFate.FAILED, reason=str(first_cause(errors)))
+            ended = self._unscored(GroupFate.FILTERED, "dropped_invalid: ", prompt, errors)
+        except* (GenerationFailed, OutsideError, RewardOutage, ValueError) as errors:
+            ended = self._unscored(GroupFate.FAILED, "", prompt, errors)
         finally:
             del self._running[group_id]
             self._manager.forget_affinity(name)
@@ -201,6 +202,13 @@ class ChatCompletionScheduler:
         if aborted or any(s.finish_reason is FinishReason.ABORT for s in group.samples):
             return GroupOutcome(fate=GroupFate.REQUEUED, reason="aborted", remains=group)
         return self._judge(group)
+
+    def _unscored(self, fate: GroupFate, verdict: str, prompt: Prompt, errors: BaseExceptionGroup) -> GroupOutcome:
+        """The outcome of a group whose samples do not all have a score."""
+        cause = first_cause(errors)
+        raised = isinstance(cause, NoScore) and cause.raised
+        never = raised and prompt.domain not in self.conversations.scored
+        return GroupOutcome(fate=fate, reason=f"{verdict}{cause}", raised=raised, never_scored=never)
 
     def _judge(self, group: Group) -> GroupOutcome:
         if self._options.filter is None or group.prompt.domain in self._options.scoring.unscored:
@@ -229,8 +237,9 @@ class ChatCompletionScheduler:
         for prompt, result in zip(prompts, done, strict=True):
             if isinstance(result, Sample):
                 answered.append((prompt, (result,)))
-            elif isinstance(result, (GenerationFailed, RewardOutage, Unscorable, ValueError)):
-                logger.warning("validation: %s", result)
+            elif isinstance(result, (GenerationFailed, NoScore, OutsideError, ValueError)):
+                told = isinstance(result, NoScore) and result.raised
+                logger.log(logging.INFO if told else logging.WARNING, "validation: %s", result)
             else:
                 raise result
         return answered

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.user_code import at
+from roll_async.observe.outside import border
+from roll_async.rewards.verdict import reward_of_error
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback, Transcript
@@ -19,11 +23,19 @@ _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 
 
-class RewardOutage(RuntimeError):
+class NoScore(RuntimeError):
+    """A sample has no score. `raised`: because the code of its reward raised."""
+
+    def __init__(self, message: str, *, raised: bool = False) -> None:
+        super().__init__(message)
+        self.raised = raised
+
+
+class RewardOutage(NoScore):
     """The scorer did not work, also after retries. Not a wrong answer."""
 
 
-class Unscorable(RuntimeError):
+class Unscorable(NoScore):
     """Scoring a sample exceeded the scorer's limits: it has no score, and scoring it again would end alike."""
 
 
@@ -66,6 +78,10 @@ class Conversations:
         self._manager, self._scorer, self._options, self.tools = manager, scorer, options, tools
         self._requests: dict[str, str] = {}  # requests that have not ended, by sample
         self._unwanted: set[str] = set()
+        self.scored: set[str] = set()
+        """Domains of which a sample has had a score."""
+        self._told: set[str] = set()
+        """Lines of rewards that have raised."""
         self.reward_outages = self.reward_timeouts = self.reward_errors = 0
         """Attempts to score that gave no score, by cause."""
 
@@ -80,7 +96,8 @@ class Conversations:
         on_generated: Callable[[], None] | None = None,
     ) -> Sample:
         """A finished, scored sample; an aborted one (FinishReason.ABORT) has no score. `on_generated` is called when
-        all but the score is there. Raises RewardOutage, Unscorable, and what `AsyncLLMServerManager.generate` raises.
+        all but the score is there. Raises RewardOutage, Unscorable, OutsideError (a callback of tools failed), and what
+        `AsyncLLMServerManager.generate` raises.
         """
         try:
             transcript = await self._converse(prompt, name, sampling, affinity, foreground)
@@ -89,7 +106,12 @@ class Conversations:
             self._unwanted.discard(name)
             if self.tools is not None:
                 self._manager.forget_affinity(name)
-        sample = transcript.sample(name) if self.tools is None else self.tools.postprocess(transcript, name)
+        sample = transcript.sample(name)
+        if self.tools is not None:
+            with border():
+                sample = self.tools.postprocess(transcript, name)
+                if not isinstance(sample, Sample):
+                    raise TypeError(f"postprocess gave {type(sample).__name__}, not a Sample")
         if sample.finish_reason is FinishReason.ABORT:
             return sample
         if on_generated is not None:
@@ -123,7 +145,11 @@ class Conversations:
                 foreground=foreground,
             )
             transcript.add_completion(completion)
-            answer = None if self.tools is None else await self.tools(transcript, completion)
+            if self.tools is None:
+                return transcript
+            with border():
+                found = await self.tools(transcript, completion)
+                answer = None if found is None else array("i", found)
             if answer is None:
                 return transcript
             if name in self._unwanted or len(transcript) + len(answer) >= sampling.max_new_tokens:
@@ -143,17 +169,20 @@ class Conversations:
         where = f"reward of sample {sample.sample_id} (domain {prompt.domain})"
         while True:
             reward = await self._ask_scorer(prompt, sample)
+            if reward.traceback:
+                self._tell_once(where, reward)
             match reward.status:
                 case RewardStatus.OK:
+                    self.scored.add(prompt.domain)
                     return reward
                 case RewardStatus.TIMEOUT:
                     self.reward_timeouts += 1
-                    raise Unscorable(f"{where}: {reward.reason}")
+                    raise Unscorable(f"{where}: {reward.reason}", raised=bool(reward.traceback))
                 case RewardStatus.ERROR:
                     self.reward_errors += 1
                     errors += 1
                     if errors > options.reward_retries:
-                        raise RewardOutage(f"{where}: {reward.reason}")
+                        raise RewardOutage(f"{where}: {reward.reason}", raised=True)
                 case RewardStatus.OUTAGE:
                     self.reward_outages += 1
                     if loop.time() + pause_s > patience_ends:
@@ -162,8 +191,15 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_RETRY_S, 2 * pause_s)
 
+    def _tell_once(self, where: str, reward: Reward) -> None:
+        """Tell the user which line of the reward raised, the first time that it does."""
+        if reward.place not in self._told:
+            self._told.add(reward.place)
+            logger.warning("%s: %s%s; the traceback is in run.log", where, reward.reason, at(reward.place))
+            logger.info("%s\n%s", where, reward.traceback)
+
     async def _ask_scorer(self, prompt: Prompt, sample: Sample) -> Reward:
-        """One attempt; a scorer that died or does not answer is an outage."""
+        """One attempt. A scorer that died or does not answer is an outage; one that cannot read a file has raised."""
         timeout_s = self._options.reward_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -172,3 +208,5 @@ class Conversations:
             return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"no answer within {timeout_s:g} s")
         except ConnectionError as error:
             return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=str(error))
+        except OSError as error:
+            return reward_of_error(error)

@@ -33,6 +33,10 @@ class GroupOutcome:
     group: Group | None = None
     """With KEPT, and with FILTERED unless a sample has no score."""
     reason: str = ""
+    raised: bool = False
+    """The code of its reward raised, so it has no scores; which line it was has been told."""
+    never_scored: bool = False
+    """It raised, and no sample of the domain has had a score since the start."""
     remains: Group | None = None
     """The samples that an aborted group had, not a whole group: for the length audit alone."""
 

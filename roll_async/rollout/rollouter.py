@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
@@ -18,8 +19,10 @@ from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, Slot
+from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
+from roll_async.rollout.first_batch import FirstBatch
 from roll_async.rollout.group_filter import metric_of
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, GroupSource
 from roll_async.rollout.protocol import PromptPool, PromptSource
@@ -29,6 +32,7 @@ from roll_async.schema import Group, Prompt
 logger = logging.getLogger(__name__)
 
 _RESERVE_AT_ONCE = 64
+_MAX_READS, _FIRST_PAUSE_S = 5, 0.25
 _ABORT_AGAIN_S = 1.0
 """An abort is repeated, because a conversation may have begun its next turn while its last one was aborted."""
 
@@ -120,6 +124,7 @@ class Rollouter:
         self._running.set()
         self._samples = self._errors = self._filtered = self._syncs = 0
         self._duplicates = DuplicateAnswers()
+        self._first = FirstBatch(queue.groups_per_batch)
         self._outages_told = 0
         self._judged: dict[str, int] = dict.fromkeys(JUDGED, 0)
 
@@ -145,7 +150,11 @@ class Rollouter:
                 await self._start(slot, tasks)
 
     async def _start(self, slot: Slot, tasks: asyncio.TaskGroup) -> None:
-        prompt = self._prompts.at(slot.prompt_index)
+        try:
+            prompt = await self._prompt(slot.prompt_index)
+        except OutsideError as error:
+            await self._deliver(slot, GroupOutcome(fate=GroupFate.FAILED, reason=f"no prompt: {error}"))
+            return
         if prompt is None:
             await self._queue.release(slot.group_id, Outcome.UNUSED)
             self._queue.end_of_data()
@@ -158,11 +167,36 @@ class Rollouter:
         self._groups[slot.group_id] = task
         task.add_done_callback(lambda _: self._groups.pop(slot.group_id))
 
+    async def _prompt(self, index: int) -> Prompt | None:
+        """The prompt at this position. A source that cannot read it, from a folder in the network perhaps, is asked
+        again, `_MAX_READS` times in all. Raises OutsideError.
+        """
+        for reads in itertools.count(1):
+            try:
+                with border():
+                    return self._prompts.at(index)
+            except OutsideError as error:
+                if not isinstance(error.__cause__, OSError) or reads == _MAX_READS or self._stopping.is_set():
+                    raise
+                pause_s = _FIRST_PAUSE_S * 2**reads
+                logger.warning("prompt %d: %s; reading it again in %g s", index, error, pause_s)
+            await asyncio.sleep(pause_s)
+
     async def _produce(self, batch: GenerationBatch) -> None:
-        outcome = self._custom_generation_logic(batch)
-        if inspect.isawaitable(outcome):
-            outcome = await outcome
-        await self._deliver(batch.slot, outcome or await self.generate(batch))
+        self._first.started(batch.slot.group_id)
+        try:
+            with border(ConnectionError):  # no replica is left
+                outcome = self._custom_generation_logic(batch)
+                if inspect.isawaitable(outcome):
+                    outcome = await outcome
+                if not isinstance(outcome, GroupOutcome | None):
+                    raise TypeError(f"_custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
+        except OutsideError as error:
+            logger.error("group %d: %s", batch.slot.group_id, error, exc_info=error.__cause__)
+            outcome = GroupOutcome(fate=GroupFate.FAILED, reason=str(error))
+        outcome = outcome or await self.generate(batch)
+        await self._deliver(batch.slot, outcome)
+        self._first.ended(batch.slot.group_id, batch.prompt.domain, outcome)
 
     def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
         """Hook, plain or async, called before a group is generated. An outcome replaces the generation; None goes on
@@ -192,7 +226,8 @@ class Rollouter:
                 await self._queue.release(slot.group_id, Outcome.FILTERED, outcome.reason, group=outcome.group)
             case GroupFate.FAILED:
                 self._errors += 1
-                logger.error("group %d (prompt %d) failed: %s", slot.group_id, slot.prompt_index, outcome.reason)
+                level = logging.INFO if outcome.raised else logging.ERROR  # that it raises has been told
+                logger.log(level, "group %d (prompt %d) failed: %s", slot.group_id, slot.prompt_index, outcome.reason)
                 await self._queue.release(slot.group_id, Outcome.FAILED, outcome.reason)
             case GroupFate.REQUEUED:
                 await self._queue.release(slot.group_id, Outcome.REQUEUED, outcome.reason, group=outcome.remains)

@@ -73,6 +73,8 @@ class Watch:
         self._due: set[int] = set()
         """Published steps whose validations are not."""
         self._validated: set[int] = set()
+        self._measuring = 0
+        """Sets of a validation that are being asked."""
         self._validates = bool(scenario.validation_prompts and scenario.plan.eval_every)
         if self._validates and restored_step and restored_step % scenario.plan.eval_every == 0:
             self._due.add(restored_step)  # its result may be lost with the process before
@@ -306,6 +308,10 @@ class Watch:
         if not trainer_failed and saved < self.last_learned == self._last_begun:
             self.report(9, f"step {self.last_learned} was learned, and step {saved} is the last that is saved")
 
+    def measuring(self, change: int) -> None:
+        """A set of a validation begins to be asked (1), or all its answers came (-1)."""
+        self._measuring += change
+
     def validated(self, step: int, answered: Sequence[Answered], sampling: SamplingParams) -> None:
         """Answers of a validation came. Only replicas that returned or joined meanwhile may have other versions."""
         number = self._answers.get(step, 0)
@@ -414,6 +420,12 @@ class Watch:
                         self.report(10, f"{name} has {running} requests, and {cap} are allowed")
             for request, replica in manager.overlooked():
                 self.report(10, f"{replica} has a free slot, and {request} waits")
+            if self._measuring and self.scenario.plan.validation_mode == "pause":
+                held = {i for link in manager.links for i in link.in_flight if not i.startswith("validation.")}
+                # What an engine has ended and not answered is in flight still.
+                running = [i for link in manager.links for i in link.client.engine.request_ids if i in held]  # type: ignore[attr-defined]
+                if running:
+                    self.report(17, f"{running} are generated while a validation has set training aside")
             if manager.num_displaced:
                 self.report(10, f"{manager.num_displaced} requests wait, and a validation that yields holds slots")
         allowed_s = _ENDED_WITHIN_S + 2 * self.scenario.manager.interrupt_timeout_s

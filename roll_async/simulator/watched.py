@@ -91,7 +91,11 @@ class SeenSource:
     watch: Watch
 
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
-        answered = await super().validate(prompts, sampling, name=name)  # type: ignore[misc]
+        self.watch.measuring(1)
+        try:
+            answered = await super().validate(prompts, sampling, name=name)  # type: ignore[misc]
+        finally:
+            self.watch.measuring(-1)
         self.watch.validated(int(name.split(".")[1]), answered, sampling)
         return answered
 

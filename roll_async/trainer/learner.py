@@ -152,6 +152,7 @@ class Learner:
         self._parts = parts
         self._options = options
         self.state = LearnerState(token_kl_coef=options.token_kl_coef)
+        self._told_of_rate = False
 
     def export_state(self) -> dict[str, object]:
         """What a checkpoint must hold, as plain JSON values."""
@@ -201,6 +202,7 @@ class Learner:
         updated, update_wait_s = await parts.work(updates)
         for found in updated:
             metrics |= found or {}
+        metrics["trainer/learning_rate_alarm"] = self._alarm_of_rates(metrics, step)
         self._adapt_kl(metrics, batch)
         return StepReport(
             metrics=metrics,
@@ -464,6 +466,14 @@ class Learner:
             experts=self._replayed(batch),
         )
         return rows, metrics
+
+    def _alarm_of_rates(self, metrics: Mapping[str, float], step: int) -> float:
+        """1 where a role trained with a rate of 0, which no schedule reaches before the run has ended; said once."""
+        idle = [part for part in ("trainer", "critic") if metrics.get(f"{part}/learning_rate") == 0]
+        if idle and not self._told_of_rate:
+            logger.warning("step %d: the learning rate of the %s is 0, nothing is learned any more", step, idle[0])
+            self._told_of_rate = True
+        return float(bool(idle))
 
     def _adapt_kl(self, metrics: Mapping[str, float], batch: TrainBatch) -> None:
         if self._options.target_kl is not None and "kl/reference" in metrics:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 
+from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.layout import Cut, EngineLayout
 
@@ -97,15 +98,6 @@ class Content(str, Enum):
     MERGED = "merged"  # the weights, adapters merged into them; of a model without adapters everything
     WHOLE = "whole"  # the frozen weights, and the adapters beside them
     ADAPTERS = "adapters"  # the adapters, to receivers that hold the frozen weights
-
-
-ADAPTER_HALVES = ("lora_A", "lora_B")
-"""A [rank, in] and B [out, rank] of a layer, with the adapter's scale in B; named as PEFT does."""
-
-
-def adapter_half(weight: str, half: str) -> str:
-    """Name of half of the adapter of a weight: `LAYER.weight` to `LAYER.lora_A.weight`."""
-    return f"{weight.removesuffix('.weight')}.{half}.weight"
 
 
 def is_adapter(name: str) -> bool:

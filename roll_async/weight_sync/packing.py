@@ -34,6 +34,17 @@ class TensorPart:
         return cls(name=name, shape=tuple(tensor.shape), cut=None, tensor=tensor)
 
 
+def joined(parts: Iterable[TensorPart]) -> dict[str, Tensor]:
+    """Whole tensors, in the order of their names, of all ranks' parts."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        place = whole.setdefault(part.name, part.tensor.new_empty(part.shape))
+        if (cut := part.cut) is not None:
+            place = place.narrow(cut.dim, cut.start, cut.stop - cut.start)
+        place.copy_(part.tensor)
+    return dict(sorted(whole.items()))
+
+
 PlannedBlock = Sequence[tuple[TensorSlot, Tensor]]
 """The tensors of one block with their slots in it."""
 

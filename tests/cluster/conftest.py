@@ -14,6 +14,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on CPU, here and in every proce
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from rank_pool import SUMMARY, RankPool
 
+from tests.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 RLVR = "start_rlvr_pipeline.py"
 SMALL = (
@@ -42,7 +44,7 @@ def demo_assets(tmp_path_factory, worker_id):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             make = [sys.executable, "tools/make_demo_assets.py", "--small", "--output", str(folder)]
-            subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=300)
+            subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=patient(300))
     return folder
 
 
@@ -93,7 +95,7 @@ class Launcher:
     def run(self, *overrides, timeout=240, **kwargs):
         process = self.start(*overrides, **kwargs)
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=patient(timeout))
         except subprocess.TimeoutExpired:
             process.kill()
             raise

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from tests.patience import patient
+
 STUB = Path(__file__).resolve().parent / "te_stub"
 
 
@@ -38,7 +40,7 @@ class EnginePool:
 
     def run(self, function, world_size, **arguments):
         self._pipe.send((function, world_size, arguments))
-        if not self._pipe.poll(600):
+        if not self._pipe.poll(patient(600)):
             raise AssertionError("the pool gave no answer within 600 s")
         well, answer = self._pipe.recv()
         if not well:
@@ -47,7 +49,7 @@ class EnginePool:
 
     def close(self):
         self._pipe.close()
-        self._process.join(20)
+        self._process.join(patient(20))
         if self._process.is_alive():
             self._process.terminate()
             self._process.join()

@@ -22,8 +22,12 @@ from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSett
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Content
+from tests.rounding import Bounds, assert_near
 
 NUM_ROWS, WIDTH, VOCABULARY = 16, 30, 64
+
+BOUNDS = Bounds(layers=4, hidden=64, inner=96, length=WIDTH, rows=NUM_ROWS)
+"""What another layout's order of sums explains."""
 
 MODELS = {
     "dense": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
@@ -159,11 +163,14 @@ def start_worker(rank, world_size, port, settings):
     return worker
 
 
-def measure(rank, world_size, port, settings):
-    """One layout: weights out, log-probs, two optimizer steps, log-probs again. Rank 0 reports."""
+def measure(rank, world_size, port, settings, scale=1.0):
+    """One layout: weights out, log-probs, two optimizer steps, log-probs again. Rank 0 reports. `scale`: of the
+    advantages, hence of loss and gradient.
+    """
     began = time.monotonic()
     worker = start_worker(rank, world_size, port, settings)
     rows, policy = batch(a_copy=True)
+    policy = replace(policy, advantages=policy.advantages * scale)
     exported = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
     before = worker.compute_logprobs(rows)
     steps = [worker.update_policy(policy, step) for step in (1, 2)]
@@ -186,6 +193,27 @@ def measure(rank, world_size, port, settings):
     }
 
 
+def assert_same_steps(found, expected):
+    """What `measure` found in a layout is what one rank found: log-probs, two steps, log-probs again."""
+    assert_near(found["before"], expected["before"], BOUNDS.forward)
+    moved = float((expected["after"] - expected["before"]).abs().max())
+    assert_near(found["after"], expected["after"], BOUNDS.moved, of=moved)
+    (mine, mine_next), (theirs, theirs_next) = found["steps"], expected["steps"]
+    assert_near(mine["trainer/grad_norm"], theirs["trainer/grad_norm"], BOUNDS.step)
+    assert_near(mine_next["trainer/grad_norm"], theirs_next["trainer/grad_norm"], BOUNDS.moved)
+    # The power of one log-prob after a step.
+    assert_near(mine_next["policy/ratio_max"], theirs_next["policy/ratio_max"], BOUNDS.moved * moved)
+    assert_same_losses(found["steps"], expected["steps"])
+    for mine, theirs in zip(found["steps"], expected["steps"], strict=True):
+        assert_near(mine["policy/entropy"], theirs["policy/entropy"], BOUNDS.step)
+
+
+def assert_same_losses(found, expected):
+    """Of steps: means of advantages, whose size is 1 and whose sign is either, times ratios."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_near(mine["trainer/loss"], theirs["trainer/loss"], BOUNDS.step, of=theirs["policy/ratio"])
+
+
 def train_and_save(rank, world_size, port, settings, folder, *, background=False):
     """Two steps, a checkpoint, two steps more; what the last two report."""
     worker = start_worker(rank, world_size, port, settings)
@@ -197,6 +225,15 @@ def train_and_save(rank, world_size, port, settings, folder, *, background=False
     worker.finish_save()
     worker.stop()
     return after
+
+
+def save_at(rank, world_size, port, settings, folder):
+    """A checkpoint of the role, of the actor after a step."""
+    worker = start_worker(rank, world_size, port, settings)
+    if not settings.with_value_head:
+        worker.update_policy(batch()[1], 1)
+    worker.save(folder, 1, b"")
+    worker.stop()
 
 
 def train_save_and_tell_state(rank, world_size, port, settings, folder):
@@ -313,12 +350,12 @@ def cases_of_the_gpu_suite(rank, world_size, port, folder):
     return found
 
 
-def threads_after_stops(rank, world_size, port, settings):
+def threads_after_stops(rank, world_size, port, settings, more_ports):
     """Threads of this process after each of three workers has come and gone."""
     counts = []
     gc.disable()  # with a large heap it comes by so seldom
-    for number in range(3):
-        start_worker(rank, world_size, port + number, settings).stop()
+    for each in (port, *more_ports):
+        start_worker(rank, world_size, each, settings).stop()
         counts.append(len(os.listdir("/proc/self/task")))
     gc.enable()
     return counts

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import patient
+
 _UP_WITHIN_S = 120
 
 
@@ -31,7 +33,8 @@ class OwnCluster:
     def __init__(self, folder, *, addresses=("127.0.0.1",) * 8, prefix=lambda number: ()):
         self.folder, self._addresses, self._prefix = Path(folder), addresses, prefix
         self._started = []
-        self._port = port_below_the_ephemeral_ones()
+        self._held = port_below_the_ephemeral_ones()
+        self._port = self._held.getsockname()[1]
         self.address = f"{addresses[0]}:{self._port}"
 
     def __enter__(self):
@@ -72,7 +75,10 @@ class OwnCluster:
         file.write_text(json.dumps(config))
         env = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         process = self.head(f"--autoscaling-config={file}", cpus=cpus, env=env)
-        log, deadline = self.folder / "ray" / "session_latest" / "logs" / "monitor.log", time.monotonic() + _UP_WITHIN_S
+        log, deadline = (
+            self.folder / "ray" / "session_latest" / "logs" / "monitor.log",
+            time.monotonic() + patient(_UP_WITHIN_S),
+        )
         while not (log.exists() and "Autoscaler status" in log.read_text()):
             assert time.monotonic() < deadline, "the autoscaler does not report"
             time.sleep(0.1)
@@ -97,7 +103,7 @@ class OwnCluster:
 
     def wait_up(self):
         """Until every node that was started is there."""
-        deadline = time.monotonic() + _UP_WITHIN_S
+        deadline = time.monotonic() + patient(_UP_WITHIN_S)
         for number, process in enumerate(self._started):
             output = self.folder / f"node{number}" / "out.txt"
             while "Ray runtime started" not in output.read_text():
@@ -135,16 +141,22 @@ class OwnCluster:
         for process in reversed(self._started):
             end_tree(process.pid)
         self._started = []
+        self._held.close()
 
 
 def port_below_the_ephemeral_ones():
-    """A free port that no part of Ray takes: its dashboard agent listens on 52365 whatever port the system would give
-    out next, and its workers on 10002 to 19999.
+    """A socket on a free port that no part of Ray takes: its dashboard agent listens on 52365 whatever port the system
+    would give out next, and its workers on 10002 to 19999. While it is open nobody else gets the port; the head binds
+    it beside, as told at `roll_async/cluster/network.py: held_port`.
     """
     while True:
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
-            return probe.getsockname()[1]
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
+            return held
+        except OSError:
+            held.close()
 
 
 def kill_tree(pid):

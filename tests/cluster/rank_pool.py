@@ -8,9 +8,10 @@ and the threads of each wake a hundred times a second.
 import gc
 import multiprocessing as mp
 import os
-import socket
 import time
 import traceback
+
+from tests.patience import patient
 
 SUMMARY = []
 """Lines to print at the end of the test run."""
@@ -40,19 +41,22 @@ class RankPool:
         self._context.set_forkserver_preload(_PRELOAD)
 
     def run(self, function, world_size, timeout=300, **arguments):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        from roll_async.cluster.network import held_port  # brings Ray, which no rank needs
+
+        with held_port("127.0.0.1") as port:
+            return self._run(function, world_size, timeout, {"port": port, **arguments})
+
+    def _run(self, function, world_size, timeout, arguments):
         ranks = []
         for rank in range(world_size):
             ours, theirs = self._context.Pipe()
-            given = {"rank": rank, "world_size": world_size, "port": port, **arguments}
+            given = {"rank": rank, "world_size": world_size, **arguments}
             process = self._context.Process(target=_play, args=(theirs, function, given), daemon=True)
             process.start()
             theirs.close()
             ranks.append((process, ours))
         try:
-            return _answers(ranks, time.monotonic() + timeout, timeout)
+            return _answers(ranks, time.monotonic() + patient(timeout), timeout)
         finally:
             for process, pipe in ranks:
                 pipe.close()

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import megatron_cases as cases
-from test_engine_protocol import LIBRARY, Replica, tiny_model
+from test_engine_protocol import LIBRARY, TOLERANCE, Replica, tiny_model
 
 from roll_async.inference.protocol import PauseMode
 from roll_async.weight_sync.adapters import AdapterShape
@@ -21,7 +21,7 @@ from roll_async.weight_sync.digest import of_trainer
 from roll_async.weight_sync.packing import TensorPart
 from roll_async.weight_sync.transports import open_sender
 
-RANK, VERSIONS, TOLERANCE = 4, 4, 1e-4
+RANK, VERSIONS = 4, 4
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA = {"lora_rank": RANK, "lora_alpha": 12.0, "optimizer": {"learning_rate": 0.01}}
 LAYOUTS = {

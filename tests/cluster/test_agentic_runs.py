@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("vllm")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +23,7 @@ def agentic_assets(tmp_path_factory):
         "import sys; sys.path.insert(0, 'tools'); import make_agentic_assets as m; "
         f"m.STEPS_WARM, m.LEAST_RIGHT_COPIES = 20, 0.0; sys.argv = ['x', '--output', {str(folder)!r}]; m.main()"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, timeout=patient(300))
     return folder
 
 
@@ -34,7 +36,7 @@ def test_frozen_lake_trains_on_what_the_engine_sampled_within_the_staleness_boun
         "actor_train.training_args.gradient_accumulation_steps=2",
     ]  # fmt: skip
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(240))
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
@@ -57,7 +59,7 @@ def test_rollout_without_training_writes_what_the_engine_sampled_with_validation
         "val_env_manager.group_size=4", "actor_infer.strategy_args={strategy_name: hf_infer}",
     ]  # fmt: skip
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(240))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "batch 2/2: 8 trajectories, reward 0." in done.stdout
     lines = (tmp_path / "rolled" / "metrics.jsonl").read_text().splitlines()

@@ -16,6 +16,7 @@ from roll_async.algorithms.advantages import ADVANTAGES
 from roll_async.algorithms.policy_losses import POLICY_LOSSES
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.api import load
+from tests.patience import patient
 from tools.sweep import Sweep
 
 STEPS = 3
@@ -101,7 +102,7 @@ def run(demo_assets, tmp_path_factory, request):
 
         def go(name, *overrides, file="rlvr_config_async_cpu"):
             wanted = config(name, overrides, file)
-            metrics = sweep.run(wanted, timeout_s=120)
+            metrics = sweep.run(wanted, timeout_s=patient(120))
             assert [m["step"] for m in metrics] == list(range(1, wanted.max_steps + 1))
             assert all(math.isfinite(v) for m in metrics for v in m.values())
             assert max(m["trainer/grad_norm"] for m in metrics) > 0, "no step moved the weights"

@@ -16,6 +16,7 @@ from tiny_families import FAMILIES, MOE
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from roll_async.commands.convert import run_convert
 from roll_async.trainer.megatron.logits_probe import largest_difference
+from tests.rounding import Bounds
 
 SAME_ROWS = ("qwen2.5 yarn", "llama 2")  # as qwen2 and llama 3, which differ in what is no weight
 TP2_PP2, EP2_PP2 = {"tensor": 2, "pipeline": 2}, {"expert": 2, "pipeline": 2}
@@ -61,7 +62,7 @@ def test_the_probe_sees_a_model_that_computes_something_else(tmp_path):
     difference, scale = largest_difference(
         tmp_path / "megatron", tmp_path / "hf", tmp_path / "megatron" / "huggingface"
     )
-    assert difference < 1e-5
+    assert difference < Bounds(layers=4, hidden=64, inner=96, length=64).forward * scale
     (tmp_path / "megatron" / "huggingface" / "config.json").write_text(json.dumps(other))
     difference, scale = largest_difference(
         tmp_path / "megatron", tmp_path / "hf", tmp_path / "megatron" / "huggingface"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from own_cluster import OwnCluster
 
+from tests.patience import patient
+
 pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
 
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def scale(folder, replicas):
     command = [sys.executable, "-m", "roll_async.cli", "scale", str(folder), "--replicas", str(replicas)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=patient(300))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def test_a_replica_joins_by_command_where_the_autoscaler_starts_a_node_and_leave
     log = folder / "run.log"
 
     def reached(text, within_s=300):
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + patient(within_s)
         while text not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline, f"{text!r} did not come"
             time.sleep(0.1)
@@ -78,7 +80,7 @@ def test_a_replica_joins_by_command_where_the_autoscaler_starts_a_node_and_leave
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.1)
         process.terminate()
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=patient(300))
     finally:
         if process.poll() is None:
             process.kill()

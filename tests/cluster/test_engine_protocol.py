@@ -22,6 +22,8 @@ from roll_async.weight_sync.digest import of_trainer
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.packing import TensorPart
 from roll_async.weight_sync.transports import open_sender
+from tests.patience import patient
+from tests.rounding import Bounds
 
 # SGLang's cache holds 1,024 tokens, so that it takes requests back; vLLM with as little: test_kv_cache_load.py.
 VARIANTS = {
@@ -33,7 +35,9 @@ VARIANTS = {
 }
 """Strategy and settings of each engine that keeps the protocol, and its model's head."""
 LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
-EOS, CONTEXT, TOLERANCE = 2, 512, 1e-4
+EOS, CONTEXT = 2, 512
+TOLERANCE = 10 * Bounds(layers=2, hidden=128, inner=256, length=CONTEXT).forward
+"""Of log-probs, in nat: they are sums of logits of up to 10."""
 PROMPT = [11, 22, 33, 44, 55]
 
 
@@ -211,7 +215,7 @@ async def end_a_request_by_closing(replica):
 
 
 def wait_until_no_child_is_left(before):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while time.monotonic() < deadline:
         new = set(psutil.Process().children(recursive=True)) - before
         left = [
@@ -444,7 +448,7 @@ def test_an_abort_right_after_the_start_is_not_lost(replica, delay_s):
             await asyncio.sleep(delay_s)
             started = time.monotonic()
             await replica.engine.abort([r.request_id for r in requests])
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < patient(1)
             await asyncio.sleep(0)
             assert all(t.done() and len(t.result().token_ids) < 400 for t in tasks)
 

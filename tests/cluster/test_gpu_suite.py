@@ -14,13 +14,15 @@ pytest.importorskip("transformers")
 
 import megatron_cases as cases
 
+from tests.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def suite(*arguments):
     command = [sys.executable, str(ROOT / "tools" / "gpu_suite.py"), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(300))
 
 
 @pytest.mark.slow

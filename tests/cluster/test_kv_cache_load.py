@@ -8,6 +8,8 @@ pytest.importorskip("vllm")
 
 from test_engine_protocol import Replica
 
+from tests.patience import patient
+
 
 @pytest.fixture(params=[True, False], ids=["core_in_process", "core_process"])
 def small_cache(request, tmp_path):
@@ -52,4 +54,4 @@ def test_an_error_that_no_future_takes_ends_its_call(small_cache):
     """vLLM raised StopIteration for an adapter without layers: the start waited for ever."""
     call = small_cache.engine._llm._call(lambda: next(iter(())))
     with pytest.raises(RuntimeError, match="StopIteration in vLLM"):
-        small_cache.runner.run(asyncio.wait_for(call, 30))
+        small_cache.runner.run(asyncio.wait_for(call, patient(30)))

@@ -9,6 +9,8 @@ pytest.importorskip("transformers")
 
 import megatron_cases as cases
 
+from tests.rounding import assert_near
+
 BUDGET = 4 * 4 * cases.VOCABULARY
 """Four positions of float32."""
 T2 = {"parallel": {"tensor": 2, "sequence_parallel": True}}
@@ -33,12 +35,14 @@ def test_pieces_give_the_same_step_as_the_whole(rank_pool, folders, kind, world_
     settings = cases.settings_of(folders[kind], **fields)
     whole = rank_pool.run(cases.logits_in_pieces, world_size, settings=settings, budget=1 << 30)[0]
     found = rank_pool.run(cases.logits_in_pieces, world_size, settings=settings, budget=BUDGET)[0]
-    assert (found["before"] - whole["before"]).abs().max() < 1e-5
-    for key in ("trainer/loss", "policy/entropy", "trainer/grad_norm"):
-        assert found["step"][key] == pytest.approx(whole["step"][key], rel=1e-5, abs=1e-6)
-    # Adam makes steps of the rounding of tiny gradients, and at the edge of top_p a step may be a jump of one token.
+    assert_near(found["before"], whole["before"], cases.BOUNDS.forward)
+    cases.assert_same_losses([found["step"]], [whole["step"]])
+    for key in ("policy/entropy", "trainer/grad_norm"):
+        assert_near(found["step"][key], whole["step"][key], cases.BOUNDS.step)
+    moved = float((whole["after"] - whole["before"]).abs().max())
     difference = (found["after"] - whole["after"]).abs().flatten()
-    assert difference.quantile(0.98) < 3e-3 and difference.max() < 0.1
+    # At the edge of top_p a step may be a jump of one token.
+    assert difference.quantile(0.98) < cases.BOUNDS.moved * moved and difference.max() < 0.1
 
 
 def test_no_tensor_is_as_large_as_the_logits_of_a_micro_batch(rank_pool, tmp_path):

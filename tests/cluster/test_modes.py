@@ -21,6 +21,7 @@ from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.rollout.tools import ToolCall, ToolCompletionCallback
 from roll_async.schema import FinishReason
+from tests.patience import patient
 from tools.sweep import Sweep
 
 STEPS = 5
@@ -71,7 +72,7 @@ def train(demo_assets, output):
         return load("configs/rlvr_config_async_cpu.yaml", (*places, *SMALL, *overrides), "rlvr")
 
     def go(name, *overrides, **classes):
-        return sweep.run(config(name, *overrides), RunClasses(trainer=Watching, **classes), timeout_s=300)
+        return sweep.run(config(name, *overrides), RunClasses(trainer=Watching, **classes), timeout_s=patient(300))
 
     with (
         ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}) as runtime,

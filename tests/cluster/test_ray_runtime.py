@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("ray")
 
@@ -57,7 +59,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_gone(pids: list[int], seconds: float) -> list[int]:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while (left := alive(pids)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
@@ -81,13 +83,13 @@ def test_a_driver_starts_no_idle_worker_ends_with_all_it_started_and_opens_no_po
     assert int(line.split("|")[2]) == 0, "Ray started workers beforehand that no role can use"
     if driver.mode == "hang":
         os.kill(driver.pid, signal.SIGKILL)
-    assert driver.wait(60) == (0 if driver.mode == "end" else -signal.SIGKILL)
+    assert driver.wait(patient(60)) == (0 if driver.mode == "end" else -signal.SIGKILL)
     assert wait_gone(pids, 20) == []
 
 
 def test_what_ray_was_told_is_put_back_so_that_the_process_may_join_many_machines_later():
     driver = start("end")
-    output, _ = driver.communicate(timeout=120)
+    output, _ = driver.communicate(timeout=patient(120))
     assert driver.returncode == 0
     first, changed = output.splitlines()
     of_ray = {"PYTHONBREAKPOINT", "RAY_USAGE_STATS_ENABLED"}
@@ -107,4 +109,4 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once_with_the_remedy(
             ray_runtime(num_processes=1, env={}),
         ):
             pass
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < patient(5)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("ray")
 pytest.importorskip("psutil")
 pytest.importorskip("transformers")
@@ -29,6 +31,7 @@ from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.schema import RewardConfig
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.schema import FinishReason, Prompt, Sample
+from tests.patience import patient
 
 def sample(ids, name):
     n = len(ids)
@@ -68,7 +71,7 @@ async def main(folder):
         except ConnectionError:
             outages += 1
             await asyncio.sleep(0.2)
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=patient(10))
     print("outages", outages > 0, "scores", set(scores), "restarts", scorer.restarts, "orphans", len(alive), flush=True)
     await scorer.close()
 
@@ -92,7 +95,7 @@ def test_slow_answers_delay_no_others_and_a_killed_reward_host_comes_back(demo_a
         [sys.executable, "-c", DRIVER, str(demo_assets / "model")],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=patient(180),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
     )

@@ -13,6 +13,7 @@ from roll_async.rewards.code_sandbox import CodeSandbox
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.local import LocalSandbox
 from roll_async.rewards.sandbox.protocol import Run
+from tests.patience import patient
 
 contained = pytest.mark.skipif(bool(missing()), reason=missing() or "contained here")
 ADD = "def add(a, b):\n    return a + b"
@@ -88,7 +89,7 @@ def test_no_process_can_be_started_and_a_fork_bomb_is_one_error(program):
     bomb, shell = "import os\nwhile True: os.fork()", "import subprocess\nsubprocess.run(['ls'])"
     for code in (bomb, shell, "import os\nos.execv('/bin/ls', ['ls'])"):
         outcome = program(code)
-        assert outcome.ending == "exit" and "PermissionError" in outcome.problem and outcome.seconds < 2
+        assert outcome.ending == "exit" and "PermissionError" in outcome.problem and outcome.seconds < patient(2)
 
 
 @contained
@@ -148,8 +149,8 @@ def test_limits_cannot_be_raised_again(program):
     ],
 )  # fmt: skip
 def test_what_uses_too_much_is_ended_and_named(program, code, ending):
-    outcome = program(code, timeout_s=0.5 if ending == "timeout" else 8.0)
-    assert outcome.ending == ending and outcome.seconds < 6
+    outcome = program(code, timeout_s=0.5 if ending == "timeout" else patient(8.0))
+    assert outcome.ending == ending and outcome.seconds < patient(6)
 
 
 def test_nothing_is_left_behind_and_the_next_program_starts_clean(program, scratch):

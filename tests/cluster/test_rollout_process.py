@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 pytest.importorskip("ray")
 pytest.importorskip("psutil")
 
@@ -26,6 +28,7 @@ from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import FinishReason, Group, Prompt, Reward, Sample
+from tests.patience import patient
 
 PROMPTS = 5
 
@@ -100,7 +103,8 @@ async def raised(work):
         return error
 
 async def main():
-    process = await RolloutProcess.start(start, log_files=[], silence_s=3.0, rpc_timeout_s=100.0, env={})
+    silence_s = round(patient(3.0), 1)
+    process = await RolloutProcess.start(start, log_files=[], silence_s=silence_s, rpc_timeout_s=100.0, env={})
     side = await process.couple(0)
     queue, rollouter, synchronizer = side.queue, side.rollouter, side.synchronizer
     assert side.validate is None and queue.stats().admitted == 0
@@ -119,7 +123,7 @@ async def main():
     assert source["engine/preemptions"] == 2.0 and source["memory/rollout_peak_bytes"] > 2e7, source
     assert (await queue.checkpoint_state(1))["step"] == 1
     await synchronizer.push(1)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(patient(3)):
         await synchronizer.wait_for_returned()
     await synchronizer.resync_returned(1)
     await queue.take_batch(2)
@@ -134,7 +138,7 @@ async def main():
     running = asyncio.create_task(rollouter.run())
     host.send_signal(signal.SIGSTOP)
     silent = await raised(running)
-    assert type(silent) is StallError and "rollout process: no answer for 3 s" in str(silent), repr(silent)
+    assert type(silent) is StallError and f"rollout process: no answer for {silence_s:g} s" in str(silent), repr(silent)
     host.send_signal(signal.SIGCONT)
     host.kill()
     gone = await raised(queue.step_trained(3))
@@ -148,6 +152,8 @@ with ray_runtime(num_processes=1, env={}):
 
 
 def test_answers_counters_and_errors_cross_and_a_silent_or_dead_process_is_noticed():
-    done = subprocess.run([sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=patient(180)
+    )
     assert "all held" in done.stdout, done.stdout + done.stderr
     assert "WARNING: engine 1 is back" in done.stderr, "warnings reach the console of the run"

@@ -4,7 +4,6 @@ score of the time between.
 
 import json
 import signal
-import socket
 import sqlite3
 import sys
 import time
@@ -21,6 +20,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "service"))
 from service_process import ServiceProcess
 
+from roll_async.cluster.network import held_port
+from tests.patience import patient
+
 OUTAGE_S = 5.0
 
 
@@ -30,10 +32,13 @@ def start_service(port):
     return service
 
 
-def test_a_run_waits_for_a_service_that_was_killed_and_no_score_is_invented(launcher):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@pytest.fixture
+def port():
+    with held_port("127.0.0.1") as port:
+        yield port
+
+
+def test_a_run_waits_for_a_service_that_was_killed_and_no_score_is_invented(launcher, port):
     service = start_service(port)
     reward = f"{{type: math_service, service: {{api_url: '{service.url}', max_retries: 1}}}}"
     hf = "actor_infer.strategy_args={strategy_name: hf_infer}"
@@ -44,12 +49,12 @@ def test_a_run_waits_for_a_service_that_was_killed_and_no_score_is_invented(laun
                 break
         service.stop(signal.SIGKILL)
         metrics = launcher.output / "run" / "metrics.jsonl"
-        time.sleep(OUTAGE_S - 2)  # what was scored before may still be trained
+        time.sleep(patient(OUTAGE_S - 2))  # what was scored before may still be trained
         before = len(metrics.read_text().splitlines())
         time.sleep(2)
         assert process.poll() is None and len(metrics.read_text().splitlines()) == before < 6
         service = start_service(port)
-        rest = process.communicate(timeout=120)[0]
+        rest = process.communicate(timeout=patient(120))[0]
     finally:
         service.stop(signal.SIGKILL)
         process.kill()

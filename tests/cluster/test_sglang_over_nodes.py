@@ -15,9 +15,10 @@ psutil = pytest.importorskip("psutil")
 
 from test_engine_protocol import Replica, save_tokenizer, tiny_model
 
-from roll_async.cluster.network import free_port
+from roll_async.cluster.network import held_port
 from roll_async.inference.backends import create_follower
 from roll_async.inference.settings import EngineSettings, NodeSpan
+from tests.patience import patient
 
 HOST = "127.0.0.1"
 
@@ -30,11 +31,17 @@ def _follow(settings, told):
     told.put("a rank has ended")
 
 
-def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(sglang_stubs, tmp_path):
+@pytest.fixture
+def port():
+    with held_port(HOST) as port:
+        yield port
+
+
+def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(sglang_stubs, tmp_path, port):
     pytest.importorskip("sglang")
     tiny_model(1, tied=False).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    span = NodeSpan(num_nodes=2, node_rank=0, master_addr=HOST, master_port=free_port(HOST))
+    span = NodeSpan(num_nodes=2, node_rank=0, master_addr=HOST, master_port=port)
     changes = {"tensor_parallel_size": 2}
     spawn = mp.get_context("spawn")
     told = spawn.Queue()
@@ -57,19 +64,19 @@ def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(
                 replica.assert_sampled_from(model, request, completion)
 
         replica.runner.run(go())
-        (rank,) = told.get(timeout=10)
+        (rank,) = told.get(timeout=patient(10))
 
         async def lose_the_rank():
             (task,) = replica.start(replica.request(max_new_tokens=480))
             await asyncio.sleep(0.3)
             os.kill(rank, signal.SIGKILL)
             with pytest.raises(ConnectionError, match="process of SGLang has failed"):
-                await asyncio.wait_for(task, 30)
+                await asyncio.wait_for(task, patient(30))
             with pytest.raises(ConnectionError):
                 await replica.engine.generate(replica.request())
 
         replica.runner.run(lose_the_rank())
-        assert told.get(timeout=30) == "a rank has ended"
+        assert told.get(timeout=patient(30)) == "a rank has ended"
         replica.close()
     finally:
         if follower.is_alive():

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from own_cluster import OwnCluster
 
+from tests.patience import patient
+
 pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
 
@@ -132,7 +134,7 @@ def drive(cluster, hosts, demo_assets, tmp_path):
         process = subprocess.Popen(
             command, cwd=tmp_path, env=cluster.env(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        late, lines = threading.Timer(timeout, process.kill), []
+        late, lines = threading.Timer(patient(timeout), process.kill), []
         late.start()
         for line in process.stdout:
             lines.append(line)

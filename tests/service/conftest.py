@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,21 +10,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from service_process import ServiceProcess
 
-
-@pytest.fixture(scope="session")
-def free_port():
-    import socket
-
-    def find():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return find
+from tests.patience import patient
 
 
 @pytest.fixture(scope="session")
-def start_service(free_port):
+def own_port():
+    """Ports that nobody else gets until the session ends, for services to listen on, again and again."""
+    pytest.importorskip("ray")
+    from roll_async.cluster.network import held_port
+
+    with ExitStack() as held:
+        yield lambda: held.enter_context(held_port("127.0.0.1"))
+
+
+@pytest.fixture(scope="session")
+def start_service(own_port):
     """Start a service; everything started is ended with the session."""
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
@@ -32,7 +33,7 @@ def start_service(free_port):
     started = []
 
     def start(*arguments, port=None, env=None):
-        started.append(ServiceProcess(*arguments, port=port or free_port(), env=env))
+        started.append(ServiceProcess(*arguments, port=port or own_port(), env=env))
         started[-1].wait_until_healthy()
         return started[-1]
 
@@ -43,10 +44,8 @@ def start_service(free_port):
 
 @pytest.fixture(scope="session")
 def service(start_service):
-    """One that asks for a token, is small and gives up after three seconds: a worker that does not hang may need
-    one on a machine that does four things at once.
-    """
+    """One that asks for a token, is small and gives up soon."""
     return start_service(
-        "--timeout", "3", "--max-request-bytes", "1000000", "--max-in-flight", "1024",
+        "--timeout", f"{patient(3):.1f}", "--max-request-bytes", "1000000", "--max-in-flight", "1024",
         env={"MATH_VERIFY_TOKEN": "secret"},
     )  # fmt: skip

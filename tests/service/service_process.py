@@ -10,6 +10,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from tests.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "async_dapo" / "math_verify_service.py"
 
@@ -25,7 +27,7 @@ class ServiceProcess:
         self.process = subprocess.Popen(command, env={**inherited, **(env or {})}, cwd="/", stderr=subprocess.DEVNULL)
 
     def wait_until_healthy(self):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patient(60)
         while True:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
@@ -40,7 +42,7 @@ class ServiceProcess:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
         try:
-            with urllib.request.urlopen(request, timeout=30) as reply:
+            with urllib.request.urlopen(request, timeout=patient(30)) as reply:
                 return reply.status, reply.headers, reply.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.headers, error.read().decode()
@@ -48,4 +50,4 @@ class ServiceProcess:
     def stop(self, number=signal.SIGTERM):
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(patient(30))

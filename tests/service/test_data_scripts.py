@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.prompts.rows import BadRows, Columns, read_rows
+from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
@@ -19,7 +20,7 @@ def run(script, *arguments, **env):
     command = [sys.executable] if script.endswith(".py") else ["bash"]
     return subprocess.run(
         [*command, str(ROOT / "examples" / script), *map(str, arguments)],
-        capture_output=True, text=True, env={**os.environ, **env}, timeout=60,
+        capture_output=True, text=True, env={**os.environ, **env}, timeout=patient(60),
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "dapo/run_dapo_qwen2.5_32b.sh": "dapo_qwen2.5_32b",
@@ -33,7 +35,9 @@ def start(tmp_path):
         inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY", "MODEL_PATH")}
         env = {"RAY_ADDRESS": "local", "PYTHON": str(program), "MATH_VERIFY_URL": "", "PYTHONPATH": str(ROOT), **env}
         command = ["bash", str(ROOT / "examples" / script), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env={**inherited, **env}, cwd=ROOT, timeout=60)
+        return subprocess.run(
+            command, capture_output=True, text=True, env={**inherited, **env}, cwd=ROOT, timeout=patient(60)
+        )
 
     return run
 
@@ -89,8 +93,8 @@ def test_the_laptop_run_on_real_rows_asks_the_service_and_runs_ahead_like_the_fu
         assert line in done.stdout, line
 
 
-def test_the_asynchronous_recipe_does_not_start_without_the_service(start, free_port):
-    done = start("async_dapo/test_7b.sh", MATH_VERIFY_URL=f"http://127.0.0.1:{free_port()}")
+def test_the_asynchronous_recipe_does_not_start_without_the_service(start, own_port):
+    done = start("async_dapo/test_7b.sh", MATH_VERIFY_URL=f"http://127.0.0.1:{own_port()}")
     assert done.returncode == 2 and "no math verify service" in done.stderr and "started" not in done.stdout
 
 
@@ -130,7 +134,9 @@ def submitted(tmp_path):
         inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY", "MODEL_PATH")}
         env = {**inherited, "HOME": str(tmp_path), "PYTHON": sys.executable}
         env["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, env=env, cwd=ROOT, timeout=60)
+        done = subprocess.run(
+            ["bash", "-ec", lines], capture_output=True, text=True, env=env, cwd=ROOT, timeout=patient(60)
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(told.read_text())
 
@@ -175,7 +181,7 @@ def test_the_address_of_a_job_server_left_in_the_shell_is_explained(tmp_path):
     ]
     env = {**os.environ, "RAY_ADDRESS": "http://localhost:8265", "PYTHONPATH": str(ROOT)}
     pytest.importorskip("ray")
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=patient(60))
     assert "is the address of Ray's job server: hand the run over with `ray job submit`" in done.stderr
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "async_dapo" / "math_verify_service.py"
 TOKEN = {"Authorization": "Bearer secret"}
 HANGING = r"\boxed{9^{9^{9^9}}}"
@@ -30,7 +32,7 @@ def test_a_verdict_has_a_score_only_when_the_answer_could_be_judged(service):
     assert (wrong["status"], wrong["score"], wrong["reason"]) == ("ok", 0.0, "'17' is not '18'")
     late = verdict(service, HANGING, "18")
     assert (late["status"], late["score"], late["acc"]) == ("timeout", None, None)
-    assert "no verdict within 3 s" in late["reason"]
+    assert "no verdict within " in late["reason"]
 
 
 def test_a_batch_keeps_its_order_and_a_hanging_item_costs_only_itself(service):
@@ -82,7 +84,7 @@ def raw(service, headers, body):
 
     host, port = service.url.removeprefix("http://").split(":")
     head = b"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=patient(10)) as connection:
         connection.sendall(head + headers + b"\r\n")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may come before the end
             connection.sendall(body)
@@ -118,7 +120,7 @@ def test_a_client_that_goes_away_frees_its_places(service):
     body = json.dumps({"items": [{"text": HANGING, "ground_truth": "1"}] * 50}).encode()
     head = b"POST /score/batch HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=patient(10)) as connection:
         connection.sendall(head + body)
         wait_for(lambda: service.wait_until_healthy()["in_flight"] == 50)
     wait_for(lambda: service.wait_until_healthy()["in_flight"] == 0)  # 50 time-outs would take 50 s
@@ -126,7 +128,7 @@ def test_a_client_that_goes_away_frees_its_places(service):
 
 
 def wait_for(condition, seconds=10):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -180,9 +182,9 @@ def command_line():
         sys.path.remove(str(SCRIPT.parent))
 
 
-def test_another_address_without_a_token_ends_the_program(free_port):
+def test_another_address_without_a_token_ends_the_program(own_port):
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--host", "0.0.0.0", "--port", str(free_port()), "--token-env", "NOT_SET"],
+        [sys.executable, str(SCRIPT), "--host", "0.0.0.0", "--port", str(own_port()), "--token-env", "NOT_SET"],
         capture_output=True,
         text=True,
     )

@@ -88,12 +88,12 @@ def test_the_real_service_judges_through_the_router(service, monkeypatch):
     assert late.status is RewardStatus.TIMEOUT and late.metrics == {}
 
 
-def test_a_run_does_not_start_without_the_service_or_with_the_wrong_token(service, free_port, monkeypatch):
+def test_a_run_does_not_start_without_the_service_or_with_the_wrong_token(service, own_port, monkeypatch):
     monkeypatch.setenv("TOKEN_OF_THE_RUN", "wrong")
     with pytest.raises(ValueError, match=r"no math verify service at .*: status 401 .*; start it with"):
         ask(service.url, token_env="TOKEN_OF_THE_RUN", max_retries=0)
     with pytest.raises(ValueError, match="no math verify service at .*: ClientConnectorError"):
-        ask(f"http://127.0.0.1:{free_port()}", max_retries=1)
+        ask(f"http://127.0.0.1:{own_port()}", max_retries=1)
     with pytest.raises(ValueError, match="the environment variable NOT_SET_ANYWHERE is not set"):
         ask(service.url, token_env="NOT_SET_ANYWHERE")
 
@@ -138,9 +138,9 @@ def test_a_sample_the_service_cannot_take_is_an_error_of_its_own_at_once(scripte
     assert reward.status is RewardStatus.ERROR and "too large" in reward.reason and len(asked) == 2
 
 
-def test_a_service_killed_in_the_middle_is_an_outage_and_judges_again_when_it_is_back(start_service, free_port):
+def test_a_service_killed_in_the_middle_is_an_outage_and_judges_again_when_it_is_back(start_service, own_port):
     """No sample of the time without a service gets a score: each is asked again until it is judged."""
-    port = free_port()
+    port = own_port()
     first = start_service("--timeout", "5", port=port)
     config = RewardConfig(
         type="math_service", service=ServiceConfig(api_url=first.url, max_retries=0, max_concurrent=16)

@@ -349,6 +349,13 @@ class SkipsValidations(Scheduled):
             pass
 
 
+class GeneratesOverValidations(Rollouter):
+    """A validation that has set training aside shares the engines with it."""
+
+    async def pause(self):
+        pass
+
+
 class ForgetsTheRestored(TrainLoop):
     """The validation of the restored step is left out."""
 
@@ -508,6 +515,7 @@ MUTANTS = {
     "never uses its budget": (Classes(rollouter=NeverUsesItsBudget), 6),
     "validates what is there": (Classes(trainer=ValidatesWhatIsThere), 17),
     "skips validations": (Classes(trainer=SkipsValidations), 17),
+    "generates over validations": (Classes(rollouter=GeneratesOverValidations), 17),
     "forgets the restored step": (Classes(trainer=ForgetsTheRestored), 17),
     "pushes over validations": (Classes(trainer=PushesOverValidations), 17),
     "measures with the wrong weights": (Classes(trainer=MeasuresWithTheWrongWeights), 17),

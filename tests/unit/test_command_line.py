@@ -10,13 +10,14 @@ from roll_async.cli import COMMANDS, main
 from roll_async.commands import command_line
 from roll_async.commands.run import origin
 from roll_async.launch.gate import unsupported
+from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("start_rlvr_pipeline.py", "start_agentic_pipeline.py", "fully_async_main.py", "fully_async_custom.py")
 
 
 def python(*args, cwd):
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=patient(120), cwd=cwd)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     "README.md", "docs_roll/agentic.md", "docs_roll/fully_async.md", "examples/async_dapo/README.md",
@@ -108,6 +110,8 @@ def test_the_commands_of_a_document_work_in_one_shell_as_typed(document, tmp_pat
     kept = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "WANDB_API_KEY", "MODEL_PATH", "CONFIG")}
     env = {**kept, "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     script = "set -e\n" + "\n".join(typed)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, cwd=ROOT, timeout=300)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=env, cwd=ROOT, timeout=patient(300)
+    )
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     assert done.stdout.count("typed ") >= len([line for line in typed if not line.startswith(("export", "nohup"))])

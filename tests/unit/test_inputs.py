@@ -13,6 +13,7 @@ import pytest
 
 from roll_async.config.api import load
 from roll_async.launch.inputs import is_hub_name, missing_inputs
+from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "rlvr_config_async.yaml"
@@ -76,14 +77,14 @@ def ask(tmp_path):
         keep = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
         return subprocess.run(
             [sys.executable, "-c", ASK, str(CONFIG), *overrides],
-            capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            capture_output=True, text=True, timeout=patient(120), cwd=tmp_path,
             env={**keep, **where, **env, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
     yield run
     server.shutdown()
     server.server_close()
-    thread.join(timeout=10)
+    thread.join(timeout=patient(10))
 
 
 @pytest.mark.slow

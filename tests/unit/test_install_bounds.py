@@ -1,7 +1,10 @@
-"""Bounds of pyproject.toml against what engines ask for themselves, and the lock file. One test asks the registry, and
-is skipped where there is none.
+"""Bounds of pyproject.toml against what engines ask for themselves, the lock file, and the Python that `make` takes.
+One test asks the registry, and is skipped where there is none.
 """
 
+import os
+import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -89,3 +92,71 @@ def test_a_lock_for_cuda_that_lacks_or_changes_what_an_engine_asks_for_is_named(
     pinned = check_install.pins("# a comment\nTorch_Vision==1.0\ntorch==2.13.0\n")
     asked = [Requirement(x) for x in ("torch==2.14.0", "torch-vision>=1", "ray>=2", "other; extra == 'x'")]
     assert check_install.unmet(pinned, asked) == ["torch==2.14.0: pinned 2.13.0", "ray>=2: pinned nowhere"]
+
+
+# A Python that writes what it is asked, tests what `make` wants to know as the version that it plays, and makes an
+# environment with itself in it, into which everything installs at once.
+FAKE_PYTHON = """#!/bin/sh
+echo "$0 $*" >> "{log}"
+case "$1 $2" in
+  "-c "*) exec {python} -IS -c "import sys; {plays}; $2" ;;
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+esac
+"""
+PLAYS = {
+    "works": "pass",
+    "too old": "sys.version_info = (3, 10, 12)",
+    "newer than tried": "sys.version_info = (3, 14, 0)",
+    "without venv": "sys.modules['ensurepip'] = None",
+    "a shim of nothing": "sys.exit(127)",
+}
+
+
+def make_setup(folder, pythons, *arguments):
+    """(exit code, lines of standard error, the Pythons that made an environment) of `make setup` under a PATH."""
+    path, log = folder / "path", folder / "log"
+    path.mkdir()
+    for tool in ("sh", "uname", "tr", "touch", "mkdir", "cp"):
+        (path / tool).symlink_to(shutil.which(tool))
+    for name, plays in pythons.items():
+        (path / name).write_text(FAKE_PYTHON.format(log=log, python=sys.executable, plays=PLAYS[plays]))
+        (path / name).chmod(0o755)
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL")}
+    command = [shutil.which("make"), "setup", f"VENV={folder / 'venv'}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**env, "PATH": str(path)}, capture_output=True, text=True)
+    asked = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    makers = [Path(words[0]).name for words in asked if words[1:3] == ["-m", "venv"]]
+    return done.returncode, done.stderr.splitlines(), makers
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    ("pythons", "arguments", "taken"),
+    [
+        ({"python3.11": "works", "python3.12": "works"}, (), "python3.11"),
+        ({"python3.12": "works"}, (), "python3.12"),
+        ({"python3.11": "a shim of nothing", "python3.12": "works"}, (), "python3.12"),
+        ({"python3.11": "without venv", "python3.12": "works", "python3": "works"}, (), "python3.12"),
+        ({"python3": "works"}, (), "python3"),
+        ({"python3.11": "works", "mine": "newer than tried"}, ("PYTHON=mine",), "mine"),
+    ],
+)
+def test_make_takes_the_first_python_that_is_there_and_can_make_an_environment(tmp_path, pythons, arguments, taken):
+    assert make_setup(tmp_path, pythons, *arguments) == (0, [], [taken])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    "pythons",
+    [
+        {},
+        {"python3": "too old"},
+        {"python3": "newer than tried"},
+        {"python3.11": "a shim of nothing", "python3.12": "without venv", "python3": "too old"},
+    ],
+)
+def test_make_says_in_one_line_what_to_install_where_no_python_can(tmp_path, pythons):
+    code, said, makers = make_setup(tmp_path, pythons)
+    assert code != 0 and makers == [] and not (tmp_path / "venv").exists()
+    assert said[0].startswith("no Python 3.11 or 3.12 with venv here: install ") and "make PYTHON=" in said[0]
+    assert len(said) == 2 and said[1].startswith("make: ***"), said

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from verification import Sample, samples  # noqa: E402
+
+from roll_async.cluster.network import held_port  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "async_dapo" / "math_verify_service.py"
 
@@ -80,18 +81,16 @@ def main() -> None:
         asked = samples(args.data, 2000, 0)
     except ValueError as error:
         sys.exit(f"verify_service: {error}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, str(SCRIPT), "--port", str(port), "--workers", str(args.workers)]
-    service = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        started = time.perf_counter()
-        url = f"http://127.0.0.1:{port}"
-        latencies, found = asyncio.run(load(url, args.clients, args.seconds, asked))
-    finally:
-        service.terminate()
-        service.wait(60)
+    with held_port("127.0.0.1") as port:
+        command = [sys.executable, str(SCRIPT), "--port", str(port), "--workers", str(args.workers)]
+        service = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            started = time.perf_counter()
+            url = f"http://127.0.0.1:{port}"
+            latencies, found = asyncio.run(load(url, args.clients, args.seconds, asked))
+        finally:
+            service.terminate()
+            service.wait(60)
     assert time.perf_counter() - started >= args.seconds
     cuts = statistics.quantiles(latencies, n=100)
     lost = found.total() - found["right"]

@@ -86,18 +86,13 @@ def started(stack: ExitStack, command: Sequence[str], folder: Path, log: Path, p
     raise RuntimeError(f"{Path(command[1]).name} is not up: {log.read_text()[-1500:]}")
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def serve(stack: ExitStack, peer: Peer, python: str, folder: Path) -> str:
     """The address of the peer's server."""
-    port, arguments = free_port(), []
+    from roll_async.cluster.network import held_port
+
+    port, arguments = stack.enter_context(held_port("127.0.0.1")), []
     if peer.environment:
-        made, at = folder / "echo", free_port()
+        made, at = folder / "echo", stack.enter_context(held_port("127.0.0.1"))
         openenv = str(Path(python).with_name("openenv"))
         subprocess.run([openenv, "init", made.name, "-o", str(folder)], check=True, capture_output=True, text=True)
         application = made / "server" / "app.py"

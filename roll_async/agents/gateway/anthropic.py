@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from roll_async.agents.gateway.chat import Json, arguments_of, items, number, text_of
+from roll_async.agents.gateway.chat import (
+    arguments_of,
+    checked_tool,
+    items,
+    number,
+    offers_tools,
+    stops,
+    text,
+    text_of,
+    whole,
+)
+from roll_async.agents.gateway.fields import CACHE, EFFORT, LABEL, SAMPLING, Field, Json, acts, ignored, refused
 from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.rollout.tools import ToolCall
@@ -13,63 +24,110 @@ from roll_async.rollout.tools import ToolCall
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+FIELDS: Mapping[str, Field] = {
+    "messages": acts(),
+    "messages[].content[].cache_control": CACHE,
+    "messages[].content[].citations": ignored("only their text is read"),
+    "messages[].content[].is_error": ignored("chat templates have no mark for it; say it in the content", False),
+    "system": acts(),
+    "system[].cache_control": CACHE,
+    "system[].citations": ignored("only their text is read"),
+    "model": acts("any name; the endpoint has one policy"),
+    "tools": acts("functions only"),
+    "tools[].cache_control": CACHE,
+    "tools[].strict": ignored("calls are as the policy wrote them, not forced into the schema", False),
+    "tools[].defer_loading": refused("all tools are shown", False),
+    "tools[].allowed_callers": refused("only the policy calls", ["direct"]),
+    "tools[].eager_input_streaming": ignored("a turn is sent when it is whole"),
+    "tools[].input_examples": refused("chat templates have no place for them; write them into the description", []),
+    "tool_choice": acts("auto or none; others are refused"),
+    "tool_choice.disable_parallel_tool_use": refused("a turn is what the policy said, with all of its calls", False),
+    "max_tokens": acts("beside the run's own limit"),
+    "temperature": SAMPLING,
+    "top_p": SAMPLING,
+    "top_k": SAMPLING,
+    "stop_sequences": SAMPLING,
+    "thinking": ignored(EFFORT.says, {"type": "disabled"}),
+    "output_config": refused("nothing forces the policy into a format or an effort", {}),
+    "output_format": refused("nothing forces the policy into a format"),
+    "container": refused("there are no containers"),
+    "context_management": refused("nothing is cut from the messages"),
+    "mcp_servers": refused("give their tools as functions", []),
+    "inference_geo": refused("engines are where they are"),
+    "speed": refused("there is one speed", "standard"),
+    "service_tier": ignored("there is one queue", "auto", "standard_only"),
+    "stream": acts("a turn is sent when it is whole"),
+    "cache_control": CACHE,
+    "metadata": LABEL,
+    "user_profile_id": LABEL,
+}
+"""All of `types/beta/message_create_params.py` of github.com/anthropics/anthropic-sdk-python, commit 014c84ed; those
+of `count_tokens` are among them. The header `anthropic-beta` is not read.
+"""
+
+
 def read(body: Json) -> TurnRequest:
     """Raises BadRequest naming the field."""
-    messages = [Message(role="system", content=text_of(body["system"]))] if body.get("system") else []
+    text(body, "model")
+    system = text_of(body.get("system"))
+    messages = [Message(role="system", content=system)] if system else []
     for item in items(body, "messages"):
         messages += _messages(item)
     if not messages:
         raise BadRequest("messages: empty")
-    stops = body.get("stop_sequences")
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
     return TurnRequest(
         messages=tuple(messages),
-        tools=tuple(_tool(tool) for tool in items(body, "tools")),
-        max_tokens=number(body, "max_tokens", int),
-        temperature=number(body, "temperature", float),
-        top_p=number(body, "top_p", float),
-        stop=tuple(map(str, stops)) if isinstance(stops, list) else (),
+        tools=tuple(map(_tool, items(body, "tools"))) if offers_tools(kind) else (),
+        max_tokens=whole(body, "max_tokens", 1),
+        temperature=number(body, "temperature", 1.0),
+        top_p=number(body, "top_p", 1.0),
+        top_k=whole(body, "top_k", 0),
+        stop=stops(body, "stop_sequences"),
     )
 
 
 def _tool(tool: Json) -> Json:
+    if tool.get("type", "custom") not in (None, "custom"):
+        raise BadRequest(f"tools: {str(tool['type'])[:20]} is not supported, only functions")
+    checked_tool(tool, "input_schema")
     function = {
-        "name": tool.get("name"),
-        "description": tool.get("description", ""),
-        "parameters": tool.get("input_schema", {"type": "object", "properties": {}}),
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
     }
     return {"type": "function", "function": function}
 
 
 def _messages(item: Json) -> list[Message]:
     """One message, or several: results of tools are blocks of a user message there, and messages of their own here."""
-    role, content = str(item.get("role", "")), item.get("content")
+    role, content = text(item, "role"), item.get("content")
     if role not in ("user", "assistant", "system"):
-        raise BadRequest(f"messages: role {role!r} is not one of user | assistant | system")
+        raise BadRequest(f"messages: role {role[:20]!r} is not one of user | assistant | system")
     if not isinstance(content, list):
         return [Message(role=role, content=text_of(content))]
     found: list[Message] = []
-    text: list[str] = []
+    said: list[str] = []
     calls: list[ToolCall] = []
     for block in content:
         match block.get("type") if isinstance(block, dict) else None:
             case "text":
-                text.append(str(block.get("text", "")))
+                said.append(text(block, "text"))
             case "tool_use":
                 call = ToolCall(
-                    name=str(block.get("name", "")),
-                    arguments=arguments_of(block.get("input")),
-                    call_id=str(block.get("id", "")),
+                    name=text(block, "name"), arguments=arguments_of(block.get("input")), call_id=text(block, "id")
                 )
                 calls.append(call)
             case "tool_result":
-                said = text_of(block.get("content"))
-                found.append(Message(role="tool", content=said, call_id=str(block.get("tool_use_id", ""))))
+                result = text_of(block.get("content"))
+                found.append(Message(role="tool", content=result, call_id=text(block, "tool_use_id")))
             case "thinking" | "redacted_thinking":
                 continue
             case other:
-                raise BadRequest(f"content: {other} is not supported, only text and tools")
-    if text or calls or not found:
-        found.append(Message(role=role, content="".join(text), tool_calls=tuple(calls)))
+                raise BadRequest(f"content: {str(other)[:20]} is not supported, only text and tools")
+    if said or calls or not found:
+        found.append(Message(role=role, content="".join(said), tool_calls=tuple(calls)))
     return found
 
 
@@ -96,7 +154,7 @@ def write(reply: TurnReply, model: str, created: int) -> Json:
     }
 
 
-def stream(reply: TurnReply, model: str, created: int, body: Json) -> Iterator[str]:
+def stream(reply: TurnReply, model: str, created: int, include_usage: bool) -> Iterator[str]:
     """Server-sent events of a reply."""
 
     def event(name: str, **fields: object) -> str:

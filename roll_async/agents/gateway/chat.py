@@ -4,67 +4,142 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
+from roll_async.agents.gateway.bounds import parsed
+from roll_async.agents.gateway.fields import CACHE, EFFORT, LABEL, SAMPLING, Field, Json, acts, ignored, refused
 from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.rollout.tools import ToolCall
 
-Json = Mapping[str, object]
-N = TypeVar("N", int, float)
+PARALLEL = refused("a turn is what the policy said, with all of its calls", True)
+FIELDS: Mapping[str, Field] = {
+    "messages": acts(),
+    "messages[].name": ignored("chat templates have no names"),
+    "messages[].audio": refused("only text"),
+    "messages[].function_call": refused("use tool_calls"),
+    "model": acts("any name; the endpoint has one policy"),
+    "tools": acts("functions only"),
+    "tools[].function.strict": ignored("calls are as the policy wrote them, not forced into the schema", False),
+    "tool_choice": acts("auto or none; others are refused"),
+    "parallel_tool_calls": PARALLEL,
+    "functions": refused("use tools"),
+    "function_call": refused("use tool_choice"),
+    "max_completion_tokens": acts("beside the run's own limit"),
+    "max_tokens": acts("as max_completion_tokens"),
+    "temperature": SAMPLING,
+    "top_p": SAMPLING,
+    "top_k": SAMPLING,
+    "stop": SAMPLING,
+    "frequency_penalty": refused("penalties are no part of a policy whose log-probs are compared", 0),
+    "presence_penalty": refused("penalties are no part of a policy whose log-probs are compared", 0),
+    "logit_bias": refused("tokens have the log-probs of the policy", {}),
+    "seed": ignored("engines batch requests, so a seed repeats nothing"),
+    "n": refused("one choice per request; send the request n times", 1),
+    "logprobs": refused("they are recorded and not sent", False),
+    "top_logprobs": refused("they are recorded and not sent", 0),
+    "response_format": refused("nothing forces the policy into a format", {"type": "text"}),
+    "modalities": refused("only text", ["text"]),
+    "audio": refused("only text"),
+    "prediction": ignored("it changes only the speed"),
+    "reasoning_effort": EFFORT,
+    "verbosity": EFFORT,
+    "web_search_options": refused("there is no web search; give a tool"),
+    "moderation": refused("nothing is moderated"),
+    "store": refused("nothing is stored for later requests", False),
+    "stream": acts("a turn is sent when it is whole"),
+    "stream_options": acts(),
+    "stream_options.include_obfuscation": refused("nothing is padded", False),
+    "metadata": LABEL,
+    "user": LABEL,
+    "safety_identifier": LABEL,
+    "service_tier": ignored("there is one queue", "auto", "default"),
+    "prompt_cache_key": CACHE,
+    "prompt_cache_options": CACHE,
+    "prompt_cache_retention": CACHE,
+}
+"""All of `openai.types.chat.CompletionCreateParams` (openai 3.54), and top_k as vLLM has it."""
 
 
 def read(body: Json) -> TurnRequest:
     """Raises BadRequest naming the field."""
-    if number(body, "n", int) not in (None, 1):
-        raise BadRequest("n: one choice per request; send the request n times")
     messages = tuple(message(item) for item in items(body, "messages"))
     if not messages:
         raise BadRequest("messages: empty")
-    stop = body.get("stop")
+    text(body, "model")
+    most, old = whole(body, "max_completion_tokens", 1), whole(body, "max_tokens", 1)
     return TurnRequest(
         messages=messages,
-        tools=tuple(items(body, "tools")) if body.get("tool_choice") != "none" else (),
-        max_tokens=number(body, "max_completion_tokens", int) or number(body, "max_tokens", int),
-        temperature=number(body, "temperature", float),
-        top_p=number(body, "top_p", float),
-        stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)) if isinstance(stop, list) else (),
+        tools=tuple(map(_tool, items(body, "tools"))) if offers_tools(body.get("tool_choice")) else (),
+        max_tokens=old if most is None else most,
+        temperature=number(body, "temperature", 2.0),
+        top_p=number(body, "top_p", 1.0),
+        top_k=whole(body, "top_k", -1),
+        stop=stops(body, "stop"),
     )
 
 
 def message(item: Json) -> Message:
     """A message of a history, or of a reply. Raises BadRequest for a role or a content that is none."""
-    role = str(item.get("role", ""))
+    role = text(item, "role")
     role = {"developer": "system", "function": "tool"}.get(role, role)
     if role not in ("system", "user", "assistant", "tool"):
-        raise BadRequest(f"messages: role {role!r} is not one of system | user | assistant | tool")
+        raise BadRequest(f"messages: role {role[:20]!r} is not one of system | user | assistant | tool")
     return Message(
         role=role,
         content=text_of(item.get("content")),
         tool_calls=tuple(_call(call) for call in items(item, "tool_calls")),
-        call_id=str(item.get("tool_call_id") or ""),
+        call_id=text(item, "tool_call_id"),
     )
 
 
 def _call(item: Json) -> ToolCall:
     function = item.get("function")
     if not isinstance(function, dict):
-        raise BadRequest("messages: a tool call has no function")
+        raise BadRequest("tool_calls: a call has no function")
     return ToolCall(
-        name=str(function.get("name", "")),
-        arguments=arguments_of(function.get("arguments")),
-        call_id=str(item.get("id") or ""),
+        name=text(function, "name"), arguments=arguments_of(function.get("arguments")), call_id=text(item, "id")
     )
+
+
+def _tool(item: Json) -> Json:
+    if item.get("type", "function") != "function" or not isinstance(item.get("function"), dict):
+        raise BadRequest("tools: only functions are supported, as {type: function, function: {...}}")
+    checked_tool(item["function"], "parameters")  # type: ignore[arg-type]
+    return item
+
+
+def checked_tool(function: Json, schema: str) -> None:
+    """Raises BadRequest for a function that no template can write."""
+    if not text(function, "name"):
+        raise BadRequest("tools: a function has no name")
+    text(function, "description")
+    if not isinstance(function.get(schema), dict | None):
+        raise BadRequest(f"tools: {schema} is no object")
+
+
+def offers_tools(choice: object, none: object = "none", auto: object = "auto") -> bool:
+    """Raises BadRequest for a choice that would force the policy."""
+    if choice not in (None, none, auto):
+        raise BadRequest("tool_choice: nothing forces the policy to call a tool; auto and none are supported")
+    return choice != none
 
 
 def arguments_of(value: object) -> Mapping[str, object]:
     """Arguments of a call in a history: an object, or its JSON text; anything else is stored under `text`."""
     if isinstance(value, str):
         try:
-            value = json.loads(value or "{}")
-        except (json.JSONDecodeError, RecursionError):
+            value = parsed(value or "{}")
+        except BadRequest:
             return {"text": value}
     return value if isinstance(value, dict) else {"text": str(value)}
+
+
+def text(item: Json, name: str) -> str:
+    """A text, empty when absent."""
+    value = item.get(name)
+    if not isinstance(value, str | None):
+        raise BadRequest(f"{name}: expected a text, got {type(value).__name__}")
+    return value or ""
 
 
 def text_of(content: object) -> str:
@@ -80,27 +155,48 @@ def text_of(content: object) -> str:
         elif isinstance(part, dict) and isinstance(part.get("text", part.get("refusal")), str):
             parts.append(str(part.get("text", part.get("refusal"))))
         else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            kind = str(part.get("type"))[:20] if isinstance(part, dict) else type(part).__name__
             raise BadRequest(f"content: {kind} is not supported, only text")
     return "".join(parts)
 
 
 def items(body: Json, name: str) -> Sequence[dict]:
     """A list of objects; empty when absent."""
-    found = body.get(name) or []
+    found = body.get(name)
+    if found is None:
+        return []
     if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
         raise BadRequest(f"{name}: expected a list of objects")
     return found
 
 
-def number(body: Json, name: str, kind: type[N]) -> N | None:
-    """A number, None when absent."""
+def stops(body: Json, name: str) -> tuple[str, ...]:
+    """One text or a list of them."""
+    found = body.get(name)
+    found = [found] if isinstance(found, str) else found or []
+    if not isinstance(found, list) or not all(isinstance(stop, str) for stop in found):
+        raise BadRequest(f"{name}: expected a text or a list of texts")
+    return tuple(found)
+
+
+def number(body: Json, name: str, most: float) -> float | None:
+    """A number from 0 to `most`, None when absent."""
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRequest(f"{name}: expected a number, got {value!r}")
-    return kind(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise BadRequest(f"{name}: expected a number from 0 to {most:g}, got {str(value)[:20]}")
+    return float(value)
+
+
+def whole(body: Json, name: str, least: int) -> int | None:
+    """A whole number, None when absent."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadRequest(f"{name}: expected a whole number from {least}, got {str(value)[:20]}")
+    return value
 
 
 def write(reply: TurnReply, model: str, created: int) -> Json:
@@ -147,7 +243,7 @@ def usage(reply: TurnReply) -> dict[str, int]:
     }
 
 
-def stream(reply: TurnReply, model: str, created: int, body: Json) -> Iterator[str]:
+def stream(reply: TurnReply, model: str, created: int, include_usage: bool) -> Iterator[str]:
     """Server-sent events of a reply."""
     head = {"id": reply.reply_id, "object": "chat.completion.chunk", "created": created, "model": model}
 
@@ -163,7 +259,6 @@ def stream(reply: TurnReply, model: str, created: int, body: Json) -> Iterator[s
     for index, call in enumerate(calls if isinstance(calls, list) else ()):
         yield chunk({"tool_calls": [{"index": index, **call}]})
     yield chunk({}, reply.finish_reason)
-    options = body.get("stream_options")
-    if isinstance(options, dict) and options.get("include_usage"):
+    if include_usage:
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(reply)})}\n\n"
     yield "data: [DONE]\n\n"

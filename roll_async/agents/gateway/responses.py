@@ -5,18 +5,73 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from roll_async.agents.gateway.chat import Json, arguments_of, items, number, text_of
+from roll_async.agents.gateway.chat import (
+    PARALLEL,
+    arguments_of,
+    checked_tool,
+    items,
+    number,
+    offers_tools,
+    text,
+    text_of,
+    whole,
+)
+from roll_async.agents.gateway.fields import CACHE, EFFORT, LABEL, SAMPLING, Field, Json, acts, ignored, refused
 from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.rollout.tools import ToolCall
 
+_KEPT = "nothing is kept between requests; send the whole input"
+FIELDS: Mapping[str, Field] = {
+    "input": acts(),
+    "instructions": acts(),
+    "model": acts("any name; the endpoint has one policy"),
+    "tools": acts("functions only"),
+    "tools[].strict": ignored("calls are as the policy wrote them, not forced into the schema", False),
+    "tools[].async": refused("calls are answered in the next request", False),
+    "tools[].defer_loading": refused("all tools are shown", False),
+    "tools[].output_schema": ignored("results are taken as they are"),
+    "tools[].allowed_callers": refused("only the policy calls", ["direct"]),
+    "tool_choice": acts("auto or none; others are refused"),
+    "parallel_tool_calls": PARALLEL,
+    "max_tool_calls": ignored("it counts the provider's own tools, and there are none"),
+    "max_output_tokens": acts("beside the run's own limit"),
+    "temperature": SAMPLING,
+    "top_p": SAMPLING,
+    "top_logprobs": refused("they are recorded and not sent", 0),
+    "include": refused("nothing more is sent", [], ["reasoning.encrypted_content"]),
+    "text": refused("nothing forces the policy into a format", {}, {"format": {"type": "text"}}),
+    "image": refused("only text"),
+    "reasoning": EFFORT,
+    "previous_response_id": refused(_KEPT),
+    "conversation": refused(_KEPT),
+    "store": refused(_KEPT, False),
+    "prompt": refused("there are no stored prompts"),
+    "background": refused("a reply is waited for", False),
+    "background_options": refused("a reply is waited for"),
+    "context_management": refused("nothing is cut from the input"),
+    "truncation": refused("nothing is cut from the input", "disabled"),
+    "moderation": refused("nothing is moderated"),
+    "access_programs": refused("there are none", []),
+    "stream": acts("a turn is sent when it is whole"),
+    "stream_options": acts(),
+    "stream_options.include_obfuscation": refused("nothing is padded", False),
+    "metadata": LABEL,
+    "user": LABEL,
+    "safety_identifier": LABEL,
+    "service_tier": ignored("there is one queue", "auto", "default"),
+    "prompt_cache_key": CACHE,
+    "prompt_cache_options": CACHE,
+    "prompt_cache_retention": CACHE,
+}
+"""All of `openai.types.responses.ResponseCreateParams` (openai 3.54)."""
+
 
 def read(body: Json) -> TurnRequest:
     """Raises BadRequest naming the field."""
-    if body.get("previous_response_id"):
-        raise BadRequest("previous_response_id: not kept here; send the whole input")
-    messages = [Message(role="system", content=str(body["instructions"]))] if body.get("instructions") else []
-    given = body.get("input")
+    text(body, "model")
+    system, given = text(body, "instructions"), body.get("input")
+    messages = [Message(role="system", content=system)] if system else []
     if isinstance(given, str):
         messages.append(Message(role="user", content=given))
     else:
@@ -26,17 +81,18 @@ def read(body: Json) -> TurnRequest:
         raise BadRequest("input: empty")
     return TurnRequest(
         messages=tuple(messages),
-        tools=tuple(_tool(tool) for tool in items(body, "tools")),
-        max_tokens=number(body, "max_output_tokens", int),
-        temperature=number(body, "temperature", float),
-        top_p=number(body, "top_p", float),
+        tools=tuple(map(_tool, items(body, "tools"))) if offers_tools(body.get("tool_choice")) else (),
+        max_tokens=whole(body, "max_output_tokens", 1),
+        temperature=number(body, "temperature", 2.0),
+        top_p=number(body, "top_p", 1.0),
     )
 
 
 def _tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise BadRequest(f"tools: {tool.get('type')} is not supported, only function")
-    kept = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
+        raise BadRequest(f"tools: {str(tool.get('type'))[:20]} is not supported, only function")
+    checked_tool(tool, "parameters")
+    kept = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": kept}
 
 
@@ -44,16 +100,14 @@ def _add(messages: list[Message], item: Json) -> None:
     """In that API each call of a turn is a separate item; here they are one message."""
     match item.get("type", "message"):
         case "message":
-            role = str(item.get("role", ""))
+            role = text(item, "role")
             role = "system" if role == "developer" else role
             if role not in ("system", "user", "assistant"):
-                raise BadRequest(f"input: role {role!r} is not one of system | user | assistant")
+                raise BadRequest(f"input: role {role[:20]!r} is not one of system | user | assistant")
             messages.append(Message(role=role, content=text_of(item.get("content"))))
         case "function_call":
             call = ToolCall(
-                name=str(item.get("name", "")),
-                arguments=arguments_of(item.get("arguments")),
-                call_id=str(item.get("call_id", "")),
+                name=text(item, "name"), arguments=arguments_of(item.get("arguments")), call_id=text(item, "call_id")
             )
             last = messages[-1] if messages else None
             if last is not None and last.role == "assistant":
@@ -62,11 +116,11 @@ def _add(messages: list[Message], item: Json) -> None:
                 messages.append(Message(role="assistant", tool_calls=(call,)))
         case "function_call_output":
             said = text_of(item.get("output"))
-            messages.append(Message(role="tool", content=said, call_id=str(item.get("call_id", ""))))
+            messages.append(Message(role="tool", content=said, call_id=text(item, "call_id")))
         case "reasoning":
             return
         case other:
-            raise BadRequest(f"input: {other} is not supported, only messages and function calls")
+            raise BadRequest(f"input: {str(other)[:20]} is not supported, only messages and function calls")
 
 
 def _output(reply: TurnReply) -> list[dict[str, object]]:
@@ -122,7 +176,7 @@ def write(reply: TurnReply, model: str, created: int) -> Json:
     }
 
 
-def stream(reply: TurnReply, model: str, created: int, body: Json) -> Iterator[str]:
+def stream(reply: TurnReply, model: str, created: int, include_usage: bool) -> Iterator[str]:
     """Server-sent events of a reply."""
     number = iter(range(1 << 30))
 
@@ -137,12 +191,12 @@ def stream(reply: TurnReply, model: str, created: int, body: Json) -> Iterator[s
         here = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
             yield event("response.output_item.added", output_index=index, item={**item, "content": []})
-            text = {"content_index": 0, **here}
+            place = {"content_index": 0, **here}
             empty = {"type": "output_text", "text": "", "annotations": []}
-            yield event("response.content_part.added", part=empty, **text)
-            yield event("response.output_text.delta", delta=reply.content, logprobs=[], **text)
-            yield event("response.output_text.done", text=reply.content, logprobs=[], **text)
-            yield event("response.content_part.done", part={**empty, "text": reply.content}, **text)
+            yield event("response.content_part.added", part=empty, **place)
+            yield event("response.output_text.delta", delta=reply.content, logprobs=[], **place)
+            yield event("response.output_text.done", text=reply.content, logprobs=[], **place)
+            yield event("response.content_part.done", part={**empty, "text": reply.content}, **place)
         else:
             yield event("response.output_item.added", output_index=index, item={**item, "arguments": ""})
             yield event("response.function_call_arguments.delta", delta=item["arguments"], **here)

@@ -4,14 +4,13 @@
 
 One secret per trajectory; what is done with it lands in that trajectory's tree. A request that comes again with the
 same id (`Idempotency-Key`, `X-Request-Id`, or a client's own count of retries) gets the reply of the first. A
-trajectory that has ended answers 400, which no client tries again. The server may be closed and started again: sessions
-outlive it.
+trajectory that has ended answers 400, which no client tries again, and 401 when its secret is revoked. The server may
+be closed and started again: sessions outlive it. Long bodies are read in another process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import ipaddress
 import json
 import logging
@@ -24,16 +23,21 @@ from types import ModuleType
 
 from aiohttp import web
 
-from roll_async.agents.gateway import anthropic, chat, responses
+from roll_async.agents.beside import Beside
+from roll_async.agents.gateway.body import DIALECTS, Asked, read
+from roll_async.agents.gateway.bounds import MAX_BODY_BYTES
 from roll_async.agents.limited_turns import BadRequest, LimitedTurns, TrajectoryEnded
 from roll_async.agents.messages import TurnReply
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 64 << 20
-_PARSE_OFF_LOOP_BYTES = 256 << 10
+_INLINE_BYTES, _INLINE_VALUES = 64 << 10, 2000
+"""A body of so many bytes and values takes a few milliseconds; to hand it to another process takes as long."""
+_REMEMBERED_SECRETS = 4096
 _KEEP_ALIVE_S = 5.0
 _RETRY_COUNTS = ("x-stainless-retry-count",)
+_ANSWERED = (BadRequest, TrajectoryEnded, web.HTTPRequestEntityTooLarge, RuntimeError, OSError)
+"""Errors of a client, of a limit, and of the engines."""
 _IDS = ("idempotency-key", "x-request-id", "x-client-request-id")
 
 
@@ -58,25 +62,26 @@ class PolicyGateway:
         port: int = 0,
         adopt: Callable[[str], LimitedTurns | None] | None = None,
     ) -> None:
-        """`adopt`: a session for a secret that `open` did not give out (serve-policy). Raises ValueError for an address
-        that others can reach when `adopt` checks no token.
-        """
+        """`adopt`: a session for a secret that `open` did not give out (serve-policy)."""
         self._model, self._host, self._port, self._adopt = model, host, port, adopt
         self._sessions: dict[str, LimitedTurns] = {}
         self._runner: web.AppRunner | None = None
+        self._revoked: dict[str, None] = {}
+        """The newest of them."""
+        self._reader, self._reading = Beside(), asyncio.Lock()
         self.requests: Counter[str] = Counter()
         """Number of requests by status."""
+        self.ignored: Counter[str] = Counter()
+        """Number of requests with a field that had no effect, by its name."""
 
     async def start(self) -> None:
         """Listen. Raises OSError when the port is taken."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/v1/models", self._models)
-        for path, dialect in (
-            ("/v1/chat/completions", chat),
-            ("/v1/responses", responses),
-            ("/v1/messages", anthropic),
-        ):
-            app.router.add_post(path, self._handler(dialect))
+        app.router.add_post("/v1/chat/completions", self._handler("chat"))
+        app.router.add_post("/v1/responses", self._handler("responses"))
+        app.router.add_post("/v1/messages", self._handler("anthropic"))
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port)
@@ -97,17 +102,24 @@ class PolicyGateway:
 
     def shut(self, endpoint: Endpoint) -> None:
         """Revoke the secret."""
-        self._sessions.pop(endpoint.api_key, None)
+        if self._sessions.pop(endpoint.api_key, None) is not None:
+            self._revoked[endpoint.api_key] = None
+            while len(self._revoked) > _REMEMBERED_SECRETS:
+                del self._revoked[next(iter(self._revoked))]
+
+    def metrics(self) -> dict[str, float]:
+        """`agent/ignored_fields/NAME`: number of requests whose field had no effect."""
+        return {f"agent/ignored_fields/{name}": float(count) for name, count in sorted(self.ignored.items())}
 
     async def close(self) -> None:
         """Stop listening; sessions stay. `start` listens again, on the same port."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
+        await asyncio.to_thread(self._reader.close)
 
     def _session(self, request: web.Request) -> LimitedTurns | None:
-        given = request.headers.get("authorization", "")
-        secret = given[7:].strip() if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+        secret = _secret(request)
         found = self._sessions.get(secret)
         if found is None and secret and self._adopt is not None:
             found = self._adopt(secret)
@@ -117,68 +129,79 @@ class PolicyGateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._session(request) is None:
-            return self._refused(401, "unknown API key", "invalid_api_key")
+            return self._stranger(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "roll_async"}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _handler(self, dialect: ModuleType) -> Callable:
+    def _handler(self, dialect: str) -> Callable:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
             if session is None:
-                return self._refused(401, "unknown API key", "invalid_api_key")
+                return self._stranger(request)
             try:
-                raw = await request.read()
-                body = await self._parsed(raw)
-                wanted = dialect.read(body)
-            except BadRequest as error:
-                return self._failed(error)
-            turn = asyncio.ensure_future(session.turn(wanted, *_key(request, raw)))
-            if body.get("stream"):
-                return await self._streamed(request, dialect, turn, body)
-            try:
+                asked = await self._asked(dialect, request, session)
+                turn = asyncio.ensure_future(session.turn(asked.turn, *_key(request, asked.digest)))
+                if asked.stream:
+                    return await self._streamed(request, DIALECTS[dialect], turn, asked.include_usage)
                 reply = await turn
-            except (BadRequest, TrajectoryEnded, RuntimeError, OSError) as error:
+            except _ANSWERED as error:
                 return self._failed(error)
             self.requests["200"] += 1
-            return web.json_response(dialect.write(reply, self._model, int(time.time())))
+            return web.json_response(DIALECTS[dialect].write(reply, self._model, int(time.time())))
 
         return handle
 
-    async def _parsed(self, raw: bytes) -> dict:
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        if session is None:
+            return self._stranger(request)
         try:
-            body = await asyncio.to_thread(json.loads, raw) if len(raw) > _PARSE_OFF_LOOP_BYTES else json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise BadRequest("not a JSON object")
-        return body
+            asked = await self._asked("anthropic", request, session)
+            count = await session.count_tokens(asked.turn)
+        except _ANSWERED as error:
+            return self._failed(error)
+        self.requests["200"] += 1
+        return web.json_response({"input_tokens": count})
+
+    async def _asked(self, dialect: str, request: web.Request, session: LimitedTurns) -> Asked:
+        raw = await request.read()
+        if _is_short(raw):
+            asked = read(dialect, raw)
+        else:
+            async with self._reading:
+                asked = await asyncio.to_thread(self._reader.call, read, dialect, raw)
+        for name in (*asked.ignored, *(() if session.takes_sampling else asked.sampling)):
+            if not self.ignored[name]:
+                logger.warning("a request has %s, which has no effect here (docs_roll/gateway_fields.md)", name)
+            self.ignored[name] += 1
+        return asked
 
     async def _streamed(
-        self, request: web.Request, dialect: ModuleType, turn: asyncio.Future[TurnReply], body: dict
+        self, request: web.Request, dialect: ModuleType, turn: asyncio.Future[TurnReply], include_usage: bool
     ) -> web.StreamResponse:
-        """Comments while the turn is sampled, then all of it: a turn is sent when its tokens are final."""
+        """Comments while the turn is sampled, then all of it: a turn is sent when its tokens are final. Raises what the
+        turn raises before anything is sent.
+        """
         await asyncio.wait({turn}, timeout=_KEEP_ALIVE_S)
-        if turn.done() and turn.exception() is not None:
-            error = turn.exception()
-            assert error is not None
-            return self._failed(error)
+        if turn.done():
+            turn.result()
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         await response.prepare(request)
         try:
             while not turn.done():
                 await response.write(b": sampling\n\n")
                 await asyncio.wait({turn}, timeout=_KEEP_ALIVE_S)
-            for event in self._events(dialect, turn, body):
+            for event in self._events(dialect, turn, include_usage):
                 await response.write(event.encode())
         except ConnectionError:
             logger.info("a client left its stream; the turn is recorded")
         return response
 
-    def _events(self, dialect: ModuleType, turn: asyncio.Future[TurnReply], body: dict) -> Iterator[str]:
+    def _events(self, dialect: ModuleType, turn: asyncio.Future[TurnReply], include_usage: bool) -> Iterator[str]:
         error = turn.exception()
         if error is None:
             self.requests["200"] += 1
-            yield from dialect.stream(turn.result(), self._model, int(time.time()), body)
+            yield from dialect.stream(turn.result(), self._model, int(time.time()), include_usage)
             return
         self.requests["400"] += 1
         yield f"event: error\ndata: {json.dumps(_error(str(error), 'trajectory_ended'))}\n\n"
@@ -187,10 +210,17 @@ class PolicyGateway:
         match error:
             case TrajectoryEnded():
                 return self._refused(400, f"the trajectory has ended: {error}", "trajectory_ended")
+            case web.HTTPRequestEntityTooLarge():
+                return self._refused(413, f"the body has more than {MAX_BODY_BYTES} bytes", "request_too_large")
             case BadRequest():
                 return self._refused(400, str(error), "invalid_request_error")
             case _:  # of the engines: the client may try again
                 return self._refused(503, str(error), "engine_error")
+
+    def _stranger(self, request: web.Request) -> web.Response:
+        if _secret(request) in self._revoked:
+            return self._refused(401, "the trajectory of this API key has ended", "trajectory_ended")
+        return self._refused(401, "unknown API key", "invalid_api_key")
 
     def _refused(self, status: int, message: str, code: str) -> web.Response:
         self.requests[str(status)] += 1
@@ -201,15 +231,23 @@ def _error(message: str, code: str) -> dict:
     return {"type": "error", "error": {"message": message, "type": code, "code": code, "param": None}}
 
 
-def _key(request: web.Request, raw: bytes) -> tuple[str, bool]:
-    """(what a request that is sent again has in common with the first, whether this one may be such). Clients that send
-    no id count their retries, and then the body is what they have in common; the same body without that is asked anew.
+def _is_short(raw: bytes) -> bool:
+    return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <= _INLINE_VALUES
+
+
+def _secret(request: web.Request) -> str:
+    given = request.headers.get("authorization", "")
+    return given[7:].strip() if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+
+
+def _key(request: web.Request, digest: str) -> tuple[str, bool]:
+    """(what a request that is sent again has in common with the first: its id and its body; whether this one may be
+    such). Clients that send no id count their retries; the same body without that is asked anew.
     """
     for name in _IDS:
         if value := request.headers.get(name):
-            return f"{name} {value}", True
-    again = any(request.headers.get(name, "0") != "0" for name in _RETRY_COUNTS)
-    return f"body {hashlib.blake2b(raw, digest_size=16).hexdigest()}", again
+            return f"{name} {value} {digest}", True
+    return f"body {digest}", any(request.headers.get(name, "0") != "0" for name in _RETRY_COUNTS)
 
 
 def is_loopback(host: str) -> bool:

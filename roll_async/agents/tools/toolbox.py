@@ -9,21 +9,17 @@ A tool is a class with `Options` (a dataclass that `tool_args` must fit) and
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.envs.options import build_options
 from roll_async.envs.registry import NoOptions, load_class
 from roll_async.prompts.row_tools import RowTools
-from roll_async.rollout.tools import ToolCall
-
-logger = logging.getLogger(__name__)
+from roll_async.rollout.tools import ToolCall, ToolRuns
 
 TOOLS = {
     "calculator": "roll_async.agents.tools.calculator.Calculator",
@@ -32,7 +28,6 @@ TOOLS = {
     "mcp": "roll_async.agents.tools.mcp.McpTools",
 }
 """By `tool_id`; a user's own by dotted path. mcp needs its extra (pip install "roll_async[mcp]")."""
-_LONGEST_RESULT = 20_000
 _ANY = RowTools()
 
 
@@ -76,45 +71,26 @@ async def open_tools(specs: Sequence[ToolSpec], stack: AsyncExitStack) -> list[T
     return tools
 
 
-class Toolbox:
+class Toolbox(ToolRuns):
     """The tools of all trajectories of one tag."""
 
     def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
         self.schemas = tuple(schema for tool in tools for schema in tool.schemas)
-        self._by_name = {_name(schema): tool for tool in tools for schema in tool.schemas}
-        self.num_calls = self.num_failures = 0
+        names = [(name_of(schema), tool) for tool in tools for schema in tool.schemas]
+        super().__init__({name: partial(tool.call, name) for name, tool in names}, timeout_s=timeout_s)
 
     def offered(self, row: RowTools) -> tuple[Mapping[str, object], ...]:
         """Schemas of the functions that a row may call."""
-        return tuple(schema for schema in self.schemas if row.allows(_name(schema)))
+        return tuple(schema for schema in self.schemas if row.allows(name_of(schema)))
 
     async def run(self, calls: Sequence[ToolCall], row: RowTools = _ANY) -> list[Message]:
         """One message per call, in their order. `row`: what the trajectory's row allows and adds to the arguments."""
-        return list(await asyncio.gather(*(self._answer(call, row) for call in calls)))
+        results = zip(calls, await self.results(calls, row), strict=True)
+        return [Message(role="tool", content=said, call_id=call.call_id) for call, said in results]
 
-    async def _answer(self, call: ToolCall, row: RowTools) -> Message:
-        return Message(role="tool", content=await self._run(call, row), call_id=call.call_id)
-
-    async def _run(self, call: ToolCall, row: RowTools) -> str:
-        self.num_calls += 1
-        problem = call.problem
-        if not problem and not (call.name in self._by_name and row.allows(call.name)):
-            there = [name for name in self._by_name if row.allows(name)]
-            problem = f"there is no tool '{call.name}'; there are: {', '.join(there) or 'none'}"
-        if not problem:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    result = self._by_name[call.name].call(call.name, row.completed(call.name, call.arguments))
-                    said = str(await result if inspect.isawaitable(result) else result)
-                    return said[:_LONGEST_RESULT]
-            except TimeoutError:
-                problem = f"no result within {self._timeout_s:g} s"
-            except Exception as error:  # the tool is user code: every exception becomes its result
-                problem = f"{type(error).__name__}: {error}"
-                logger.info("tool %s: %s", call.name, problem)
-        self.num_failures += 1
-        return f"error: {problem}"
+    def _unknown(self, name: str, row: RowTools) -> str:
+        there = [name for name in self._functions if row.allows(name)]
+        return f"{super()._unknown(name, row)}; there are: {', '.join(there) or 'none'}"
 
 
 def function(name: str, description: str, properties: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
@@ -123,7 +99,12 @@ def function(name: str, description: str, properties: Mapping[str, Mapping[str, 
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-def _name(schema: Mapping[str, object]) -> str:
-    described = schema["function"]
-    assert isinstance(described, dict)
-    return str(described["name"])
+def name_of(schema: object) -> str:
+    """Of a function. Raises ValueError for what is no schema of one."""
+    described = schema.get("function") if isinstance(schema, Mapping) else None
+    name = described.get("name") if isinstance(described, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f'a tool is {{"type": "function", "function": {{"name": text, ...}}}}, not {repr(schema)[:200]}'
+        )
+    return name

@@ -134,6 +134,10 @@ def _fill_generation(config: PipelineConfig) -> None:
 
 
 def _fill_agentic(config: AgenticConfig) -> None:
+    sampling = config.val_env_manager.generating_args
+    if sampling is not None:
+        _default(sampling, "max_new_tokens", config.actor_infer.generating_args.max_new_tokens)
+        _default(sampling, "num_return_sequences", 1)
     for env in config.custom_envs.values():
         _default(env, "max_tokens_per_step", config.actor_infer.generating_args.max_new_tokens)
     for manager, batch in (

@@ -137,6 +137,8 @@ class Checker:
         assert isinstance(node.value, dict) and spec.item is not None
         values = {}
         for name, child in node.value.items():
+            if child.value is None and spec.item.section is not None:
+                continue  # what an included file has, and this one takes out
             if not NAME.fullmatch(name):
                 self._error("C005", path, child, f"{shown(name)} must be a name matching {NAME.pattern}")
             values[name] = self._value(child, spec.item, f"{path}.{name}", role, node)

@@ -10,6 +10,7 @@ from pathlib import Path
 from roll_async.config.loading.diagnostics import ConfigError, Diagnostic, shown
 from roll_async.config.loading.node import MAX_FILE_BYTES, Node, plain, put, refuse, type_name
 from roll_async.config.loading.yaml_text import decode, parse
+from roll_async.config.secrets import shown_override
 
 OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*=")
 _MAX_INCLUDE_DEPTH = 8
@@ -163,7 +164,7 @@ def _parsed(overrides: Sequence[str]) -> tuple[tuple[tuple[str, ...], Node], ...
     errors: list[Diagnostic] = []
     parsed = []
     for text in overrides:
-        place = f"<override {text}>"
+        place = f"<override {shown_override(text)}>"
         key, separator, value = text.partition("=")
         message = "expected KEY=VALUE"
         if separator and not value.strip():

@@ -53,9 +53,10 @@ def validation_place(config: PipelineConfig) -> Findings:
         yield "C153", "validation.mode" if isinstance(config, RLVRConfig) else "val_env_manager.mode", message
     if (own := config.num_validation_replicas) and own >= config.num_servers:
         there = config.num_servers
-        remedy = f"use {there - 1}" if there > 1 else "set validation.mode: share"
+        key = "validation" if isinstance(config, RLVRConfig) else "val_env_manager"
+        remedy = f"use {there - 1}" if there > 1 else f"set {key}.mode: share"
         message = f"{own} leaves none of actor_infer's {there} replicas for training; {remedy}"
-        yield "C154", "validation.num_replicas", message
+        yield "C154", f"{key}.num_replicas", message
 
 
 def validation_sets(config: PipelineConfig) -> Findings:

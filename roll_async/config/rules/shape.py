@@ -1,9 +1,11 @@
-"""Rules about lengths, devices and batch shapes (C101 to C130)."""
+"""Rules about lengths, devices, batch shapes and worlds (C101 to C130)."""
 
 import math
 from collections.abc import Iterator
+from datetime import datetime
 
 from roll_async.config.advantage_options import GROUP_RELATIVE
+from roll_async.config.prompt_templates import problem_of
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
@@ -186,19 +188,43 @@ def batch(config: PipelineConfig) -> Findings:
         broken = [(key, b, g) for key, b, g in managers if b % g]
         for key, b, g in broken:
             yield "C122", key, f"{b} is not divisible by group_size {g}"
-        # A step environment gives as many samples as turns: no batch size to check.
-        if broken or any(env.manager == "step" for env in config.custom_envs.values()):
+        if broken:
+            return
+        if any(env.manager == "step" for env in config.custom_envs.values()):
+            yield from _batch_of_turns(config)
             return
     b, m, n = config.samples_per_batch, config.mini_batch_size, config.samples_per_group
     if b % m:
-        t = config.actor_train.training_args
         per_group = n if isinstance(config, AgenticConfig) else 1
         groups = math.lcm(n, m) // n
         near = max(groups, round(config.groups_per_batch / groups) * groups) * per_group
         message = (
             f"{config.groups_per_batch} groups * {n} samples = {b} samples per step, not divisible by the mini-batch"
-            f" {m} = per_device_train_batch_size {t.per_device_train_batch_size} * gradient_accumulation_steps"
-            f" {t.gradient_accumulation_steps} * data parallel {config.data_parallel_size}; use {near}"
+            f" {_mini_batch(config)}; use {near}"
+        )
+        yield "C121", "rollout_batch_size", message
+
+
+def _mini_batch(config: PipelineConfig) -> str:
+    t = config.actor_train.training_args
+    return (
+        f"{config.mini_batch_size} = per_device_train_batch_size {t.per_device_train_batch_size} *"
+        f" gradient_accumulation_steps {t.gradient_accumulation_steps} * data parallel {config.data_parallel_size}"
+    )
+
+
+def _batch_of_turns(config: AgenticConfig) -> Findings:
+    """C121 where a row is a turn: a batch has any number of rows, and its mini-batches are made of equal size
+    (`trainer/protocol.py: mini_batch_ranges`), so that only one that no batch can fill is wrong.
+    """
+    b, m = config.samples_per_batch, config.mini_batch_size
+    longest = max(env.max_steps if env.manager == "step" else 1 for env in config.custom_envs.values())
+    if m > b * longest:
+        n = config.samples_per_group
+        message = (
+            f"{config.groups_per_batch} groups * {n} trajectories of at most {longest} turns = {b * longest} samples"
+            f" per step at most, never as many as the mini-batch {_mini_batch(config)}; use"
+            f" {math.ceil(m / longest / n) * n}, or fewer rows"
         )
         yield "C121", "rollout_batch_size", message
 
@@ -230,6 +256,10 @@ def env_managers(config: PipelineConfig) -> Findings:
             if tag not in config.custom_envs:
                 yield "C125", f"{key}.tags.{index}", f"'{tag}' is not in custom_envs"
         yield from _partition(key, manager)
+    val = config.val_env_manager
+    if config.val_batch_size < (size := sum(val.num_groups_partition) * val.group_size):
+        message = f"{config.val_batch_size} is below the {size} trajectories of val_env_manager.num_groups_partition"
+        yield "C125", "val_batch_size", f"{message}, of which some would never be measured; use {size}"
 
 
 def _partition(key: str, manager: EnvManagerConfig) -> Findings:
@@ -237,6 +267,42 @@ def _partition(key: str, manager: EnvManagerConfig) -> Findings:
     if len(parts) != len(manager.tags) or sum(parts) != manager.num_env_groups:
         message = f"{list(parts)} must have {len(manager.tags)} entries with sum {manager.num_env_groups}"
         yield "C125", f"{key}.num_groups_partition", message
+        return
+    for index, (tag, share) in enumerate(zip(manager.tags, parts, strict=True)):
+        if not share:
+            message = f"'{tag}' gets none of the {manager.num_env_groups} groups; raise num_env_groups, or leave it out"
+            yield "C125", f"{key}.tags.{index}", message
+
+
+def world_keys(config: PipelineConfig) -> Findings:
+    """C125."""
+    if not isinstance(config, AgenticConfig):
+        return
+    used = {*config.train_env_manager.tags, *config.val_env_manager.tags}
+    for tag, env in config.custom_envs.items():
+        if tag not in used:
+            message = "the tags of neither train_env_manager nor val_env_manager name it; name it, or set it to null"
+            yield "C125", f"custom_envs.{tag}", message
+        if env.manager == "traj" and env.history_length:
+            message = f"{env.history_length} is for manager: step; with traj all turns are shown, set it to 0"
+            yield "C125", f"custom_envs.{tag}.history_length", message
+    sampling, of_training = config.val_env_manager.generating_args, config.actor_infer.generating_args
+    if sampling is not None and sampling.max_new_tokens != of_training.max_new_tokens:
+        message = f"{sampling.max_new_tokens} has no effect: max_tokens_per_step of a world limits its turns; remove it"
+        yield "C125", "val_env_manager.generating_args.max_new_tokens", message
+    if extra := config.val_env_manager.group_size_redundancy:
+        message = f"{extra} would leave out the slowest trajectories, and a validation counts them all; set it to 0"
+        yield "C125", "val_env_manager.group_size_redundancy", message
+
+
+def templates(config: PipelineConfig) -> Findings:
+    """C125."""
+    for tag, env in config.custom_envs.items() if isinstance(config, AgenticConfig) else ():
+        texts = (("agent_system_template", env.agent_system_template), ("agent_template", env.agent_template))
+        for name, text in texts:
+            problem = None if text is None else problem_of(text, system=name == "agent_system_template")
+            if problem is not None:
+                yield "C125", f"custom_envs.{tag}.{name}", problem
 
 
 def domains(config: PipelineConfig) -> Findings:
@@ -271,6 +337,16 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
         yield "C128", key, f"sum is {number(float(total))}, not 1"
 
 
+def template_time(config: PipelineConfig) -> Findings:
+    """C005: what `datetime.fromisoformat` reads."""
+    if config.template_time is not None:
+        try:
+            datetime.fromisoformat(config.template_time)
+        except ValueError:
+            yield "C005", "template_time", f'"{config.template_time}" must be a date and time like 2026-11-26T05:01:12'
+
+
 RULES = (
-    lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, domains,
+    template_time, lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, world_keys, templates,
+    domains,
 )  # fmt: skip

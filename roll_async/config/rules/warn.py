@@ -151,7 +151,8 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
             (staleness.soft_versions or 0) > staleness.max_versions,
             f"no sample is older than max_versions {staleness.max_versions}",
         ),
-        ("validation.num_replicas", config.validation_mode != "replicas", "it is for validation.mode replicas"),
+        ("validation.num_replicas", config.validation_mode != "replicas", "it is for mode replicas"),
+        ("val_env_manager.num_replicas", config.validation_mode != "replicas", "it is for mode replicas"),
     )
     for key, ignored, why in cases:
         if ignored and find(root, key.split(".")) is not None:

@@ -28,6 +28,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
+from roll_async.checkpoint.find_model import HF_FILES
 from roll_async.checkpoint.hf_folder import copy_side_files
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.manifest import (
@@ -43,16 +44,17 @@ from roll_async.checkpoint.manifest import (
 from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.model import HfBackedModel
 from roll_async.trainer.megatron.optimizer_state import ParameterState, parameter_states, parts_of, restore_steps
+from roll_async.trainer.megatron.schedule import Schedule
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.torch_dist import TorchDistSave
 
 logger = logging.getLogger(__name__)
 
-_MEGATRON, _HF, _STATE = "megatron", "huggingface", "state.bin"
+_MEGATRON, _STATE = "megatron", "state.bin"
 _EXTRA_STATE = "_extra_state"
 
 
-def _described_parts(chunk: GPTModel) -> dict:
+def described_parts(chunk: GPTModel) -> dict:
     """Megatron's description of a model part, without what only one kind of layer has: Transformer Engine's layers keep
     scales of fp8 in an extra state, which is empty here and unknown to local layers.
     """
@@ -104,13 +106,16 @@ def _give(part: ShardedTensor | ShardedTensorFactory, owners: _Owners, tensor: t
 class RoleCheckpoint:
     """Saves and loads what one rank of a role holds. All methods are collective."""
 
-    def __init__(self, model: HfBackedModel, optimizer: MegatronOptimizer, settings: MegatronSettings) -> None:
-        self._model, self._optimizer, self._model_folder = model, optimizer, settings.model_folder
+    def __init__(
+        self, model: HfBackedModel, optimizer: MegatronOptimizer, schedule: Schedule, settings: MegatronSettings
+    ) -> None:
+        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._model_folder = settings.model_folder
         self._lora, self._dtype, self._is_critic = _described(settings), settings.dtype, settings.with_value_head
         self._open: Callable[[], None] | None = None
         self._writing: TorchDistSave | None = None
 
-    def save(self, folder: str, *, step: int, state: bytes, optimizer_steps: int, background: bool) -> None:
+    def save(self, folder: str, *, step: int, state: bytes, background: bool) -> None:
         """Write a checkpoint; with `background` only begin, `finish` completes it. One at a time."""
         self.finish()
         target, temporary = Path(folder), Path(folder + ".tmp")
@@ -119,7 +124,7 @@ class RoleCheckpoint:
             (temporary / _MEGATRON).mkdir(parents=True)
         dist.barrier()
         content, fresh = self._content(saving=True)
-        content["common"] = {"optimizer_steps": optimizer_steps, "step": step, "grad_scalers": self._grad_scalers()}
+        content["common"] = {**self._schedule.state(), "step": step, "grad_scalers": self._grad_scalers()}
         writing = self._writing = TorchDistSave(temporary / _MEGATRON, content, background=background, fresh=fresh)
         self._open = lambda: self._complete(writing, temporary, target, step, state)
         if not background:
@@ -139,9 +144,9 @@ class RoleCheckpoint:
         files = writing.finish()
         if dist.get_rank() == 0:
             (temporary / _STATE).write_bytes(state)
-            (temporary / _HF).mkdir()
-            copy_side_files(Path(self._model_folder), temporary / _HF, critic=self._is_critic)
-            rest = [_STATE, *(f"{_HF}/{path.name}" for path in (temporary / _HF).iterdir())]
+            (temporary / HF_FILES).mkdir()
+            copy_side_files(Path(self._model_folder), temporary / HF_FILES, critic=self._is_critic)
+            rest = [_STATE, *(f"{HF_FILES}/{path.name}" for path in (temporary / HF_FILES).iterdir())]
             prints = {f"{_MEGATRON}/{name}": value for name, value in files.items()}
             prints |= {name: fingerprint(temporary / name) for name in rest}
             about = {"step": step, "world_size": dist.get_world_size(), DTYPE: self._dtype, LORA: self._lora}
@@ -152,9 +157,9 @@ class RoleCheckpoint:
             sync(target.parent)
         dist.barrier()
 
-    def load(self, folder: str) -> tuple[bytes, int]:
-        """Restore what `save` wrote under any layout; (the caller's state, optimizer steps). Raises ValueError, on
-        every rank, naming a missing, truncated, changed or foreign file.
+    def load(self, folder: str) -> bytes:
+        """Restore what `save` wrote under any layout; the caller's state. Raises ValueError, on every rank, naming a
+        missing, truncated, changed or foreign file.
         """
         path = Path(folder)
         manifest = self._verified(path)
@@ -175,11 +180,11 @@ class RoleCheckpoint:
             left = [name for name in missing if _EXTRA_STATE not in name]
             assert not left and not unexpected, (left, unexpected)
         common = loaded["common"]
-        steps = int(common["optimizer_steps"])
-        self._restore_optimizer(loaded["optimizer"], common, steps)
+        self._schedule.restore(common, int(common["step"]))
+        self._restore_optimizer(loaded["optimizer"], common, self._schedule.optimizer_steps)
         if "rng" in loaded:
             ranks.set_random_state(loaded["rng"])
-        return (path / _STATE).read_bytes(), steps
+        return (path / _STATE).read_bytes()
 
     def _verified(self, path: Path) -> dict:
         """The manifest, after each rank compared its share of the files with it."""
@@ -227,7 +232,7 @@ class RoleCheckpoint:
         the addresses of storages that were made for it. What all data-parallel ranks hold is dealt out to them, evenly
         by bytes: each writes its part, and gathers no more of a distributed optimizer than that.
         """
-        content: dict = {f"model{n}": _described_parts(chunk) for n, chunk in enumerate(self._model.chunks)}
+        content: dict = {f"model{n}": described_parts(chunk) for n, chunk in enumerate(self._model.chunks)}
         owners = _Owners()
         described = {}
         for part in nested_values(content):

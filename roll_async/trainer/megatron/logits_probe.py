@@ -15,9 +15,12 @@ from roll_async.trainer.megatron import cpu_shim
 cpu_shim.install()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
 from roll_async.checkpoint.hf_folder import HfFolder  # noqa: E402
+from roll_async.checkpoint.megatron_folder import MegatronFolder  # noqa: E402
+from roll_async.trainer.megatron.checkpoints import described_parts  # noqa: E402
 from roll_async.trainer.megatron.model import HfBackedModel  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 
@@ -52,11 +55,16 @@ def _megatron_logits(checkpoint: Path, files: Path, tokens: Tensor) -> Tensor:
         module = HfBackedModel(settings, torch.device("cpu"), with_weights=False).module
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch calls parts of itself that it is about to replace
-            loaded = dist_checkpointing.load(module.sharded_state_dict(), str(checkpoint))
+            # A run writes no extra states (`described_parts`); where there are any, Megatron wants all of them.
+            whole = MegatronFolder(checkpoint).has_extra_states
+            parts = module.sharded_state_dict() if whole else described_parts(module)
+            loaded = dist_checkpointing.load(parts, str(checkpoint))
         assert isinstance(loaded, dict)
         module.load_state_dict(loaded, strict=False)  # all that can be missing is the layers' extra state
         positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
         return module.eval()(tokens, positions, None)
+    except CheckpointingException as error:
+        raise ValueError(f"{checkpoint} does not load in Megatron: {error}") from error
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -88,9 +88,9 @@ class Adapter(torch.nn.Module):
         return self._scale * (self.up @ self.down)
 
     @torch.no_grad()
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """float32, this rank's `down` and scale * `up`: the product of the latter and the former is `delta`."""
-        return self.down.detach(), self._scale * self.up
+    def halves(self, *, scaled: bool) -> tuple[Tensor, Tensor]:
+        """float32, this rank's `down` and `up`; `scaled`: scale * `up`, whose product with the former is `delta`."""
+        return self.down.detach(), self._scale * self.up if scaled else self.up.detach()
 
     def lowered(self, x: Tensor) -> Tensor:
         """[..., rank] of the layer's input [..., in]; in a training step without what dropout leaves out."""

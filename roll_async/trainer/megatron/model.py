@@ -265,6 +265,25 @@ class HfBackedModel:
         """What this rank sends of the model in a weight push: its own parts of the HF tensors. Ranks that hold the same
         share the sending; together they send every tensor of the content once.
         """
+        for one, match, place in self._sent():
+            if content is not Content.ADAPTERS:
+                weight = self._merged(one) if content is Content.MERGED else one.tensor
+                yield from hf_parts(match, weight, self.heads, **place)
+            if content is not Content.MERGED and (adapter := one.adapter) is not None:
+                down, up = (half.to(one.tensor.dtype) for half in adapter.halves(scaled=True))  # as in training
+                yield from adapter_parts(match, (down, up), self.heads, columns=adapter.columns, **place)
+
+    def adapters(self) -> Iterator[TensorPart]:
+        """What this rank adds to an export of the adapters: float32, B without the scale. Together the ranks give every
+        half once.
+        """
+        for one, match, place in self._sent():
+            if one.adapter is not None:
+                halves = one.adapter.halves(scaled=False)
+                yield from adapter_parts(match, halves, self.heads, columns=one.adapter.columns, **place)
+
+    def _sent(self) -> Iterator[tuple[_Held, Match, dict[str, int]]]:
+        """What this rank sends of what it holds, and as which part of the whole."""
         held = list(self._held())
         kinds = [ranks.HolderKind(expert=self._match(h.name).row.is_expert, sharded=h.sharded) for h in held]
         sends = [True] * len(held)
@@ -276,12 +295,7 @@ class HfBackedModel:
         for one in (h for h, sent in zip(held, sends, strict=True) if sent):
             match = self._match(one.name)
             group = self._tensor_group(match)
-            place = {"rank": group.rank(), "size": group.size()} if one.sharded else {"rank": 0, "size": 1}
-            if content is not Content.ADAPTERS:
-                weight = self._merged(one) if content is Content.MERGED else one.tensor
-                yield from hf_parts(match, weight, self.heads, **place)
-            if content is not Content.MERGED and one.adapter is not None:
-                yield from adapter_parts(match, one.adapter, one.tensor.dtype, self.heads, **place)
+            yield one, match, {"rank": group.rank(), "size": group.size()} if one.sharded else {"rank": 0, "size": 1}
 
     def _merged(self, held: _Held) -> Tensor:
         """This rank's part of the tensor with its adapter."""

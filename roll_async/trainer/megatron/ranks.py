@@ -30,6 +30,8 @@ class RankSpec:
     device: str
     """cpu (gloo) or cuda (nccl)."""
     timeout_s: float = 600.0
+    listener: socket.socket | None = None
+    """Of rank 0: its server at that address, from before the others were told. None: it begins to listen in `join`."""
 
     @classmethod
     def alone(cls, device: str = "cpu") -> RankSpec:
@@ -71,7 +73,7 @@ def _store(spec: RankSpec) -> dist.TCPStore:
     if spec.rank:
         return dist.TCPStore(*address, spec.world_size, False, timeout)
     family = socket.AF_INET6 if ":" in spec.master_addr else socket.AF_INET
-    server = socket.create_server(address, family=family, backlog=spec.world_size)
+    server = spec.listener or socket.create_server(address, family=family, backlog=spec.world_size)
     host, port = server.getsockname()[:2]
     return dist.TCPStore(host, port, spec.world_size, True, timeout, master_listen_fd=server.detach())
 

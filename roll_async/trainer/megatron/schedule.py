@@ -1,20 +1,65 @@
-"""Learning rate by optimizer step."""
+"""Learning rates by progress in training."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from roll_async.trainer.megatron.settings import OptimizerSettings
 
 
-def learning_rate_at(step: int, settings: OptimizerSettings) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to 0 at total_steps."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
+class Schedule:
+    """Where a role is in its schedule.
+
+    What the learner is given at a time, a batch or a part of one, moves it on by the optimizer steps that the config
+    plans for that. Trajectories of several rows make more of them: 3 steps where 1 is planned are taken at the
+    positions 0, 1/3 and 2/3, and the next update begins at 1, so that the schedule ends with the run.
+    """
+
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self._settings = settings
+        self._position = 0.0
+        self.optimizer_steps = 0
+        """Steps taken, which Adam's bias correction counts."""
+
+    def rates(self, num_steps: int) -> list[float]:
+        """The learning rate of each optimizer step of an update, which begins now."""
+        planned, start = self._settings.steps_per_update, self._position
+        self._position += planned
+        self.optimizer_steps += num_steps
+        return [learning_rate_at(start + i * planned / num_steps, self._settings) for i in range(num_steps)]
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        per_step = self._settings.steps_per_training_step
+        return {
+            "optimizer_steps": self.optimizer_steps,
+            "position": self._position,
+            "steps_per_training_step": per_step,
+        }
+
+    def restore(self, state: Mapping[str, float], training_step: int) -> None:
+        """Go on after `training_step`, maybe with other mini-batches. Checkpoints without a position counted all
+        optimizer steps: the actor is no further than the training step, and behind it after a critic_warmup.
+        """
+        now = self._settings.steps_per_training_step
+        self.optimizer_steps = int(state["optimizer_steps"])
+        self._position = float(min(self.optimizer_steps, training_step * now))
+        if "position" in state:
+            before = state["steps_per_training_step"]
+            self._position = state["position"] if before == now else state["position"] / before * now
+
+
+def learning_rate_at(position: float, settings: OptimizerSettings) -> float:
+    """The rate after `position` planned optimizer steps: linear warm-up, then constant, linear or cosine to 0 at
+    total_steps.
+    """
+    if position < settings.warmup_steps:
+        return settings.learning_rate * min(position + 1, settings.warmup_steps) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.learning_rate
     span = max(1, settings.total_steps - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / span)
+    progress = min(1.0, (position - settings.warmup_steps) / span)
     if settings.schedule == "linear":
         return settings.learning_rate * (1 - progress)
     if settings.schedule == "cosine":

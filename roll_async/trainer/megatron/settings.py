@@ -31,7 +31,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """AdamW and its schedule. Steps are optimizer steps."""
+    """AdamW and its schedule. Steps are optimizer steps as planned, one row for each sample of a batch."""
 
     learning_rate: float
     weight_decay: float = 0.0
@@ -39,6 +39,10 @@ class OptimizerSettings:
     """constant, linear or cosine, from learning_rate to 0 over `total_steps`."""
     warmup_steps: int = 0
     total_steps: int = 1
+    """Of the run."""
+    steps_per_update: int = 1
+    """On what the learner is given at a time: a batch, or a part of it (require_batches)."""
+    steps_per_training_step: int = 1
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -56,12 +60,17 @@ class OptimizerSettings:
     def of(cls, config: PipelineConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
         """As the config has it."""
         args = role.training_args
+        parts = config.mini_batches_per_batch // config.async_training.require_batches
+        epochs = 1 if role is config.critic else config.algorithm.ppo_epochs
+        per_update = max(1, config.samples_per_batch // parts // role.mini_batch_size) * epochs
         return cls(
             learning_rate=args.learning_rate,
             weight_decay=args.weight_decay,
             schedule=args.lr_scheduler_type,
             warmup_steps=args.warmup_steps,
-            total_steps=config.max_steps * config.optimizer_steps_per_batch,
+            total_steps=config.max_steps * parts * per_update,
+            steps_per_update=per_update,
+            steps_per_training_step=parts * per_update,
             beta1=args.adam_beta1,
             beta2=args.adam_beta2,
             epsilon=args.adam_epsilon,

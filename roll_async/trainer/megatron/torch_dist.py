@@ -23,8 +23,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.storage import WriteResult
 
+from roll_async.checkpoint.find_model import TORCH_DIST
 from roll_async.checkpoint.manifest import fingerprint
-from roll_async.checkpoint.megatron_folder import COMMON, CONFIG, FORMAT, INDEX
+from roll_async.checkpoint.megatron_folder import COMMON, FORMAT, INDEX
+from roll_async.checkpoint.torch_files import disk_errors
 
 
 class TorchDistSave:
@@ -65,7 +67,8 @@ class TorchDistSave:
 
     def _write(self) -> tuple[list[WriteResult], dict[str, str]]:
         """This rank's file; where its parts lie, and its fingerprint."""
-        results = list(self._writer.write_data(self._central, self._planner).wait())
+        with disk_errors(self._folder):
+            results = list(self._writer.write_data(self._central, self._planner).wait())
         names = {result.storage_data.relative_path for result in results}
         return results, {name: fingerprint(self._folder / name) for name in names}
 
@@ -90,9 +93,10 @@ class TorchDistSave:
         files = {name: value for _, _, part in gathered for name, value in part.items()}
         if self._rank == 0:
             self._writer.finish(self._metadata, [results for _, results, _ in gathered])
-            torch.save(self._common, self._folder / COMMON)
-            (self._folder / CONFIG).write_text(json.dumps(FORMAT))
-            files |= {name: fingerprint(self._folder / name) for name in (INDEX, COMMON, CONFIG)}
+            with disk_errors(self._folder), open(self._folder / COMMON, "wb") as file:
+                torch.save(self._common, file)
+            (self._folder / TORCH_DIST).write_text(json.dumps(FORMAT))
+            files |= {name: fingerprint(self._folder / name) for name in (INDEX, COMMON, TORCH_DIST)}
         return files
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from roll_async.checkpoint.hf_names.table import Match, Transform
+from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.checkpoint.transforms import HeadLayout, to_hf
-from roll_async.trainer.megatron.lora import Adapter
-from roll_async.weight_sync.bucket import ADAPTER_HALVES, adapter_half
 from roll_async.weight_sync.layout import Cut
 from roll_async.weight_sync.packing import TensorPart
 
@@ -43,19 +41,19 @@ def hf_parts(match: Match, local: Tensor, heads: HeadLayout, *, rank: int, size:
 
 
 def adapter_parts(
-    match: Match, adapter: Adapter, dtype: torch.dtype, heads: HeadLayout, *, rank: int, size: int
+    match: Match, halves: tuple[Tensor, Tensor], heads: HeadLayout, *, columns: bool, rank: int, size: int
 ) -> Iterator[TensorPart]:
     """The parts of an adapter's halves, a pair for each HF tensor in the Megatron weight that it adds to: A [rank, in],
-    the same for all of a fused layer, and B [out, rank], with the scale in it. Rounded to `dtype` as in training's
-    forward pass. The first tensor-parallel rank sends the half that all of them hold.
+    the same for all of a fused layer, and B [out, rank]. `columns`: B is split over tensor-parallel ranks, not A. The
+    first of them sends the half that all of them hold.
     """
-    halves = dict(zip(ADAPTER_HALVES, (half.to(dtype) for half in adapter.halves()), strict=True))
-    shared, cut = ADAPTER_HALVES if adapter.columns else ADAPTER_HALVES[::-1]
-    for part in hf_parts(match, halves[cut], heads, rank=rank, size=size):
+    by_name = dict(zip(ADAPTER_HALVES, halves, strict=True))
+    shared, cut = ADAPTER_HALVES if columns else ADAPTER_HALVES[::-1]
+    for part in hf_parts(match, by_name[cut], heads, rank=rank, size=size):
         yield replace(part, name=adapter_half(part.name, cut))
     if rank == 0:
         for name in match.hf_names:
-            yield TensorPart.whole(adapter_half(name, shared), halves[shared])
+            yield TensorPart.whole(adapter_half(name, shared), by_name[shared])
 
 
 def _part(name: str, tensor: Tensor, cut: Cut, *, whole: int) -> TensorPart:

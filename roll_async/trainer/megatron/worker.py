@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from roll_async.algorithms.aggregation import Denominators, aggregate  # noqa: E
 from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.objective import policy_loss, step_metrics  # noqa: E402
 from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
+from roll_async.checkpoint.lora import write_adapter  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
 from roll_async.trainer.megatron.device_state import DeviceState  # noqa: E402
@@ -35,12 +38,12 @@ from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa:
 from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
 from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
 from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa: E402
-from roll_async.trainer.megatron.schedule import learning_rate_at  # noqa: E402
+from roll_async.trainer.megatron.schedule import Schedule  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 from roll_async.trainer.megatron.shares import BatchSplitter, MiniBatch, ModelTraits, Share  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
-from roll_async.weight_sync.packing import TensorPart  # noqa: E402
+from roll_async.weight_sync.packing import TensorPart, joined  # noqa: E402
 
 
 class MegatronWorker:
@@ -48,7 +51,6 @@ class MegatronWorker:
 
     def __init__(self, spec: RankSpec, settings: MegatronSettings) -> None:
         self._spec, self._settings = spec, settings
-        self._optimizer_steps = 0
 
     def start(self) -> None:
         """Join the process group and load the model. Blocks until all ranks are there. Raises ValueError for a process
@@ -73,7 +75,8 @@ class MegatronWorker:
             self._host_state = host_state(self._optimizer, self._device)
         self._runner = Runner(self._network, self._model.config, self._settings, self._replay)
         self._state = DeviceState(self._model.chunks, self._network, self._optimizer, self._device)
-        self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._settings)
+        self._schedule = Schedule(self._settings.optimizer)
+        self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._schedule, self._settings)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -183,12 +186,12 @@ class MegatronWorker:
             return loss_of
 
         results, began_s = [], time.perf_counter()
-        for _ in range(settings.ppo_epochs):
-            for part in share.mini_batches:
-                result = self._step(share, part, loss_for)
-                result["trainer/zero_gradient_rows_share"] = part.zero_gradient_rows_share
-                result["trainer/copied_rows_share"] = part.copied_rows_share
-                results.append(result)
+        parts = [part for _ in range(settings.ppo_epochs) for part in share.mini_batches]
+        for part, rate in zip(parts, self._schedule.rates(len(parts)), strict=True):
+            result = self._step(share, part, loss_for, rate)
+            result["trainer/zero_gradient_rows_share"] = part.zero_gradient_rows_share
+            result["trainer/copied_rows_share"] = part.copied_rows_share
+            results.append(result)
         used = self._use_of_device(share, settings.ppo_epochs, time.perf_counter() - began_s)
         return {**_mean_of(results, "trainer"), **used}
 
@@ -232,7 +235,10 @@ class MegatronWorker:
 
             return loss_of
 
-        results = [self._step(share, part, loss_for) for part in share.mini_batches]
+        rates = self._schedule.rates(len(share.mini_batches))
+        results = [
+            self._step(share, part, loss_for, rate) for part, rate in zip(share.mini_batches, rates, strict=True)
+        ]
         renamed = [{key.replace("trainer/", "critic/"): value for key, value in r.items()} for r in results]
         return _mean_of(renamed, "critic")
 
@@ -247,22 +253,21 @@ class MegatronWorker:
 
             return loss_of
 
-        return self._step(share, share.mini_batches[0], loss_for)["trainer/loss"]
+        (rate,) = self._schedule.rates(1)
+        return self._step(share, share.mini_batches[0], loss_for, rate)["trainer/loss"]
 
     def _step(
         self,
         share: Share,
         mini_batch: MiniBatch,
         loss_for: Callable[[Mapping[str, Denominators]], LossOfMicroBatch],
+        rate: float,
     ) -> dict[str, float]:
         """Forward and backward over the micro-batches, clip, Adam; the step's metrics. The loss is divided by the
         counts of the whole mini-batch, metrics by the tokens they were summed over.
         """
-        settings = self._settings.optimizer
-        assert settings is not None
         self._state.require(*STATE_KINDS)
         self._model.train(True)
-        rate = learning_rate_at(self._optimizer_steps, settings)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         for part in self._network:
@@ -274,7 +279,6 @@ class MegatronWorker:
         on_device = nullcontext() if self._host_state is None else self._host_state.on_device()
         with cpu_shim.cuda_type_names(), on_device:
             stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
-        self._optimizer_steps += 1
         loss, parts = self._collect(losses, parts)
         return {
             "trainer/loss": loss,
@@ -322,7 +326,7 @@ class MegatronWorker:
                 part.start_param_sync(force_sync=True)
 
     def export_hf(self, folder: str) -> None:
-        """Write a transformers-loadable folder from rank 0."""
+        """Write a transformers-loadable folder from rank 0, and the adapters of a LoRA run beside it."""
         tensors = self.export_named_tensors()
         if self._spec.rank == 0:
             dtype = str(TORCH_DTYPES[self._settings.dtype]).removeprefix("torch.")
@@ -331,6 +335,17 @@ class MegatronWorker:
         else:
             for _ in tensors:
                 pass
+        if self._settings.lora_rank:
+            self._export_adapter(Path(f"{folder}_adapter"))
+
+    def _export_adapter(self, folder: Path) -> None:
+        """Write the adapters alone from rank 0, in PEFT's format; collective."""
+        first, gathered = self._spec.rank == 0, [None] * self._spec.world_size
+        own = [replace(part, tensor=part.tensor.cpu()) for part in self._model.adapters()]
+        dist.gather_object(own, gathered if first else None)
+        if first:
+            whole = joined(part for parts in gathered for part in parts or ())
+            write_adapter(folder, whole, alpha=self._settings.lora_alpha, base=self._settings.model_folder)
 
     def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
         """Atomic checkpoint of all ranks: `folder` exists only when it is complete. With `background` the weights of
@@ -338,9 +353,7 @@ class MegatronWorker:
         """
         self._state.require("weights", "optimizer")
         self._gather_parameters()
-        self._checkpoint.save(
-            folder, step=step, state=state, optimizer_steps=self._optimizer_steps, background=background
-        )
+        self._checkpoint.save(folder, step=step, state=state, background=background)
 
     def save_written(self) -> bool:
         """Whether a save in the background only waits for `finish_save`."""
@@ -355,8 +368,7 @@ class MegatronWorker:
         a bad file.
         """
         self._state.require("weights", "optimizer")
-        state, self._optimizer_steps = self._checkpoint.load(folder)
-        return state
+        return self._checkpoint.load(folder)
 
 
 def _mean_of(results: list[dict[str, float]], part: str) -> dict[str, float]:

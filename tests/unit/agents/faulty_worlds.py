@@ -54,6 +54,14 @@ class Quick(Faulty):
     quick = True
 
 
+class Ruled(Quick):
+    """With rules, and a suffix that looks like a placeholder."""
+
+    def reset(self, *, seed=None, options=None):
+        text, info = super().reset(seed=seed)
+        return text, {**info, "instructions": "Say the.", "suffix": "{history}"}
+
+
 class Unjudged(Quick):
     """Its grader divided zero by zero."""
 

@@ -10,13 +10,15 @@ import time
 import pytest
 from aiohttp import web
 
-from roll_async.agents.external import HttpAgent
+from roll_async.agents.external import PASSED_ON, SUPERVISOR, HttpAgent, result_of
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.play import run_agent
 from roll_async.agents.protocol import Task, is_agent
+from roll_async.cluster.reaper import MARKER_VARIABLE
 from roll_async.config.schema_rollout import ENV_TYPES
 from roll_async.envs.registry import WORLDS, WorldSpec, build, check
 from roll_async.schema import Outcome
+from tests.patience import patient
 
 ASK = """
 import json, os, sys, urllib.request
@@ -43,7 +45,9 @@ print(json.dumps({"reward": 0.5, "solved": True, "metrics": {"tag": len(task["ta
 """
 
 
-def run_one(sessions, spec, texts=("the ab", "the", "a b"), *, seed=1, silence_s=60.0, **options):
+def run_one(
+    sessions, spec, texts=("the ab", "the", "a b"), *, seed=1, silence_s=60.0, max_seconds=float("inf"), **options
+):
     """(ending, session, policy) of one trajectory of this agent at a real gateway."""
     session, policy, _ = sessions(texts, **options)
 
@@ -52,7 +56,7 @@ def run_one(sessions, spec, texts=("the ab", "the", "a b"), *, seed=1, silence_s
         await gateway.start()
         try:
             task = Task(tag="Mine", seed=seed)
-            limits = {"max_seconds": float("inf"), "silence_s": silence_s}
+            limits = {"max_seconds": max_seconds, "silence_s": silence_s}
             return await run_agent(build(spec), task, session, gateway.open(session), **limits)
         finally:
             await gateway.close()
@@ -91,12 +95,26 @@ def test_a_command_that_ends_with_its_limit_keeps_its_turns(sessions):
         ("import sys; print('{\"reward\": 1}'); sys.exit('no such tool')", "code 1: no such tool"),
         ("print('done')", "got 'done'"),
         ('print(\'{"reward": "much"}\')', "the result must be JSON"),
+        ("print('x' * 300_000)", "a line of more than 262144 bytes"),
+        ("import os; os.kill(os.getpid(), 9)", "code 137"),
+        ('print(\'{"reward": 1, "metrics": {"f1": NaN}}\')', "metrics.f1 is nan"),
+        ("import json; print(json.dumps({'reward': 1, 'metrics': {f'k{i}': i for i in range(65)}}))", "at most 64"),
         ("", "the result must be JSON"),
     ],
 )
 def test_a_command_that_fails_or_says_no_reward_gives_none(sessions, program, reason):
     ending, _, _ = run_one(sessions, command(program))
     assert ending.outcome is Outcome.AGENT_ERROR and reason in ending.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"reward": "1.0"}', '{"reward": 1, "solved": "no"}', '{"reward": 1, "metrics": [1]}', "null", "[" * 100_000,
+     f'{{"reward": {"9" * 5000}}}', '{"solved": true}', "\x00"],
+)  # fmt: skip
+def test_a_text_that_is_no_result_is_refused(text):
+    with pytest.raises(ValueError, match="the result must be JSON like"):
+        result_of(text)
 
 
 @pytest.mark.slow
@@ -108,10 +126,97 @@ def test_a_command_that_hangs_is_ended_with_everything_it_started(sessions, tmp_
     )
     ending, _, _ = run_one(sessions, command(program), silence_s=5.0)
     assert ending.outcome is Outcome.INFRA_ERROR and "nothing for 5 s (fault.env_timeout)" in ending.reason
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while runs(int(child.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+DAEMON = """
+import os, sys, time
+from pathlib import Path
+{before}
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        Path({file!r}).write_text(str(os.getpid()))
+        time.sleep(300)
+    os._exit(0)
+os.wait()
+while not Path({file!r}).exists():
+    time.sleep(0.01)
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        ("", """print('{"reward": 1.0}')""", Outcome.SOLVED),  # the daemon holds stdout
+        ("", "os.close(1); os.close(2); time.sleep(300)", Outcome.TRUNCATED_TIME),
+        ("import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]", "time.sleep(300)", None),
+        ("", "os.kill(os.getppid(), 9); time.sleep(300)", Outcome.AGENT_ERROR),  # whoever watched it is gone, too
+    ],
+)
+@pytest.mark.slow
+def test_a_result_is_read_when_its_process_has_ended_and_no_daemon_outlives_a_trajectory(
+    sessions, tmp_path, before, after, outcome
+):
+    file = tmp_path / "daemon"
+    program = DAEMON.format(file=str(file), before=before, after=after)
+    started = time.monotonic()
+    ending, _, _ = run_one(sessions, command(program), max_seconds=4.0)
+    assert ending.outcome is (outcome or Outcome.TRUNCATED_TIME), ending.reason
+    assert time.monotonic() - started < (30 if outcome in (None, Outcome.TRUNCATED_TIME) else 3.9)
+    assert not runs(int(file.read_text())), "it is gone when the trajectory has ended"
+
+
+@pytest.mark.slow
+def test_whoever_forks_all_the_time_is_ended_too(sessions):
+    mark = "# forks for the test of external agents\n"
+    fork = "    if os.fork() == 0:\n        os.setsid(); os.fork(); time.sleep(300)"
+    program = f"{mark}import os, time\nfor i in range(300):\n{fork}"
+    ending, _, _ = run_one(sessions, command(f"{program}\nprint('{{\"reward\": 1}}')"))
+    assert ending.outcome is Outcome.SOLVED
+    assert mark.strip() not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+def test_what_a_command_started_ends_with_the_driver(tmp_path):
+    file = tmp_path / "daemon"
+    words = [sys.executable, "-I", "-S", SUPERVISOR, sys.executable, "-c"]
+    program = DAEMON.format(file=str(file), before="", after="time.sleep(300)")
+    watcher = subprocess.Popen([*words, program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    watcher.stdin.close()  # as the kernel does when the driver dies
+    assert watcher.wait(20) == 0 and not runs(int(file.read_text()))
+
+
+def test_a_command_sees_a_list_of_variables_and_not_those_of_the_run(sessions, tmp_path, monkeypatch):
+    secrets = {"WANDB_API_KEY": "a", "HF_TOKEN": "b", "AWS_SECRET_ACCESS_KEY": "c", "PYTHONPATH": "/of/the/run"}
+    for name, value in {**secrets, MARKER_VARIABLE: "run"}.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "seen"
+    program = (
+        f"import json, os; open({str(file)!r}, 'w').write(json.dumps(dict(os.environ))); print('{{\"reward\": 1}}')"
+    )
+    ending, _, _ = run_one(sessions, command(program, env={"HF_TOKEN": "its own"}))
+    assert ending.outcome is Outcome.SOLVED
+    seen = json.loads(file.read_text())
+    told = {
+        "ROLL_ASYNC_TASK",
+        *(f"{who}_{what}" for who in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY")),
+    }
+    assert seen["HF_TOKEN"] == "its own" and seen[MARKER_VARIABLE] == "run", "the reaper finds it by its mark"
+    assert seen.keys() - {"LC_CTYPE"} <= {*PASSED_ON, *told, "OPENAI_MODEL", "HF_TOKEN"} and told <= seen.keys()
+
+
+def test_metrics_of_a_result_do_not_stand_in_for_ours(sessions):
+    result = {"reward": 1, "metrics": {"acc": 7, "turns": -3, "f1": 0.5}}
+    ending, _, _ = run_one(sessions, command(f"print({json.dumps(json.dumps(result))})"))
+    assert ending.metrics == {"acc": 1.0, "turns": 0.0, "f1": 0.5, "agent_acc": 7.0, "agent_turns": -3.0}
 
 
 def runs(pid):
@@ -144,10 +249,14 @@ def test_a_server_gets_endpoint_and_task_and_answers_with_the_result(sessions, e
     async def refuse(request):
         return web.Response(status=500, text="no such task")
 
+    async def babble(request):
+        return web.Response(body=b"\xff" * (1 << 20), content_type="text/plain", charset="no-such-charset")
+
     async def work():
         app = web.Application()
         app.router.add_post("/", agent)
         app.router.add_post("/refuse", refuse)
+        app.router.add_post("/babble", babble)
         runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -155,7 +264,7 @@ def test_a_server_gets_endpoint_and_task_and_answers_with_the_result(sessions, e
         gateway = PolicyGateway(model="policy")
         await gateway.start()
         endings = []
-        for at in (url, f"{url}/refuse", "http://127.0.0.1:9"):
+        for at in (url, f"{url}/refuse", "http://127.0.0.1:9", f"{url}/babble"):
             one = build(WorldSpec(env_type="http_agent", values={"url": at}))
             assert isinstance(one, HttpAgent)
             endpoint = gateway.open(session)
@@ -164,12 +273,13 @@ def test_a_server_gets_endpoint_and_task_and_answers_with_the_result(sessions, e
         await runner.cleanup()
         return endings
 
-    solved, refused, gone = asyncio.run(work())
+    solved, refused, gone, babbled = asyncio.run(work())
     assert solved.outcome is Outcome.SOLVED and told[0]["model"] == "policy"
     assert told[0]["task"] == {"tag": "Mine", "seed": 5, "validation": False, "row": None}
     exact(session, policy)
     assert refused.outcome is Outcome.AGENT_ERROR and "500: no such task" in refused.reason
     assert gone.outcome is Outcome.INFRA_ERROR
+    assert babbled.outcome is Outcome.AGENT_ERROR and "the result must be JSON" in babbled.reason
 
 
 @pytest.mark.parametrize(

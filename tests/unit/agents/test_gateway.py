@@ -1,13 +1,20 @@
 """The endpoint as clients see it: three dialects, streams, retries, limits, a restart. Plain HTTP."""
 
 import asyncio
+import gc
 import json
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from roll_async.agents.gateway.server import PolicyGateway
+from roll_async.agents.gateway import server
+from roll_async.agents.gateway.bounds import MAX_BODY_BYTES
+from roll_async.agents.gateway.server import PolicyGateway, is_loopback
+from roll_async.schema import Outcome
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {"name": "add", "description": "?", "parameters": {"type": "object", "properties": {}}}
@@ -196,7 +203,8 @@ def test_limits_and_refusals_have_codes_that_no_client_tries_again(sessions):
         wrong = {"authorization": "Bearer sk-guess"}
         assert (await post(http, endpoint, "/chat/completions", chat(("user", "1")), **wrong))[0] == 401
         gateway.shut(endpoint)
-        assert (await post(http, endpoint, "/chat/completions", chat(("user", "1"))))[0] == 401
+        status, answer = await post(http, endpoint, "/chat/completions", chat(("user", "1")))
+        assert (status, answer["error"]["code"]) == (401, "trajectory_ended")
         return statuses
 
     statuses, session, _ = served(work, ["ab", "ab"], sessions, max_turns=1)
@@ -211,3 +219,186 @@ def test_an_engine_that_fails_is_an_error_that_may_be_tried_again(sessions, exac
 
     _, session, policy = served(work, [RuntimeError("lost"), "ab"], sessions)
     exact(session, policy)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_faults_of_a_client_are_400_streamed_or_not_and_the_next_request_is_served(sessions, stream):
+    faults = [
+        b'{"temperature": NaN',
+        b'{"temperature": 1e400',
+        b'{"temperature": 1e-300',
+        b'{"max_tokens": -1',
+        b'{"max_tokens": ' + b"1" * 4301,
+        b'{"stop": [""]',
+        b'{"user": "\\ud83d"',
+        b'{"response_format": {"type": "json_object"}',
+        b'{"messages": []',
+        b'{"tools": [{"type": "function", "function": {"name": "f", "description": {"a": 1}}}]',
+    ]
+
+    async def work(http, endpoint, gateway, session):
+        rest = json.dumps({"stream": stream, **chat(("user", "1"))})[1:].encode()
+        for fault in faults:
+            body = fault + b", " + rest if b'"messages"' not in fault else fault + b"}"
+            async with http.post(endpoint.base_url + "/chat/completions", data=body) as response:
+                answer = json.loads(await response.text())
+                assert (response.status, answer["error"]["code"]) == (400, "invalid_request_error"), (fault, answer)
+        assert session.num_turns == 0
+        status, _ = await post(http, endpoint, "/chat/completions", chat(("user", "1"), stream=stream))
+        assert status == 200
+
+    served(work, ["ab"], sessions)
+
+
+def test_fields_without_effect_are_counted_and_told_once(sessions, caplog):
+    async def work(http, endpoint, gateway, session):
+        for _ in range(2):
+            body = chat(("user", "1"), temperature=0.2, stop=["b"], user="me", seed=1)
+            assert (await post(http, endpoint, "/chat/completions", body))[0] == 200
+        return gateway.metrics()
+
+    metrics, _, policy = served(work, ["ab", "ab"], sessions)
+    assert metrics == {f"agent/ignored_fields/{name}": 2.0 for name in ("seed", "stop", "temperature", "user")}
+    assert [record.message.split()[3] for record in caplog.records if "no effect" in record.message] == [
+        "seed,", "user,", "temperature,", "stop,",
+    ]  # fmt: skip
+    assert {r.sampling.temperature for r in policy.requests} == {1.0}
+    metrics, _, policy = served(work, ["ab", "ab"], sessions, client_sampling=True)
+    assert metrics == {f"agent/ignored_fields/{name}": 2.0 for name in ("seed", "user")}
+    assert {(r.sampling.temperature, r.sampling.stop_strings) for r in policy.requests} == {(0.2, ("b",))}
+
+
+def test_tokens_are_counted_as_a_turn_would_have_them_and_nothing_is_recorded(sessions):
+    async def work(http, endpoint, gateway, session):
+        tool = {"name": "add", "description": "?", "input_schema": ADD["parameters"]}
+        body = {"model": "m", "system": "s", "tools": [tool], "messages": [{"role": "user", "content": "1"}]}
+        for said in ("ab", "the"):
+            status, count = await post(http, endpoint, "/messages/count_tokens", body)
+            assert status == 200 and session.num_turns == body["messages"].count({"role": "user", "content": "2"})
+            _, turn = await post(http, endpoint, "/messages", {"max_tokens": 100, **body})
+            assert count == {"input_tokens": turn["usage"]["input_tokens"]}
+            body["messages"] += [{"role": "assistant", "content": said}, {"role": "user", "content": "2"}]
+        assert (await post(http, endpoint, "/messages/count_tokens", {"messages": []}))[0] == 400
+        session.end(Outcome.CANCELLED, "over")
+        status, answer = await post(http, endpoint, "/messages/count_tokens", body)
+        assert (status, answer["error"]["code"]) == (400, "trajectory_ended")
+
+    _, session, _ = served(work, ["ab", "the"], sessions)
+    assert not session.tree.branches
+
+
+def test_a_retry_is_known_by_its_whole_body_whatever_its_id(sessions):
+    long = "x" * 10_000
+
+    async def work(http, endpoint, gateway, session):
+        ids = []
+        for headers in ({"idempotency-key": "k"}, {"x-stainless-retry-count": "1"}):
+            for end in "aba":
+                _, reply = await post(http, endpoint, "/chat/completions", chat(("user", long + end)), **headers)
+                ids.append(reply["id"])
+        return ids
+
+    ids, _, policy = served(work, ["ab"] * 6, sessions, max_context=100_000)
+    first, other, again = ids[:3]
+    assert first == again != other and ids[3] == ids[5] != ids[4] and len(policy.requests) == 4
+
+
+@pytest.mark.slow
+def test_a_long_body_is_read_in_another_process_and_one_beyond_the_bound_is_413(sessions):
+    async def work(http, endpoint, gateway, session):
+        assert gateway._reader._process is None
+        status, reply = await post(http, endpoint, "/chat/completions", chat(("user", "x" * 70_000)))
+        assert status == 200 and gateway._reader._process is not None
+        status, reply = await post(http, endpoint, "/chat/completions", chat(("user", "x" * 70_000), n=2))
+        assert status == 400 and reply["error"]["message"].startswith("n: ")
+        gateway._reader._process.kill()
+        gateway._reader._process.wait()
+        assert (await post(http, endpoint, "/chat/completions", chat(("user", "y" * 70_000))))[0] == 503
+        assert (await post(http, endpoint, "/chat/completions", chat(("user", "y" * 70_000))))[0] == 200
+        process = gateway._reader._process
+        async with http.post(endpoint.base_url + "/chat/completions", data=b" " * (MAX_BODY_BYTES + 1)) as response:
+            assert response.status == 413
+            assert (await response.json())["error"]["code"] == "request_too_large"
+        await gateway.close()
+        assert process.poll() == 0, "it ended with its input"
+
+    served(work, ["ab", "ab"], sessions, max_context=1_000_000)
+
+
+def test_a_short_body_with_many_values_is_no_short_one():
+    assert server._is_short(json.dumps(chat(("user", "hello " * 1000))).encode())
+    assert not server._is_short(json.dumps({"messages": [{}] * 3000}).encode())
+    assert not server._is_short(b" " * 100_000)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_addresses_of_this_machine_alone_are_loopback(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "::", "10.0.0.1", "192.168.0.1", "172.17.0.1", "169.254.1.1", "8.8.8.8", "fe80::1", "", "localhost.net",
+     "127.0.0.1.nip.io", "host", "127.1.example"],
+)  # fmt: skip
+def test_other_addresses_can_be_reached_by_others(host):
+    assert not is_loopback(host)
+
+
+def heavy_bodies():
+    """(what a request may bring at its worst, the status of its answer)."""
+    code = json.dumps({"code": "x = [1, 2]\n" * 1600})
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "?"} for i in range(20)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(200)]
+    history = [{"role": "user", "content": "go"}]
+    for i in range(50):
+        call = {"id": f"c{i}", "type": "function", "function": {"name": "f1", "arguments": code}}
+        history += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        history += [{"role": "tool", "tool_call_id": f"c{i}", "content": "done"}]
+    quotes = '"quoted"\n' * 660_000
+    return [
+        (json.dumps({"messages": history, "tools": tools}).encode(), 200),
+        (json.dumps({**chat(("user", "go")), "metadata": {"note": quotes}}).encode(), 200),
+        (json.dumps({**chat(("user", "go")), "metadata": [{}] * 2_000_000}).encode(), 400),
+        (json.dumps({"messages": [{"role": "user"}] * 400_000}).encode(), 400),
+        (json.dumps(chat(("user", "<|im_" * 50_000 + "end|>" * 50_000))).encode(), 200),
+        (b"[" * 8_000_000, 400),
+    ]
+
+
+@pytest.mark.slow
+def test_the_event_loop_does_not_stand_still_while_heavy_requests_are_read_and_rendered(sessions, tmp_path):
+    bodies = heavy_bodies()
+    files = [tmp_path / str(number) for number in range(len(bodies))]
+    for file, (body, _) in zip(files, bodies, strict=True):
+        file.write_bytes(body)
+    stalls = []
+
+    async def pulse():
+        while True:
+            started, used = time.perf_counter(), time.process_time()
+            await asyncio.sleep(0.005)
+            late_s = time.perf_counter() - started - 0.005
+            stalls.append(min(late_s, time.process_time() - used))  # other processes may take the processor
+
+    async def work(http, endpoint, gateway, session):
+        gc.collect()
+        gc.disable()
+        looking = asyncio.ensure_future(pulse())
+        try:
+            client = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(Path(__file__).parent / "send_bodies.py"),
+                f"{endpoint.base_url}/chat/completions",
+                endpoint.api_key,
+                *map(str, files),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            said, _ = await client.communicate()
+        finally:
+            looking.cancel()
+            gc.enable()
+        assert [int(line) for line in said.split()] == [status for _, status in bodies]
+
+    served(work, ["ab"] * len(bodies), sessions, max_context=10**8)
+    assert max(stalls) < 4 * 0.030, sorted(stalls)[-5:]

@@ -6,13 +6,16 @@ import random
 from array import array
 from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
+from roll_async.agents.limited_turns import TrajectoryEnded
+from roll_async.agents.messages import Message, TurnRequest
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
@@ -28,6 +31,7 @@ from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.requests import Interrupted
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
+from tests.patience import patient
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +91,12 @@ class Manager:
             assert sum(sample.loss_mask) == sum(turn.num_tokens for turn in sample.turns)
 
 
+PLAY = {field.name for field in fields(PlayOptions)}
+
+
 def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), manager=None, **options):
     """`work(groups, tasks, manager)` on AgentGroups of one tag."""
-    plan_options = {key: options.pop(key) for key in ("max_turns", "windowed", "history_length") if key in options}
+    plan_options = {key: options.pop(key) for key in PLAY if key in options}
     silence_s = options.pop("silence_s", float("inf"))
     group = {"group_size": 3, "retries": 2, **options}
 
@@ -243,7 +250,7 @@ def test_an_aborted_group_comes_again_and_leaves_no_request(tokenizer):
         while not manager.asked:
             await asyncio.sleep(0.01)
         await groups.abort_groups([5, 99])
-        outcome = await asyncio.wait_for(running, 5)
+        outcome = await asyncio.wait_for(running, patient(5))
         assert outcome.fate is GroupFate.REQUEUED and manager.aborted
 
     manager = Manager(tokenizer, lambda request: "the", delay_s=30)
@@ -291,6 +298,51 @@ def test_the_step_manager_makes_one_row_per_turn_with_a_window_of_history(tokeni
         assert groups.counts().metrics["agent/branches/window"] == 6
 
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", say=lambda r: "the", windowed=True, history_length=1)
+
+
+def chat_of(tokenizer, **options):
+    """The text before the last turn of a trajectory of three turns in a world with rules."""
+    found = []
+
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        row = group.trajectories[0][-1]
+        turn = row.turns[-1]
+        ids = row.prompt_token_ids + row.response_token_ids
+        found.append(tokenizer.decode(ids[: len(row.prompt_token_ids) + turn.start]))
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.Ruled", say=lambda request: "the", **options)
+    return found[0].replace("<|im_end|>\n", "\n").replace("<|im_start|>", "")
+
+
+def test_the_placeholders_of_roll_are_filled_and_what_a_world_says_is_not_a_template(tokenizer):
+    turn = "{turn_idx}/{max_turns}: {observation} {suffix} {{x}} {actions_left} left of {max_response_length:03d}"
+    system = "\\boxed{an answer} {{x}} {max_turns}"
+    text = chat_of(tokenizer, turn_template=turn, system_template=system, max_response_tokens=9)
+    assert "system\n\\boxed{an answer} {x} 8\n" in text
+    assert "user\nSay the.\n1/8: seed " in text and " {history} {x} 8 left of 009\n" in text
+    assert "2/8: 2 left  {x} 7 left of 009\n" in text and "3/8: 1 left  {x} 6 left of 009\n" in text
+    assert text.count("Say the.") == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "turn", "wanted"),
+    [
+        (None, None, "system\nSay the.\nuser\nseed"),
+        ("Play: {instructions}", None, "system\nPlay: Say the.\nuser\nseed"),
+        ("Play.", None, "system\nPlay.\nuser\nSay the.\nseed"),
+        ("", "{observation}", "user\nSay the.\nseed"),
+        (None, "{env_instruction} {observation}", "user\nSay the. seed"),
+    ],
+)
+def test_the_rules_of_a_world_are_said_where_a_template_places_them_and_never_lost(tokenizer, system, turn, wanted):
+    assert chat_of(tokenizer, system_template=system, turn_template=turn).startswith(wanted)
+
+
+def test_a_text_of_its_own_for_every_turn_holds_the_rules_and_the_history(tokenizer):
+    turn = "{step_count} done, last {history_length}: {history}; at {current_step}: {current_observation}"
+    text = chat_of(tokenizer, windowed=True, history_length=1, turn_template=turn, system_template="Play.")
+    assert text.startswith("system\nPlay.\nuser\nSay the.\n2 done, last 1: 2 left\n> the; at 3: 1 left\n")
 
 
 def test_turns_are_limited_and_the_state_at_the_end_is_graded(tokenizer):
@@ -433,6 +485,28 @@ def test_a_validations_turns_are_as_long_as_those_of_training(tokenizer):
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager)
 
 
+def test_a_validation_beside_training_has_worlds_and_a_limit_of_its_own(tokenizer):
+    """Three at a time, whatever the training's worlds are."""
+    at_once, most = 0, 0
+
+    class Counting(Manager):
+        async def generate(self, request, **more):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.002)
+            at_once -= 1
+            return await super().generate(request, **more)
+
+    async def work(groups, tasks, manager):
+        held_out = Tasks(("T",), (1,), seed=1, validation=True)
+        answered = await groups.validate([held_out.at(i) for i in range(9)], SamplingParams(max_new_tokens=9), name="v")
+        assert len(answered) == 9 and most == 3
+
+    manager = Counting(tokenizer, lambda request: "the")
+    run_groups(tokenizer, work, env_type="faulty_worlds.Quick", manager=manager, max_worlds=1, max_validation_worlds=3)
+
+
 class Pushed(Manager):
     """Samples one turn after the other under these versions, the last one up to the length limit."""
 
@@ -488,3 +562,33 @@ def test_tasks_follow_the_partition_and_the_seed():
     tasks = Tasks(("A", "B"), (3, 1), seed=42)
     assert Counter(tasks.at(i).domain for i in range(40)) == {"A": 30, "B": 10}
     assert tasks.at(17) == Tasks(("A", "B"), (3, 1), seed=42).at(17) != Tasks(("A", "B"), (3, 1), seed=43).at(17)
+
+
+def test_a_session_ends_with_its_trajectory_also_for_an_agent_that_keeps_its_key(tokenizer):
+    kept = []
+
+    async def work(groups, tasks, manager):
+        gateway = groups._parts.gateway
+        opened = gateway.open
+
+        def remembering(session):
+            kept.append((session, opened(session)))
+            return kept[-1][1]
+
+        gateway.open = remembering
+        await groups.run_group(tasks.at(0), group_id=0)
+        asked, request = manager.asked, TurnRequest(messages=(Message(role="user", content="more"),))
+        for session, endpoint in kept:
+            with pytest.raises(TrajectoryEnded, match="the trajectory is over"):
+                await session.turn(request)
+            headers = {"authorization": f"Bearer {endpoint.api_key}"}
+            body = {"messages": [{"role": "user", "content": "more"}]}
+            async with (
+                aiohttp.ClientSession(headers=headers) as http,
+                http.post(f"{endpoint.base_url}/chat/completions", json=body) as response,
+            ):
+                answer = await response.json()
+                assert (response.status, answer["error"]["code"]) == (401, "trajectory_ended")
+        assert len(kept) == 3 and manager.asked == asked
+
+    run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent")

@@ -1,15 +1,18 @@
 """The gateway on a real engine: an `openai` client's loop, and the log-probs checked against the model itself."""
 
 import asyncio
+import json
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
 import pytest
 
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.policies import OneEnginePolicy
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import Session, SessionOptions
-from roll_async.schema import Outcome, Reward, SamplingParams
+from roll_async.schema import GenerateRequest, Outcome, Reward, SamplingParams
 
 
 class Recording(OneEnginePolicy):
@@ -70,3 +73,51 @@ def test_an_unmodified_openai_client_is_trained_on_exactly_what_the_engine_sampl
         for place, trained in enumerate(row.loss_mask):
             if trained:
                 assert abs(float(logprobs[first + place]) - row.behaviour_logprobs[place]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_request_spoils_an_engine_for_the_others(tiny_model, dtype):
+    from roll_async.inference.backends import create_engine
+    from roll_async.inference.settings import EngineSettings
+
+    folder, _, tokenizer = tiny_model
+    faults = ["NaN", "1e400", "1e-300", "-1", "1e300"]
+    extremes = [{"temperature": 1e-4}, {"temperature": 2}, {"temperature": 0}, {"top_p": 1e-9}, {"top_k": 1}]
+    settings = EngineSettings(
+        model_folder=folder, dtype=dtype, device="cpu", max_model_len=400, max_running=4, truncated_sampling=True
+    )
+
+    async def work():
+        engine = create_engine("hf_infer", settings)
+        await engine.start()
+        options = SessionOptions(
+            sampling=SamplingParams(max_new_tokens=4), max_turns=100, max_context=400, client_sampling=True
+        )
+        session = Session("t", OneEnginePolicy(engine.generate), TemplateRenderer(tokenizer), options)
+        gateway = PolicyGateway()
+        await gateway.start()
+        endpoint = gateway.open(session)
+        headers = {"authorization": f"Bearer {endpoint.api_key}"}
+        try:
+            async with aiohttp.ClientSession(headers=headers) as http:
+
+                async def status(body):
+                    async with http.post(f"{endpoint.base_url}/chat/completions", data=body) as response:
+                        return response.status
+
+                chat = '{"messages": [{"role": "user", "content": "hello"}], '
+                for fault in faults:
+                    assert await status(f'{chat} "temperature": {fault}}}') == 400
+                assert await status(f'{chat} "stop": ["b"]}}') == 400, "this engine finds no stop strings"
+                for extreme in extremes:
+                    assert await status(chat + json.dumps(extreme)[1:]) == 200, extreme
+                request = GenerateRequest(request_id="r", prompt_token_ids=array("i"), sampling=options.sampling)
+                with pytest.raises(ValueError, match="0 prompt tokens"):
+                    await engine.generate(request)
+                assert await status(chat + '"temperature": 1}') == 200
+        finally:
+            await gateway.close()
+            await engine.close()
+
+    asyncio.run(work())

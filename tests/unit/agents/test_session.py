@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
-from roll_async.agents.messages import Message, TurnRequest, parse_calls
+from roll_async.agents.limited_turns import BadRequest, LimitedTurns, TrajectoryEnded
+from roll_async.agents.messages import Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.trace_tree import TraceTree
 from roll_async.rollout.tools import ToolCall
-from roll_async.schema import Completion, Outcome
+from roll_async.schema import Completion, Outcome, SamplingParams
 
 TOOL = {
     "type": "function",
@@ -278,3 +278,110 @@ def test_a_new_request_under_an_old_key_takes_the_place_of_the_old_reply(session
 
     old, new, repeated = asyncio.run(work())
     assert repeated is new and new is not old
+
+
+LONG = "x" * 9000
+ONE = Message(role="user")
+
+
+def called(arguments):
+    return Message(role="assistant", tool_calls=(ToolCall(name="f", arguments={"a": arguments}),))
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "num_jobs"),
+    [
+        ((Message(role="user", content="x"),), (), 0),
+        ((Message(role="user", content=LONG),), (), 1),
+        ((ONE,) * 3000, (), 1),
+        ((ONE,), (TOOL,) * 200, 1),
+        ((ONE,), ({"function": {"name": "f", "description": LONG}},), 1),
+        ((ONE, called(LONG)), (), 1),
+        ((ONE, called([{}] * 3000)), (), 1),
+    ],
+    ids=["short", "content", "messages", "tools", "one tool", "argument", "values"],
+)
+def test_the_size_of_the_whole_request_decides_where_it_is_rendered(sessions, messages, tools, num_jobs):
+    class Counting(ThreadPoolExecutor):
+        num_jobs = 0
+
+        def submit(self, *args, **kwargs):
+            self.num_jobs += 1
+            return super().submit(*args, **kwargs)
+
+    with Counting(1) as executor:
+        session, _, _ = sessions(["ab"], executor=executor, max_context=1_000_000)
+        asyncio.run(session.turn(TurnRequest(messages=messages, tools=tools)))
+        assert executor.num_jobs == num_jobs
+
+
+@pytest.mark.slow
+def test_a_long_text_is_encoded_in_another_process_to_the_same_tokens(sessions):
+    from roll_async.agents.rendering import TemplateRenderer
+
+    _, _, tokenizer = sessions([])
+    renderer = TemplateRenderer(tokenizer)
+    for text in ("the ab <|im_end|>\n" * 8000, "caf\u00e9 \U0001f600 <|im_start|>" * 8000):
+        assert renderer.encode(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert renderer._beside._process is not None
+    renderer._beside.close()
+
+
+def test_a_chat_of_no_token_is_refused_and_no_turn(sessions):
+    session, policy, _ = sessions(["ab"], "{{ '' }}")
+    with pytest.raises(BadRequest, match="no token"):
+        asyncio.run(session.turn(TurnRequest(messages=(Message(role="user", content="x"),))))
+    assert session.num_turns == 0 and not policy.requests and not session.tree.nodes
+
+
+def test_in_training_the_run_says_how_turns_are_sampled_and_elsewhere_the_request(sessions, request_of):
+    asked = {"temperature": 0.2, "top_p": 0.5, "top_k": 7, "stop": ("b",), "max_tokens": 3}
+
+    def sampling(**options):
+        session, policy, _ = sessions(["ab"], **options)
+        asyncio.run(session.turn(request_of(("user", "x"), **asked)))
+        return policy.requests[0].sampling
+
+    assert sampling() == SamplingParams(max_new_tokens=3)
+    assert sampling(client_sampling=True) == SamplingParams(
+        max_new_tokens=3, temperature=0.2, top_p=0.5, top_k=7, stop_strings=("b",)
+    )
+
+
+def test_remembered_replies_are_bounded_in_number_and_in_size(request_of):
+    class Saying(LimitedTurns):
+        asked = 0
+
+        async def _sampled(self, request, started_s):
+            self.asked += 1
+            text = request.messages[0].content
+            counts = {"prompt_tokens": 1, "completion_tokens": 1}
+            return TurnReply(reply_id="r", text=text, content=text, tool_calls=(), finish_reason="stop", **counts)
+
+    def asked(texts, again):
+        async def work():
+            turns = Saying("t", max_turns=100, max_seconds=100)
+            for number, text in enumerate(texts):
+                await turns.turn(request_of(("user", text)), f"key {number}")
+            await turns.turn(request_of(("user", texts[again])), f"key {again}")
+            return turns.asked
+
+        return asyncio.run(work())
+
+    assert asked(["ab"] * 65, 1) == 65, "the newest 64"
+    assert asked(["ab"] * 65, 0) == 66, "not the one before them"
+    assert asked(["a" * (3 << 20)] * 2, 1) == 2, "the newest, whatever its size"
+    assert asked(["a" * (3 << 20)] * 2, 0) == 3
+
+
+def test_an_engine_that_refuses_a_request_says_so_to_its_client(sessions, request_of):
+    from roll_async.agents.policies import OneEnginePolicy
+
+    async def generate(request):
+        raise ValueError("no stop strings here")
+
+    session, _, _ = sessions([])
+    session._policy = OneEnginePolicy(generate)
+    with pytest.raises(BadRequest, match="no stop strings here"):
+        asyncio.run(session.turn(request_of(("user", "x"))))
+    assert session.num_turns == 0

@@ -16,6 +16,7 @@ from roll_async.buffer.ledger import SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, QueueOptions
 from roll_async.schema import ExpertRecord, FinishReason, Reward, RewardStatus
+from tests.patience import patient
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ def test_a_second_process_is_kept_out_and_told_why(path, build):
     ledger = SqliteLedger(path)
     ledger.finished(build.group(), 0, 0)
     script = "import sys; from roll_async.buffer.ledger import SqliteLedger; SqliteLedger(sys.argv[1])"
-    other = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=30)
+    other = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=patient(30))
     assert other.returncode != 0 and "another run uses it" in other.stderr and path in other.stderr
     ledger.close()
     SqliteLedger(path).close()
@@ -190,7 +191,7 @@ for i in range(3):
 ledger.trained(1, [0])
 os.kill(os.getpid(), 9)
 """
-    killed = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=30)
+    killed = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=patient(30))
     assert killed.returncode == -9, killed.stderr
     ledger = SqliteLedger(path)
     recovered = ledger.restore(1)

@@ -15,6 +15,7 @@ from roll_async.buffer.errors import LedgerError
 from roll_async.buffer.ledger import SqliteLedger, move_to_previous
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
+from tests.patience import patient
 
 LONG = 4000
 
@@ -86,7 +87,7 @@ for i in range(10000):
     ledger.finished(Group(group_id=i, prompt=prompt, samples=(), admitted_version=0, admitted_s=0, finished_s=0), i, 0)
     print(i, flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 1 and "LedgerError" in done.stderr and "free space on its disk" in done.stderr
     written = len(done.stdout.split())
     assert 0 < written and f"writing group {written} (prompt {written}) failed" in done.stderr

@@ -13,8 +13,9 @@ from roll_async.buffer.errors import LedgerError
 from roll_async.buffer.ledger import SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import Outcome, QueueOptions
+from tests.patience import patient
 
-DISK_S = 0.05
+DISK_S = patient(0.05)
 
 
 class Disk:
@@ -143,7 +144,7 @@ def test_a_disk_that_does_not_answer_is_an_error_as_well(disk, path, build, monk
     async def go():
         ledger = SqliteLedger(path)
         ledger.finished(build.group(0), 0, 0)
-        with pytest.raises(LedgerError, match="the disk has not answered for 0.01 s; set ledger.path"):
+        with pytest.raises(LedgerError, match=rf"the disk has not answered for {DISK_S / 5:g} s; set ledger.path"):
             await ledger.durable()
         ledger.close()
 

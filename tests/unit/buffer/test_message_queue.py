@@ -1,17 +1,19 @@
 """The queue alone: who gets a slot, what makes a batch, what a late or repeated result does."""
 
 import asyncio
+from array import array
 from dataclasses import replace
 
 import pytest
 
 from roll_async.buffer.errors import EndOfData, LedgerError, QueueClosed, StallError, TooManyFailures
+from roll_async.buffer.fingerprint import same_or_regenerate, stream_fingerprint
 from roll_async.buffer.ledger import MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import Outcome, QueueOptions
 from roll_async.config.api import load
-from roll_async.schema import FinishReason
+from roll_async.schema import FinishReason, Prompt
 
 
 def make_queue(held=0, ledger=None, **options):
@@ -556,6 +558,38 @@ def test_finished_groups_of_another_configuration_are_not_trained_and_what_chang
             kept_by(tmp_path, {**BEFORE, "seed": "2"})
 
     run(go())
+
+
+def stream(*texts, ids=(1, 2)):
+    prompts = [
+        Prompt(row_id=str(i), token_ids=array("i", ids), domain="d", ground_truth="", text=text, content=text)
+        for i, text in enumerate(texts)
+    ]
+    return lambda index: prompts[index] if index < len(prompts) else None
+
+
+def test_rows_are_the_same_however_they_are_rendered_and_wherever_their_file_lies(caplog):
+    before, moved = stream("2+2", "3+3"), stream("2+2", "3+3", ids=(7, 8, 9))
+    assert same_or_regenerate(stream_fingerprint(before), stream_fingerprint(moved), step=4, at=moved)
+    said = "rendered to other tokens than before (tokenizer or chat template): the prompt at position 0 is row 0, '2+2'"
+    assert said in caplog.text
+    caplog.clear()
+    assert same_or_regenerate(stream_fingerprint(before), stream_fingerprint(stream("2+2", "3+3")), step=4)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("now", [("2+2", "3+4"), ("2+2",), ("2+2", "x", "3+3")])
+def test_data_that_changed_is_refused_as_an_error_of_the_user_and_the_first_prompt_that_differs_is_named(now):
+    before, changed = stream("2+2", "3+3"), stream(*now)
+    refusal = "the prompt at position 1.*a new run: leave out checkpoint.resume_from"
+    with pytest.raises(ValueError, match=refusal) as error:
+        same_or_regenerate(stream_fingerprint(before), stream_fingerprint(changed), step=4, at=changed)
+    assert len(now) < 2 or f"is row 1, {now[1]!r}" in str(error.value)
+
+
+def test_the_fingerprint_of_an_earlier_version_compares_with_nothing():
+    now = stream_fingerprint(stream("2+2"))
+    assert same_or_regenerate({"prompts": "0a1b2c3d, 2 prompts", "seed": "1"}, {**now, "seed": "1"}, step=4)
 
 
 def test_a_starved_trainer_says_why_by_its_own_clock_though_groups_come_and_go(run, caplog):

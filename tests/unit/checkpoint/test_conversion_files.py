@@ -16,6 +16,7 @@ import synthetic
 
 from roll_async.checkpoint.comparison import compare
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+from roll_async.checkpoint.find_model import find_model
 from roll_async.checkpoint.hf_folder import HfFolder, write_hf_folder
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import ModelShape, shape_of
@@ -455,6 +456,61 @@ def test_a_run_checkpoint_is_searched_for_the_one_megatron_folder(make, tmp_path
         megatron_to_hf(tmp_path / "step", tmp_path / "again", PLAIN)
 
 
+MEANT = {
+    "run": "run/checkpoints/step_00000012/actor_train",
+    "run/checkpoints": "run/checkpoints/step_00000012/actor_train",
+    "run/checkpoints/step_00000002": "run/checkpoints/step_00000002/actor_train",
+    "run/checkpoints/step_00000002/critic": "run/checkpoints/step_00000002/critic",
+    "run/hf": "run/hf",
+    "exported": "exported/hf",
+    "torch_dist": "torch_dist",
+    "megatron_lm": "megatron_lm",
+}
+
+
+@pytest.mark.parametrize("named", MEANT)
+def test_every_folder_that_a_run_leaves_names_one_model(tmp_path, named):
+    """Step 12 is newer than step 2, whatever the order of their names; an hf/ beside checkpoints may be of an older end
+    of the run."""
+    for step in ("step_00000002", "step_00000012", "step_00000020.tmp"):
+        for role in ("actor_train", "critic"):
+            megatron = tmp_path / "run" / "checkpoints" / step / role / "megatron"
+            megatron.mkdir(parents=True)
+            (megatron / "metadata.json").write_text("{}")
+    for hf in ("run/hf", "exported/hf"):
+        (tmp_path / hf).mkdir(parents=True)
+        (tmp_path / hf / "config.json").write_text("{}")
+    for torch_dist in ("torch_dist", "megatron_lm/iter_0000010"):
+        (tmp_path / torch_dist).mkdir(parents=True)
+        (tmp_path / torch_dist / "metadata.json").write_text("{}")
+    assert find_model(tmp_path / named) == tmp_path / MEANT[named]
+
+
+def test_a_folder_that_names_no_model_is_refused_with_what_it_is(tmp_path):
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"run holds neither .* nor a Megatron checkpoint .*; name .*run/hf"):
+        find_model(tmp_path / "run")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a LoRA adapter; merge it: roll-async convert BASE TARGET --adapter-path"):
+        find_model(tmp_path)
+
+
+@pytest.mark.parametrize("to_hf", [False, True])
+def test_a_result_that_fails_its_check_gets_no_name(make, tmp_path, to_hf):
+    source, _ = make()
+    if to_hf:
+        hf_to_megatron(source, tmp_path / "megatron", PLAIN)
+
+    def check(written):
+        assert written.is_dir() and not (tmp_path / "out").exists()
+        raise KeyError("whatever it is")
+
+    with pytest.raises(KeyError):
+        convert, place = (megatron_to_hf, tmp_path / "megatron") if to_hf else (hf_to_megatron, source)
+        convert(place, tmp_path / "out", replace(PLAIN, check=check))
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_the_comparison_finds_one_changed_byte(make, tmp_path):
     source, tensors = make()
     hf_to_megatron(source, tmp_path / "megatron", PLAIN)
@@ -524,6 +580,16 @@ def test_the_adapters_of_a_run_are_merged_with_their_alpha(make, tmp_path):
             found[name].float(), tensor.float(), rtol=2**-7 if tensor is not tensors[name] else 0, atol=0
         )
     assert_equal(tensors_in(tmp_path / "given"), found)
+
+    alone = ["--adapter-only", "--like", str(source)]
+    assert run_convert([str(tmp_path / "run"), str(tmp_path / "adapter"), *alone, "--verify"]) == 0
+    megatron_to_hf(tmp_path / "one", tmp_path / "again", replace(PLAIN, adapter=tmp_path / "adapter"))
+    for name, tensor in tensors_in(tmp_path / "again").items():
+        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=2**-8, atol=0)
+    assert run_convert([str(tmp_path / "one"), str(tmp_path / "none"), *alone]) == 2
+    assert run_convert([str(source), str(tmp_path / "none"), "--adapter-only"]) == 2
+    assert run_convert([str(tmp_path / "run"), str(tmp_path / "none"), *alone, "--dtype", "bf16"]) == 2
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("form", range(4))

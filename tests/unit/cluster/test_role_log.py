@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import patient
+
 PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 SPEAKS = """
 import logging, os, sys
@@ -22,7 +24,9 @@ logging.getLogger("roll_async.part").info("logged")
 def test_output_of_a_process_and_of_its_children_and_its_log_are_appended_to_the_file(tmp_path):
     file = tmp_path / "actor_train-0.log"
     file.write_text("of the start before\n")
-    done = subprocess.run([sys.executable, "-c", SPEAKS, str(file)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAKS, str(file)], capture_output=True, text=True, timeout=patient(120)
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     *lines, logged = file.read_text().splitlines()
     assert lines == ["of the start before", "printed", "from C", "of a child"]

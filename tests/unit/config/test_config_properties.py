@@ -15,6 +15,7 @@ from roll_async.config.loading.check import KIND_CLASSES
 from roll_async.config.loading.diagnostics import MAX_LINE_CHARS
 from roll_async.config.loading.node import MAX_FILE_BYTES
 from roll_async.config.loading.paths import keys
+from tests.patience import patient
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -205,4 +206,4 @@ def test_a_file_of_a_mebibyte_is_answered_soon(name, files):
     started = time.process_time()
     assert outcome(path) is not None
     taken = time.process_time() - started
-    assert taken < 3.0  # 0.6 s on an idle core; a core shared with other tests counts twice
+    assert taken < patient(3.0)  # 0.6 s on an idle core; a core shared with other tests counts twice

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from roll_async.config.api import ConfigError, load, load_with_warnings
+from roll_async.config.prompt_templates import PLACEHOLDERS
 from roll_async.config.schema import roles_on_same_devices
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import RolloutOptions
@@ -18,6 +19,7 @@ SGLANG = {"strategy_name": "sglang", "strategy_config": {"context_length": 39}}
 MEGATRON_INFER = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mapping": "range(8,12)"}
 CRITIC = {"strategy_args": {"strategy_name": "megatron_train"}, "device_mapping": "range(8,12)"}
 DATA = {"file_name": "held_out.jsonl"}
+KNOWN = ", ".join(PLACEHOLDERS) + "; a literal brace is written twice"
 REJECT = {"statistic": "k1", "aggregation": "token"}
 IN_PARTS = {"rollout_batch_size": 16, "async_training.require_batches": 1}
 """Four mini-batches, each trained as a part of its own."""
@@ -68,6 +70,7 @@ RLVR_CASES = [
     ("C135", {"async_training.max_queue_size": 3}, "async_training.max_queue_size: 3 cannot hold the 4 groups of one batch; the trainer would wait forever"),
     ("C136", {"actor_infer.strategy_args": {"strategy_name": "hf_infer"}, "async_generation_ratio": 1, "async_training.interrupt": {"mode": "keep"}}, "async_training.interrupt.mode: keep is not possible with hf_infer; use resume"),
     ("C137", {"async_generation_ratio": 1, "is_num_return_sequences_expand": False}, "is_num_return_sequences_expand: false cannot be resumed with async_training.interrupt.mode=resume; set it to true or use wait"),
+    ("C005", {"template_time": "yesterday"}, 'template_time: "yesterday" must be a date and time like 2026-11-26T05:01:12'),
     ("C141", {"adv_estimator": "gae"}, "critic: required by adv_estimator gae"),
     ("C142", {"kl_loss_coef": 0.1}, "reference: required by algorithm.kl_loss_coef=0.1"),
     ("C142", {"rewards": {"distilled": {}}}, "algorithm.kl_loss_coef: 0 leaves rewards.distilled (distilled) without a loss; use > 0"),
@@ -107,12 +110,24 @@ RLVR_CASES = [
 AGENTIC_CASES = [
     ("C103", {"actor_infer.generating_args.max_new_tokens": 1024}, "actor_infer.generating_args.max_new_tokens: 1024 leaves no room in sequence_length 1024"),
     ("C121", {"rollout_batch_size": 24, "actor_train.training_args": {"gradient_accumulation_steps": 4}}, "rollout_batch_size: 3 groups * 8 samples = 24 samples per step, not divisible by the mini-batch 16 = per_device_train_batch_size 1 * gradient_accumulation_steps 4 * data parallel 4; use 32"),
+    ("C121", {"custom_envs.FrozenLake": {"env_type": "frozen_lake", "manager": "step", "max_steps": 3}, "actor_train.training_args": {"gradient_accumulation_steps": 13}}, "rollout_batch_size: 2 groups * 8 trajectories of at most 3 turns = 48 samples per step at most, never as many as the mini-batch 52 = per_device_train_batch_size 1 * gradient_accumulation_steps 13 * data parallel 4; use 24, or fewer rows"),
     ("C122", {"rollout_batch_size": 20}, "rollout_batch_size: 20 is not divisible by group_size 8"),
     ("C122", {"val_env_manager": {"group_size": 3}}, "val_batch_size: 16 is not divisible by group_size 3"),
     ("C123", {"train_env_manager": {"group_size": 1}}, "train_env_manager.group_size: 1 is too small for adv_estimator grpo; at least 2 samples per group"),
     ("C124", {"actor_infer.generating_args.num_return_sequences": 2}, "actor_infer.generating_args.num_return_sequences: 2 differs from the agentic value 1; drop it"),
     ("C125", {"train_env_manager": {"tags": ["Sokoban"]}}, "train_env_manager.tags.0: 'Sokoban' is not in custom_envs"),
     ("C153", {"async_generation_ratio": 0, "actor_infer.device_mapping": "range(0,4)", "val_env_manager": {"mode": "share"}}, "val_env_manager.mode: share needs engines that run all the time, and actor_train shares their devices; use pause"),
+    ("C125", {"val_env_manager": {"generating_args": {"max_new_tokens": 65}}}, "val_env_manager.generating_args.max_new_tokens: 65 has no effect: max_tokens_per_step of a world limits its turns; remove it"),
+    ("C154", {"val_env_manager": {"mode": "replicas", "num_replicas": 4}, "eval_steps": 1}, "val_env_manager.num_replicas: 4 leaves none of actor_infer's 4 replicas for training; use 3"),
+    ("C125", {"val_env_manager": {"num_env_groups": 20}}, "val_batch_size: 16 is below the 20 trajectories of val_env_manager.num_groups_partition, of which some would never be measured; use 20"),
+    ("C125", {"train_env_manager": {"num_groups_partition": [2, 0], "tags": ["FrozenLake", "B"]}, "custom_envs.B": {"env_type": "sokoban"}}, "train_env_manager.tags.1: 'B' gets none of the 2 groups; raise num_env_groups, or leave it out"),
+    ("C125", {"val_env_manager": {"group_size_redundancy": 1}}, "val_env_manager.group_size_redundancy: 1 would leave out the slowest trajectories, and a validation counts them all; set it to 0"),
+    ("C125", {"custom_envs.FrozenLake.history_length": 2}, "custom_envs.FrozenLake.history_length: 2 is for manager: step; with traj all turns are shown, set it to 0"),
+    ("C125", {"custom_envs.B": {"env_type": "sokoban"}, **{f"{m}_env_manager": {"tags": ["FrozenLake"]} for m in ("train", "val")}}, "custom_envs.B: the tags of neither train_env_manager nor val_env_manager name it; name it, or set it to null"),
+    ("C125", {"custom_envs.FrozenLake.agent_template": "{observation} {turns}"}, f"custom_envs.FrozenLake.agent_template: unknown placeholder {{turns}}; known are: {KNOWN}"),
+    ("C125", {"custom_envs.FrozenLake.agent_template": "{}"}, f"custom_envs.FrozenLake.agent_template: unknown placeholder {{}}; known are: {KNOWN}"),
+    ("C125", {"custom_envs.FrozenLake.agent_template": "{observation"}, "custom_envs.FrozenLake.agent_template: cannot be filled: expected '}' before end of string; a literal brace is written twice"),
+    ("C125", {"custom_envs.FrozenLake.agent_system_template": "\\boxed{answer}"}, f"custom_envs.FrozenLake.agent_system_template: unknown placeholder {{answer}}; known are: {KNOWN}"),
     ("C125", {"val_env_manager": {"num_groups_partition": [8, 8]}}, "val_env_manager.num_groups_partition: [8, 8] must have 1 entries with sum 16"),
 ]  # fmt: skip
 
@@ -143,6 +158,11 @@ def test_worlds_may_be_validated_beside_training(files):
     assert RunPlan.of(config, first_step=1).validation_mode == "share"
     assert RolloutOptions.of(config, "shm").validation_mode == "share"
     assert RolloutOptions.of(load(files.agentic()), "shm").validation_mode == "pause"
+
+
+def test_a_template_may_hold_braces_that_are_none_of_its_placeholders(files):
+    templates = {"agent_system_template": '{"a": {"b": 1}} \\boxed{your answer here}', "agent_template": "{{x}}"}
+    load(files.agentic({f"custom_envs.FrozenLake.{name}": text for name, text in templates.items()}))
 
 
 def test_every_rule_of_the_contract_is_among_the_cases():
@@ -230,8 +250,11 @@ def test_the_staleness_bound_is_the_closed_formula_in_exact_arithmetic(files, ra
         assert config.staleness_bound == math.ceil(ratio)
 
 
-def test_a_step_environment_has_no_fixed_batch_to_check(files):
-    edits = {"custom_envs.FrozenLake.manager": "step", "actor_train.training_args": {"gradient_accumulation_steps": 3}}
+@pytest.mark.parametrize("accumulated", [3, 40])
+def test_a_batch_of_turns_need_not_be_a_multiple_of_the_mini_batch(files, accumulated):
+    """16 trajectories of 1 to 10 turns against mini-batches of 12 and 160."""
+    training = {"gradient_accumulation_steps": accumulated}
+    edits = {"custom_envs.FrozenLake.manager": "step", "actor_train.training_args": training}
     assert load(files.agentic(edits)).custom_envs["FrozenLake"].manager == "step"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from roll_async.checkpoint.manifest import write_manifest
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints, checkpoints_in
+from roll_async.commands import runs
 from roll_async.config.api import load
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.observe.run_record import FolderLock, RunRecord, is_locked, read_record
@@ -214,6 +215,29 @@ def test_a_second_start_beside_a_running_one_ends_with_exit_code_2_before_anythi
         done = subprocess.run([sys.executable, "-c", typed, *arguments], capture_output=True, text=True)
         assert time.monotonic() - began < 20
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is in use by process" in done.stderr
+
+
+def test_runs_lists_every_run_with_its_state(tmp_path, capsys):
+    config = config_in(tmp_path)
+    first = trained(config, 4, [4])
+    first.update_record(state="finished")
+    second = trained(config, 2)
+    third = trained(config_in(tmp_path, "exp_name=b"), 0)
+    third.update_record(state="failed", reason="RuntimeError: lost")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 0.25}\n')
+    with ExitStack() as held:
+        lock_run(config_in(tmp_path, "exp_name=b"), held)
+        third.update_record(state="running", reason="")
+        runs.command.main([str(tmp_path)], standalone_mode=False)
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(name, id, steps, reward, state) for name, id, _, steps, reward, state in rows] == [
+        ("a", second.record.run_id, "2", "0.200", "killed"),
+        ("a.1", first.record.run_id, "4", "0.400", "finished"),
+        ("b", third.record.run_id, "0", "-", "running"),
+        ("old", "-", "7", "0.250", "-"),
+    ]
+    assert runs.command.main([str(tmp_path / "none")], standalone_mode=False) == 2
 
 
 def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):

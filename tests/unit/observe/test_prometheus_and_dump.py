@@ -10,6 +10,7 @@ import pytest
 from roll_async.observe.prometheus import PrometheusTracker, exposition
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.metrics import sample_rows
+from tests.patience import patient
 
 
 def test_metrics_are_gauges_with_legal_names_and_every_kind_of_number():
@@ -26,10 +27,10 @@ def test_the_endpoint_answers_with_the_newest_value_of_every_key_until_it_is_clo
     try:
         tracker.log(1, {"reward/mean": 0.25})
         tracker.log(2, {"reward/mean": 0.75})
-        with urlopen(f"{url}/metrics", timeout=5) as answer:
+        with urlopen(f"{url}/metrics", timeout=patient(5)) as answer:
             assert answer.read().decode().endswith('roll_async_reward_mean{run="run"} 0.75\n')
         tracker.log(3, {"validation/accuracy": 0.5})
-        with urlopen(f"{url}/metrics", timeout=5) as answer:
+        with urlopen(f"{url}/metrics", timeout=patient(5)) as answer:
             text = answer.read().decode()
         assert '_mean{run="run"} 0.75\n' in text and 'validation_accuracy{run="run"} 0.5\n' in text
         with pytest.raises(HTTPError):

@@ -10,6 +10,8 @@ from roll_async.observe.run_folder import RunFolder
 class Kept:
     """A tracker that keeps what it is told."""
 
+    keeps_history = True
+
     def __init__(self):
         self.told = {}
 
@@ -33,3 +35,16 @@ def test_a_validation_reaches_the_trackers_also_between_two_logged_steps(tmp_pat
     assert "validation/lag" not in kept.told[2] and kept.told[4].keys() >= {"reward/mean", *result}
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3, 4] and all("reward/mean" in r for r in records)
+
+
+def test_a_run_that_goes_back_tells_a_new_tracker_of_the_steps_it_keeps_and_the_old_one_nothing_more(tmp_path):
+    made = [Kept(), Kept()]
+    folder = RunFolder(str(tmp_path), "run")
+    recorder = Recorder(folder, [made[0]], ProgressLine(4), logging_steps=2, create=lambda: made[1])
+    for step in (1, 2, 3, 4):
+        recorder.step(step, dict.fromkeys(REQUIRED_KEYS, 0.0))
+    folder.leave_behind(3, tmp_path / "aside")
+    recorder.new_branch()
+    recorder.step(4, dict.fromkeys(REQUIRED_KEYS, 1.0))
+    assert sorted(made[0].told) == [2, 4] and sorted(made[1].told) == [2, 4]
+    assert [told[4]["reward/mean"] for told in (made[0].told, made[1].told)] == [0.0, 1.0]

@@ -1,8 +1,17 @@
 """The folder of a run across starts."""
 
+import errno
 import logging
+import os
+from pathlib import Path
 
-from roll_async.observe.run_folder import RunFolder
+import pytest
+
+from roll_async.commands.command_line import EXIT_ROLE_FAILED
+from roll_async.commands.run import exit_code, origin
+from roll_async.config.secrets import is_secret
+from roll_async.observe.disk import Unwritable, writing
+from roll_async.observe.run_folder import RunFolder, log_to
 
 
 def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_changed(tmp_path, caplog):
@@ -26,6 +35,15 @@ def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_
     assert texts == {"config.yaml": first, "config.1.yaml": first, "config.2.yaml": second}
 
 
+def test_no_secret_of_the_last_start_is_in_the_log(tmp_path, caplog):
+    """An older version may have left it in the file."""
+    caplog.set_level(logging.INFO, logger="roll_async")
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_config("system_envs: {HF_TOKEN: s3cret}\nseed: 1\n")
+    folder.write_config("system_envs: {HF_TOKEN: <hidden>}\nseed: 2\n", is_secret)
+    assert caplog.messages[1:] == ["config: seed: 1 -> 2", "config: system_envs.HF_TOKEN: a secret"]
+
+
 def test_a_restored_run_knows_which_step_has_no_validation(tmp_path):
     """That of step 4 came with step 6, which is to be repeated."""
     folder = RunFolder(str(tmp_path), "run")
@@ -35,3 +53,45 @@ def test_a_restored_run_knows_which_step_has_no_validation(tmp_path):
         folder.append_metrics({"step": step, **measured})
     folder.truncate_metrics(4)
     assert folder.has_validation(2) and not folder.has_validation(4)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_log_on_a_full_disk_says_nothing_on_the_console(capfd):
+    logger = log_to(["/dev/full"])
+    try:
+        for _ in range(3):
+            logger.info("lost")
+    finally:
+        logger.handlers.clear()
+    out, err = capfd.readouterr()
+    assert out == err == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "No space left on device; make room there, or choose another output_dir"),
+        (errno.EROFS, "Read-only file system; choose another output_dir"),
+    ],
+)
+def test_what_a_disk_does_not_take_is_one_line_with_its_remedy(tmp_path, number, said):
+    with pytest.raises(Unwritable) as raised, writing(tmp_path / "metrics.jsonl"):
+        raise OSError(number, os.strerror(number))
+    assert str(raised.value) == f"cannot write {tmp_path}/metrics.jsonl: {said}"
+
+
+def test_metrics_that_a_full_disk_does_not_take_end_the_run_with_code_3(tmp_path):
+    folder = RunFolder(str(tmp_path), "run")
+    (folder.path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(Unwritable, match="metrics.jsonl: No space left on device") as raised:
+        folder.append_metrics({"step": 1})
+    assert exit_code(raised.value) == EXIT_ROLE_FAILED and origin(raised.value) == ""
+
+
+def test_a_config_that_cannot_be_written_leaves_that_of_the_last_start(tmp_path):
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_config("seed: 1\n")
+    (folder.path / "config.partial").symlink_to("/dev/full")
+    with pytest.raises(Unwritable, match="config.yaml: No space left"):
+        folder.write_config("seed: 2\n")
+    assert {p.name: p.read_text() for p in folder.path.iterdir()} == {"config.yaml": "seed: 1\n"}

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -47,6 +47,30 @@ def test_an_unknown_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="track_with wandb: .*install it or choose another"):
         create_tracker("wandb", tmp_path, {})
+
+
+def test_a_resumed_run_goes_on_in_wandb_under_its_id(tmp_path, monkeypatch):
+    told = []
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **options: told.append(options)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    create_tracker("wandb", tmp_path, {"project": "p"}, "3f9a61c2-1")
+    create_tracker("wandb", tmp_path, {"id": "mine", "resume": "must"}, "3f9a61c2-1")
+    assert told == [
+        {"dir": str(tmp_path), "id": "3f9a61c2-1", "resume": "allow", "project": "p"},
+        {"dir": str(tmp_path), "id": "mine", "resume": "must"},
+    ]
+
+
+def test_a_resumed_run_goes_on_in_the_mlflow_run_that_has_its_id(tmp_path, monkeypatch):
+    mlflow, started = FakeMlflow(), []
+    known = SimpleNamespace(info=SimpleNamespace(run_id="of mlflow"))
+    mlflow.search_runs = lambda *, filter_string, **_: [known] if "'seen'" in filter_string else []
+    mlflow.start_run = lambda **options: started.append(options)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    create_tracker("mlflow", tmp_path, {"run_name": "one", "tags": {"a": "b"}}, "new")
+    create_tracker("mlflow", tmp_path, {"run_name": "one"}, "seen")
+    assert started == [{"run_name": "one", "tags": {"a": "b", "roll_async_run_id": "new"}}, {"run_id": "of mlflow"}]
 
 
 def test_mlflow_gets_every_metric_under_a_name_that_it_takes(tmp_path, monkeypatch):

@@ -61,6 +61,17 @@ def test_supervised_rows_carry_their_answer_as_tokens_and_too_long_ones_are_skip
     assert load_prompts(options(folder, file))["math"][0].answer_ids is None
 
 
+def test_files_that_cannot_be_read_at_once_are_read_again(folder, tmp_path, caplog):
+    failures = [OSError(116, "Stale file handle")]
+
+    def away(truth, extra):
+        if failures:
+            raise failures.pop()
+
+    loaded = load_prompts(options(folder, data(tmp_path, row(1), row(2)), checks={"math": away}))
+    assert [p.row_id for p in loaded["math"]] == ["1", "2"] and "Stale file handle; reading again" in caplog.text
+
+
 def test_a_validation_leaves_out_domains_without_a_score(build):
     both = {"math": [build.prompt()], "demos": [build.prompt(domain="demos")]}
     assert judged(both, {"demos": "cross_entropy"}) == {"math": both["math"]}
@@ -140,6 +151,30 @@ def test_rows_of_code_data_sets_go_from_their_file_to_a_score_and_malformed_ones
         assert reward(PROGRAM, prompt.ground_truth, prompt.extra).score == 1, prompt.text
         assert reward(PROGRAM.replace("+", "-"), prompt.ground_truth, prompt.extra).score == 0, prompt.text
     reward._runner.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_date_that_a_template_writes_is_that_of_the_first_start(folder, tmp_path, num_workers):
+    """As Llama 3.2's does; a resumed run would have other prompts tomorrow."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path / "dated")
+    dated = {"template": "native", "template_time": "2020-02-03T04:05:06", "num_workers": num_workers}
+    (prompt,) = load_prompts(options(str(tmp_path / "dated"), data(tmp_path, row(0, "2+2")), **dated))["math"]
+    assert load_tokenizer(folder).decode(prompt.token_ids) == "03 Feb 2020: 2+2"
+
+
+def test_what_a_row_says_is_the_same_in_another_folder_and_by_another_template(folder, tmp_path):
+    def content(place, template="base", **changes):
+        (tmp_path / place).mkdir(exist_ok=True)
+        file = data(tmp_path / place, {**row(0, "2+2"), "id": None, "level": 5, **changes})
+        (prompt,) = load_prompts(options(folder, file, template=template))["math"]
+        return prompt.content
+
+    assert content("here") == content("there", "chatml")
+    other = {"ground_truth": "2", "level": 6, "messages": row(0, "3")["messages"]}
+    told = [content("here", **{key: value}) for key, value in other.items()]
+    assert len({content("here"), *told}) == 4
 
 
 def test_empty_prompts_and_rows_a_template_refuses_are_malformed_not_fatal(folder, tmp_path, caplog):

@@ -1,8 +1,11 @@
 """What stands between two turns of the model, with a real tokenizer and real templates."""
 
+import random
+import time
+
 import pytest
 
-from roll_async.prompts.tool_turns import ChatToolCodec
+from roll_async.prompts.tool_turns import _BLOCK, ChatToolCodec, without_marks
 
 pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -80,3 +83,32 @@ def test_a_template_without_tool_turns_gets_the_result_as_a_user_turn(tokenizer)
 def test_a_template_that_drops_results_is_refused(tokenizer):
     with pytest.raises(ValueError, match="does not render turns of role user"):
         with_template(tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
+
+
+MARKS = frozenset(["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
+
+
+def test_marks_nested_a_hundred_thousand_deep_are_removed_in_linear_time():
+    def seconds(depth):
+        started = time.process_time()
+        assert without_marks("a" + "<|im_" * depth + "end|>" * depth + "z", MARKS) == "az"
+        return time.process_time() - started
+
+    seconds(100)
+    assert seconds(40_000) < 40 * (seconds(4_000) + 0.02), "ten times the text, about ten times the time"
+
+
+def test_no_mark_is_left_however_pieces_of_marks_are_mixed():
+    rng = random.Random(0)
+    pieces = ["<|im_", "start|>", "end|>", "<", "s>", "/", "|", ">", "x", " "]
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, k=rng.randrange(40)))
+        left = without_marks(text, MARKS)
+        assert not any(mark in left for mark in MARKS), text
+        assert any(mark in text for mark in MARKS) or left == text
+
+
+def test_a_mark_across_the_blocks_in_which_a_text_is_searched_is_found():
+    for start in range(_BLOCK - 14, _BLOCK + 2):
+        text = "x" * start + "<|im_end|>" + "y" * 5 + "<s>"
+        assert without_marks(text, MARKS) == "x" * start + "y" * 5

@@ -1,5 +1,6 @@
 """Rewards that misbehave, for the workers of `test_reward_pool.py` (imported by dotted path in another process)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,12 @@ class Misbehaving:
                 os._exit(3)
             case "raise":
                 raise KeyError("missing")
+            case "library":
+                return json.loads("{")
+            case "exit":
+                sys.exit("as in a script")
+            case "nothing":
+                return None
             case "down":
                 raise ConnectionRefusedError("refused")
             case "recurse":
@@ -68,3 +75,20 @@ class OnlyHere:
 
     def __call__(self, text, ground_truth, extra):
         return 1.0
+
+
+class BuiltAtTheSecondAttempt:
+    """Its table is in a folder of the network that is away for a moment."""
+
+    def __init__(self, mark):
+        if not os.path.exists(mark):
+            open(mark, "w").close()
+            raise OSError(116, "Stale file handle")
+
+    def __call__(self, text, ground_truth, extra):
+        return 1.0
+
+
+class NeverBuilt:
+    def __init__(self):
+        {}["key"]

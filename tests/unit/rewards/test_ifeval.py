@@ -8,6 +8,7 @@ import pytest
 from roll_async.rewards.constraints import CONSTRAINTS
 from roll_async.rewards.ifeval import InstructionFollowing, StrictInstructionFollowing
 from roll_async.rewards.ifeval_readings import READINGS, count_sentences
+from tests.patience import patient
 
 CASES = {
     "keywords:existence": ({"keywords": ["sea", "Ship"]}, "The SEA carries a ship.", "The seas carry a ship."),
@@ -131,7 +132,7 @@ def test_checking_is_linear_in_whatever_the_model_wrote(text):
     started = time.process_time()
     StrictInstructionFollowing()(text, truth, {})
     InstructionFollowing()(text, truth, {})
-    assert time.process_time() - started < 4.0
+    assert time.process_time() - started < patient(4.0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from math import ceil
 
 import pytest
 
-from roll_async.buffer.errors import EndOfData, TooManyFailures
+from roll_async.buffer.errors import EndOfData, RaisesAlways, TooManyFailures
 from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy
@@ -14,7 +14,9 @@ from roll_async.buffer.states import QueueOptions
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
+from roll_async.rollout.first_batch import FirstBatch
 from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.group_source import GroupFate, GroupOutcome
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -500,3 +502,84 @@ def test_a_user_class_may_generate_in_its_own_way_or_only_look_on(run, world):
     own.rollouter.__class__ = Mine
     run(own.go(3))
     assert sorted(own.rows) == list(range(12)) and len(Mine.seen) >= 12
+
+
+def test_a_reward_that_raises_for_every_sample_ends_the_run_with_the_first_batch(run, world, caplog):
+    caplog.set_level("INFO", logger="roll_async")
+
+    def rule(prompt, sample):
+        reason, place = "KeyError: 'x'", "/home/me/mine.py:7, in score"
+        return Reward(score=0.0, status=RewardStatus.ERROR, reason=reason, place=place, traceback="Traceback ...")
+
+    broken = world(rule)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(broken.go(2))
+    assert raised.group_contains(
+        TooManyFailures, match="domain math raised for every sample of its first 4 groups.*KeyError"
+    )
+    assert broken.end.failed == 4 and broken.seconds < 60
+    told = [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+    assert len(told) == 1 and "/home/me/mine.py:7, in score" in told[0].getMessage()
+    assert [r.getMessage().endswith("Traceback ...") for r in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize("right", ["2.0/0", "2.0/0 2.0/1"])
+def test_a_reward_that_works_for_one_sample_of_the_first_batch_goes_on(run, world, right):
+    """Also if its group fails, and if the others have failed before it is generated."""
+    raises = Reward(score=0.0, status=RewardStatus.ERROR)
+
+    def rule(prompt, sample):
+        return 1.0 if int(prompt.row_id) > 6 or sample.sample_id in right.split() else raises
+
+    done = run(world(rule).go(3))
+    assert len(done.trained) == 3 and done.end.failed == 7 - right.count(" ")
+
+
+@pytest.mark.parametrize(
+    "verdict", [OSError(116, "Stale file handle"), Reward(score=0.0, status=RewardStatus.ERROR, reason="KeyError")]
+)
+def test_a_scorer_that_raises_once_is_asked_again(run, world, verdict):
+    raised = []
+
+    def rule(prompt, sample):
+        if sample.sample_id in raised or len(raised) == 5:
+            return 1.0
+        raised.append(sample.sample_id)
+        return verdict
+
+    done = run(world(rule).go(2))
+    assert len(raised) == 5 and done.end.failed == 0 and done.end_rollout.reward_errors == 5
+
+
+@pytest.mark.parametrize(("times", "fails"), [(1, False), (4, False), (5, True)])
+def test_a_prompt_source_that_cannot_be_read_is_asked_again_a_few_times(run, world, times, fails):
+    reads = world()
+    at, failures = reads.rollouter._prompts.at, []
+
+    def sometimes(index):
+        if index == 6 and len(failures) < times:
+            failures.append(index)
+            raise OSError(116, "Stale file handle")
+        return at(index)
+
+    reads.rollouter._prompts.at = sometimes
+    assert set(range(12)) - set(run(reads.go(3)).rows) == ({6} if fails else set())
+    assert len(failures) == times and reads.end.failed == fails
+
+
+def test_a_domain_whose_reward_always_raises_ends_the_run_although_the_others_have_scores():
+    """A single row may be at fault; a group that was interrupted is not one of the first batch."""
+    first = FirstBatch(4)
+    raised = GroupOutcome(fate=GroupFate.FAILED, raised=True, never_scored=True)
+    kept, interrupted = GroupOutcome(fate=GroupFate.KEPT), GroupOutcome(fate=GroupFate.REQUEUED)
+    for group_id in range(5):
+        first.started(group_id)
+    first.ended(0, "code", raised)
+    first.ended(1, "math", interrupted)
+    first.ended(2, "math", kept)
+    first.ended(3, "math", kept)
+    first.started(5)
+    first.ended(4, "math", kept)
+    first.ended(5, "math", kept)
+    with pytest.raises(RaisesAlways, match="domain code"):
+        first.ended(6, "code", raised)

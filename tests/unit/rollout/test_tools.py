@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from array import array
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ import pytest
 from roll_async.rollout.conversations import Conversations, ScoringOptions
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.rollout.tools import ToolCompletionCallback
+from roll_async.rollout.tools import ToolCompletionCallback, call_spans
 from roll_async.schema import Completion, FinishReason, SamplingParams
 
 END = 7
@@ -259,3 +260,13 @@ def test_an_abort_reaches_a_conversation_whose_tools_run(run, build, replica_cla
         assert len(speaker.prompts) == 1 and scorer.calls == 0
 
     run(go())
+
+
+def test_call_marks_nested_a_hundred_thousand_deep_are_read_in_linear_time():
+    opens, spaces = "<tool_call>" * 100_000, " " * 100_000
+    started = time.process_time()
+    assert list(call_spans(opens)) == []
+    assert list(call_spans(opens, unclosed=True)) == [(len("<tool_call>"), len(opens))]
+    assert list(call_spans(f"<tool_call>{spaces}x")) == []
+    assert len(list(call_spans("<tool_call></tool_call>" * 20_000))) == 20_000
+    assert time.process_time() - started < 1.0

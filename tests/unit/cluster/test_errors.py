@@ -1,0 +1,112 @@
+"""What a role raises, as another process reads it. No Ray: `told` is the border, the call around it is in
+tests/cluster/test_role_errors.py.
+"""
+
+import asyncio
+import pickle
+import threading
+
+import pytest
+
+pytest.importorskip("ray")
+from roll_async.buffer.errors import EndOfData, Place, place_of
+from roll_async.cluster.errors import RoleFailed, told
+
+
+class Needs(Exception):
+    """Cannot be unpickled: its constructor has a required keyword."""
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+
+
+class Mute(ValueError):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+class Reducer(ConnectionError):
+    def __reduce__(self):
+        raise OSError("no reduction")
+
+
+@told
+class Role:
+    def __init__(self, error):
+        self.error = error
+
+    def now(self):
+        raise self.error
+
+    async def later(self):
+        raise self.error
+
+    async def grouped(self):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._fail())
+
+    async def _fail(self):
+        raise self.error
+
+    def fine(self, *, factor):
+        return 2 * factor
+
+
+def crossed(error, method="now"):
+    """The error of a role as it comes out of a pickle."""
+
+    async def ask():
+        answer = getattr(Role(error), method)()
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+    with pytest.raises(Exception) as raised:
+        asyncio.run(ask())
+    return pickle.loads(pickle.dumps(raised.value))
+
+
+@pytest.mark.parametrize("method", ["now", "later", "grouped"])
+def test_an_error_that_every_process_can_read_crosses_as_it_is_with_its_place(method):
+    error = crossed(EndOfData("no more", leftovers=3), method)
+    assert type(error) is EndOfData and error.leftovers == 3
+    assert place_of(error).startswith(f"{__file__}:") and type(error.__notes__[0]) is Place
+    assert type(crossed(KeyError("x"), method)) is KeyError
+
+
+def test_an_error_of_any_other_class_crosses_as_text_of_the_nearest_kind():
+    class Local(Exception):
+        pass
+
+    for error, kind, text in (
+        (Needs(code=7), RoleFailed, "Needs: code 7"),
+        (Local("two\n  lines"), RoleFailed, "two lines"),
+        (Mute(), ValueError, "Mute: <exception str() failed>"),
+        (Reducer("gone"), ConnectionError, "Reducer: gone"),
+        (RuntimeError("holds a lock", threading.Lock()), RoleFailed, "holds a lock"),
+        (ValueError("x" * 5000), ValueError, "x" * 5000),
+    ):
+        found = crossed(error)
+        assert type(found) is kind and text in str(found) and "test_errors.py:" in place_of(found), repr(found)
+    assert len(str(crossed(Local("x" * 5000)))) == 1500
+
+
+def test_the_original_stays_the_cause_of_what_is_told_of_it():
+    with pytest.raises(RoleFailed) as raised:
+        Role(Needs(code=1)).now()
+    assert type(raised.value.__cause__) is Needs and Role(None).fine(factor=2) == 4
+    assert Role.__name__ == "Role" and Role.fine.__wrapped__
+
+
+def test_the_place_of_an_error_is_never_a_helper():
+    from roll_async.buffer.deadline import within
+    from roll_async.buffer.errors import StallError
+    from roll_async.cluster.network import free_port
+
+    async def late():
+        await within(0.01, asyncio.sleep(1), "nothing")
+
+    with pytest.raises(StallError) as raised:
+        asyncio.run(late())
+    assert place_of(raised.value) == "" and "test_errors.py" in place_of(raised.value, theirs=True)
+    with pytest.raises(OSError) as raised:
+        free_port("203.0.113.1")
+    assert place_of(raised.value).startswith("roll_async/cluster/network.py:")

@@ -1,0 +1,76 @@
+"""Secrets of a config stay out of its dump, and come back."""
+
+import pytest
+
+from roll_async.config.api import ConfigError, dump, load
+from roll_async.config.secrets import HIDDEN, shown_override, with_secrets, without_secrets
+
+SECRETS = {
+    "system_envs.HF_TOKEN": "s3cret-1",
+    "actor_infer.system_envs.MY_CLOUD": "s3cret-2",
+    "tracking.tracker_kwargs.settings.api_key": "s3cret-3",
+    "custom_envs.Mine.env_config.env.PASSPHRASE": "s3cret-4",
+    "custom_envs.Mine.env_config.apiKey": "s3cret-5",
+    "custom_envs.Mine.tools": [{"tool_id": "mcp", "tool_args": {"env": {"SEARCH_KEY": "s3cret-6"}, "command": ["x"]}}],
+}
+HARMLESS = {
+    "tracking.tracker_kwargs.project": "addition",
+    "custom_envs.Mine.env_config.max_tokens": 7,
+    "custom_envs.Mine.env_config.tokenizer": "mine",
+    "custom_envs.Mine.env_config.env.EMPTY": "",
+    "custom_envs.Mine.env_type": "my_module.Mine",
+}
+
+
+@pytest.fixture
+def config(files):
+    return load(files.agentic({**HARMLESS, **SECRETS}))
+
+
+def test_no_secret_is_in_the_dump_and_everything_else_is(config, files):
+    text = dump(without_secrets(config))
+    assert "s3cret" not in text and text.count(HIDDEN) == 6
+    for told in ("project: addition", "max_tokens: 7", "tokenizer: mine", 'EMPTY: ""', "tool_id: mcp"):
+        assert told in text
+    assert "s3cret-4" in dump(config), "the config itself still has it"
+
+
+def test_a_config_without_secrets_is_the_same_object(files):
+    config = load(files.rlvr({"tracking.tracker_kwargs.project": "addition"}))
+    assert without_secrets(config) is config and with_secrets(config, {}) is config
+
+
+def test_a_start_from_the_dump_takes_secrets_from_the_environment(config, files):
+    dumped = load(files.text(dump(without_secrets(config)), "dumped.yaml"))
+    environment = {
+        "HF_TOKEN": "s3cret-1", "MY_CLOUD": "s3cret-2", "api_key": "s3cret-3", "PASSPHRASE": "s3cret-4",
+        "apiKey": "s3cret-5", "SEARCH_KEY": "s3cret-6",
+    }  # fmt: skip
+    assert with_secrets(dumped, environment) == config
+    del environment["MY_CLOUD"], environment["apiKey"]
+    with pytest.raises(ValueError) as refused:
+        with_secrets(dumped, environment)
+    assert str(refused.value) == (
+        "actor_infer.system_envs.MY_CLOUD, custom_envs.Mine.env_config.apiKey: <hidden> stands for a secret, which no "
+        "file of a run holds; write its value into the config, or set the environment variable MY_CLOUD, apiKey"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("system_envs.A=s3cret", "system_envs.A=<hidden>"),
+        ("actor_infer.system_envs={A: s3cret}", "actor_infer.system_envs=<hidden>"),
+        ("tracking.tracker_kwargs={token: s3cret}", "tracking.tracker_kwargs=<hidden>"),
+        ("max_steps=3", "max_steps=3"),
+        ("no override", "no override"),
+    ],
+)
+def test_an_override_is_shown_without_its_secret(override, shown):
+    assert shown_override(override) == shown
+
+
+def test_a_refusal_does_not_show_the_secret_of_an_override(files):
+    with pytest.raises(ConfigError) as refused:
+        load(files.rlvr(), ["system_envs={A: s3cret, B: [1]}"])
+    assert "system_envs.B" in str(refused.value) and "s3cret" not in str(refused.value)

@@ -1,0 +1,81 @@
+"""What is not installed: an error where the roles run, a warning of a config that may be for another machine."""
+
+import re
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from roll_async.commands.run import prepare
+from roll_async.commands.validate import run_validate
+from roll_async.config.api import ConfigError, load
+from roll_async.launch import packages
+from roll_async.launch.packages import missing_packages
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU, SEVEN = ROOT / "configs/rlvr_config_async_cpu.yaml", ROOT / "configs/rlvr_config_async.yaml"
+WORLDS = ROOT / "configs/agentic_frozen_lake_async_cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_installed(monkeypatch):
+    """Of the packages that are looked for."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+
+
+def missing(path, *overrides, **more) -> dict[str, str]:
+    return dict(missing_packages(load(path, overrides), **more))
+
+
+def test_each_package_is_named_with_its_key_and_the_line_that_installs_it(tmp_path):
+    tools = "custom_envs.FrozenLake.tools=[{tool_id: calculator}, {tool_id: mcp, tool_args: {url: a}}]"
+    found = {
+        **missing(CPU, "tracking.track_with=wandb", "validation.data_args.file_name=a.parquet"),
+        **missing(WORLDS, "custom_envs.FrozenLake.env_type=reasoning_gym", "tracking.track_with=mlflow", tools),
+    }
+    assert found.keys() == {
+        "actor_infer.strategy_args.strategy_name", "tracking.track_with", "validation.data_args.file_name",
+        "custom_envs.FrozenLake.env_type", "custom_envs.FrozenLake.tools.1.tool_id",
+    }  # fmt: skip
+    assert found["tracking.track_with"] == "mlflow is not installed here: pip install mlflow"
+    assert 'pip install "roll_async[reasoning-gym]"' in found["custom_envs.FrozenLake.env_type"]
+    engine = found["actor_infer.strategy_args.strategy_name"]
+    assert "vllm is not installed here: pip install " in engine and "or use strategy_name: hf_infer" in engine
+    assert missing(SEVEN)["actor_infer.strategy_args.strategy_name"].endswith('pip install "roll_async[sglang]"')
+    assert "actor_infer.strategy_args.strategy_name" not in missing(CPU, engines=False)
+    assert missing(CPU, "actor_infer.strategy_args={strategy_name: hf_infer}", "tracking.track_with=stdout") == {}
+
+
+def test_a_package_in_a_folder_that_the_roles_environment_names_is_there(tmp_path):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    sglang = "actor_infer.strategy_args={strategy_name: sglang}"
+    assert "actor_infer.strategy_args.strategy_name" in missing(CPU, sglang)
+    found = missing(CPU, sglang, f"actor_infer.system_envs={{PYTHONPATH: {tmp_path}}}")
+    assert "actor_infer.strategy_args.strategy_name" not in found
+
+
+def test_a_run_of_this_machine_is_refused_by_validate_too_and_one_with_devices_is_warned(capsys, monkeypatch):
+    assert run_validate([str(CPU), "tracking.track_with=wandb"]) == 2
+    said = capsys.readouterr().out
+    assert ": error C204: tracking.track_with: wandb is not installed here: pip install" in said
+    assert run_validate([str(SEVEN), "tracking.track_with=wandb"]) == 0
+    said = capsys.readouterr().out
+    assert ": warning W14: tracking.track_with: wandb is not installed here" in said and "\nok: " in said
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run_validate([str(CPU), "tracking.track_with=wandb"]) == 0
+    with pytest.raises(ConfigError) as raised:  # the driver's own packages are needed here in any case
+        prepare(["--config", str(CPU), "tracking.track_with=wandb"], "rlvr")
+    assert "C204: tracking.track_with: wandb" in str(raised.value) and "strategy_name" not in str(raised.value)
+
+
+def test_every_line_names_an_extra_that_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    source = (ROOT / "roll_async/launch/packages.py").read_text()
+    named = {*re.findall(r"roll_async\[([a-z0-9-]+)\]", source), *(n.replace("_", "-") for n in packages._EXTRAS)}
+    assert named <= set(extras) and "sglang" in named
+    assert find_spec("yaml")  # the fixture hides packages from the check alone
