@@ -21,6 +21,7 @@ from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, GenerateRequest, Group, Prompt, Sample, SamplingParams
 from roll_async.schema import Outcome as End
 from roll_async.simulator.engine import SimEngine
+from roll_async.simulator.lineage import Lineage
 from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.roles import score_of
 from roll_async.simulator.scenario import Scenario
@@ -98,6 +99,9 @@ class Watch:
         """Groups that came again because a batch was complete without them."""
         self._orphans: dict[str, int] = {}
         """Attempt after one that died with its engine, to the tokens of the whole request then."""
+        self.lineage = Lineage(self.report, scenario.keep)
+        self._without_samples: frozenset[int] = frozenset()
+        """Prompts whose finished groups may have left the ledger: the run has gone back behind a checkpoint."""
         self._traces: TraceChecks | None = None
         if scenario.worlds is not None:
             from roll_async.simulator.agents.groups import checks_of  # needs the gateway, which other worlds do without
@@ -118,6 +122,7 @@ class Watch:
         if extra:
             self.report(8, f"groups {extra} are back, which cannot be used at step {self.restored_step + 1}")
         may_leave_some = self.scenario.queue.oversample_groups > 0
+        lost = [i for i in lost if self.finished[i][0] not in self._without_samples]
         if lost and not may_leave_some:
             self.report(8, f"groups {lost} were finished, are within the bound, and are lost")
         for group_id, state in live.items():
@@ -515,8 +520,17 @@ class Watch:
     def rewind(self, step: int) -> Watch:
         """Records of the next process, restored to `step`: decisions of later steps and verdicts are open again."""
         next_life = Watch(self.scenario, step, every_token=self.every_token)
+        until = self.lineage.pruned_until
+        gone = {row for s, rows in self.trained.items() if step < s <= until for row in rows}
+        next_life.lineage, next_life._without_samples = self.lineage, self._without_samples | gone
         next_life.trained = {s: rows for s, rows in self.trained.items() if s <= step}
         next_life.decided = [d for d in self.decided if d[0] <= step]
         next_life.finished = dict(self.finished)
         next_life.findings = self.findings
         return next_life
+
+    def other_run(self) -> Watch:
+        """Records of the first process of another run in the same folder."""
+        first = Watch(self.scenario, every_token=self.every_token)
+        first.lineage, first.findings = self.lineage, self.findings
+        return first

@@ -1,4 +1,4 @@
-"""The other fakes under the real loops: prompts, scorer, trainer, checkpoints."""
+"""The other fakes under the real loops: prompts, scorer, trainer, what saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import LedgerError, StallError
 from roll_async.schema import Group, Prompt, Reward, Sample
 from roll_async.simulator.engine import bucket_names, digest_of
+from roll_async.simulator.lineage import CheckpointStore
 from roll_async.simulator.models import RewardModel, ToolModel, TrainModel, uniform
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
@@ -206,24 +206,25 @@ class SimTrainer:
         yield digest_of(plan.version, names)
 
 
-@dataclass
-class CheckpointStore:
-    """Contents of the disk, which survive a kill: the position of the queue by step."""
-
-    states: dict[int, Mapping[str, object]] = field(default_factory=dict)
-
-
 class SimCheckpoint:
     """`pipelines/protocol.py: Saves`."""
 
-    def __init__(self, queue: QueueOfCheckpoint, store: CheckpointStore, model: TrainModel) -> None:
-        self._queue, self._store, self._model = queue, store, model
+    def __init__(
+        self,
+        queue: QueueOfCheckpoint,
+        store: CheckpointStore,
+        model: TrainModel,
+        saved: Callable[[CheckpointStore, int], None],
+    ) -> None:
+        """`saved`: hears of each complete checkpoint."""
+        self._queue, self._store, self._model, self._saved = queue, store, model, saved
 
     async def save(self, step: int) -> None:
         """Complete only at its end, as a folder that is renamed into place."""
         state = await self._queue.checkpoint_state(step)
         await asyncio.sleep(self._model.save_s)
-        self._store.states[step] = state
+        self._store.commit(step, state)
+        self._saved(self._store, step)
         with suppress(LedgerError, RuntimeError, OSError):  # as `pipelines/checkpoint.py`: it is complete
             await self._queue.checkpointed(step)
 

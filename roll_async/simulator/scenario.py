@@ -86,6 +86,12 @@ class Scenario:
     """Longest time until a joining replica gets its devices; the time is drawn by its name."""
     kills: tuple[int, ...] = ()
     """Rounds of the event loop in which the first, second ... process is killed; then the run is started again."""
+    starts: tuple[str, ...] = ()
+    """How the second, third ... process begins, also where the one before ended by itself: `latest`, `back` (from a
+    checkpoint in the middle), `fresh` (another run in the same folder). None = latest, and only after a kill.
+    """
+    keep: int = 0
+    """`checkpoint.max_to_keep`."""
 
     @property
     def rollout(self) -> RolloutOptions:
@@ -127,7 +133,7 @@ class Scenario:
         """Whether it ends in a way after which finished groups must be read again."""
         dies_at_s = None if self.process is None else self.process.dies_at_s
         troubles = (self.stop_at_s, self.train.fails_at_step, self.train.hangs_at_step, dies_at_s)
-        return bool(self.kills) or any(trouble is not None for trouble in troubles)
+        return bool(self.kills or self.starts) or any(trouble is not None for trouble in troubles)
 
     @property
     def all_engines(self) -> tuple[EngineFaults, ...]:
@@ -382,6 +388,15 @@ def random_killed_scenario(seed: int, *, agents: bool | None = None) -> Scenario
     train = replace(calm.train, fails_at_step=None, hangs_at_step=None)
     process = None if calm.process is None else replace(calm.process, dies_at_s=None)
     return replace(calm, kills=kills, train=train, stop_at_s=None, process=process)
+
+
+def random_branched_scenario(seed: int, *, agents: bool | None = None) -> Scenario:
+    """As `random_killed_scenario`, and some of its processes go back to an earlier checkpoint or are another run."""
+    rng, calm = Random(f"branches/{seed}"), random_killed_scenario(seed, agents=agents)
+    starts = tuple(rng.choice(("latest", "back", "back", "fresh")) for _ in range(rng.randint(1, 5)))
+    kills = tuple(rng.randint(1, 600) for _ in range(rng.randint(0, len(starts))))
+    plan = replace(calm.plan, save_every=rng.choice((1, 1, 2)))
+    return replace(calm, starts=starts, kills=kills, plan=plan, keep=rng.choice((0, 1, 2, 3)))
 
 
 def _queue(rng: Random) -> QueueOptions:

@@ -42,14 +42,11 @@ from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.invariants import Watch
+from roll_async.simulator.lineage import CheckpointStore
 from roll_async.simulator.models import EngineFaults
 from roll_async.simulator.process import SimProcess
 from roll_async.simulator.replica import SimReplica
-from roll_async.simulator.roles import (
-    CheckpointStore,
-    SimCheckpoint,
-    SimTrainer,
-)
+from roll_async.simulator.roles import SimCheckpoint, SimTrainer
 from roll_async.simulator.scenario import Scenario
 from roll_async.simulator.starter import SimStarter
 from roll_async.simulator.tasks import ChatTasks
@@ -95,6 +92,7 @@ class Others:
     host: type[EngineHost] = EngineHost
     groups: type | None = None
     """A sub-class of `agents/groups.py: AgentGroups`, which needs the gateway; None = itself."""
+    store: type[CheckpointStore] = CheckpointStore
     learner: type | None = None
     """A sub-class of `trainer/learner.py: Learner`, which needs torch; None = itself, where a world wants one."""
 
@@ -202,7 +200,7 @@ class World:
             validation={name: tasks.held_out for name in scenario.validation},
             validators=validators,
             restored=step,
-            position=self.store.states.get(step),
+            position=self.store.position_of(step),
         )
         side = wire_rollout(roles, scenario.rollout, classes)
         self.watch.restored(side.queue)
@@ -242,7 +240,7 @@ class World:
             rollouter=ends.rollouter,
             learner=self.trainer,
             synchronizer=ends.synchronizer,
-            checkpoint=SimCheckpoint(ends.queue, self.store, scenario.train),
+            checkpoint=SimCheckpoint(ends.queue, self.store, scenario.train, self.watch.lineage.saved),
             observer=observer,
             validate=ends.validate,
         )
@@ -351,7 +349,7 @@ class World:
         allowed = {RunEnd.FINISHED.value}
         if self.died:
             allowed.add("ConnectionError: rollout process: process is gone")
-            watch.died_after(max(self.store.states, default=0), trainer_failed=self.trainer.failed_s is not None)
+            watch.died_after(self.store.latest(), trainer_failed=self.trainer.failed_s is not None)
         if watch.budget_is_used:
             allowed = {outcome.end} if outcome.end.startswith("GeneratedTooMany: ") else set()
         if scenario.num_prompts is not None:
@@ -443,8 +441,10 @@ def _live(
 
 
 def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -> SimOutcome:
-    """Start processes until one is not killed. The ledger of the next is what the kill left on the disk."""
-    store, watch, number = CheckpointStore(), Watch(scenario), 0
+    """Start processes until one is not killed, and no other start is to come. The ledger of the next is what is left on
+    the disk.
+    """
+    store, watch, number = others.store(scenario.keep), Watch(scenario), 0
     while True:
         here, after = folder / f"life{number}", folder / f"life{number + 1}"
         here.mkdir(exist_ok=True)
@@ -455,14 +455,19 @@ def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -
         leave = partial(_leave_behind, world, here, after)
         world.on_death = leave
         killed = _live(world, outcome, kill=kill, on_kill=leave)
-        if watch.findings or not (killed or world.died):
-            if not watch.findings:
-                _check_ledger(watch, here, outcome)
+        if not (killed or world.died or watch.findings):
+            _check_ledger(watch, here, outcome)
+            if number < len(scenario.starts):
+                leave()
+        if watch.findings or not after.exists():
             break
         # Of a run whose rollout process died, the trainer may have saved a step since then.
-        states, number = dict(world.store.states), number + 1
-        store, watch = CheckpointStore(states), watch.rewind(max(states, default=0))
+        store, start = world.store.next_life(), scenario.starts[number] if number < len(scenario.starts) else "latest"
         scenario = replace(scenario, process=None) if world.died else scenario
+        step, number = watch.lineage.begin(store, start), number + 1
+        watch = watch.other_run() if start == "fresh" else watch.rewind(step)
+        if start == "fresh":
+            shutil.rmtree(after)
     outcome.findings = tuple(watch.findings)
     return outcome
 

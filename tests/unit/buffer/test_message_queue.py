@@ -12,6 +12,7 @@ from roll_async.buffer.ledger import MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.config.api import load
 from roll_async.schema import FinishReason, Prompt
 
 
@@ -485,6 +486,46 @@ def test_ages_are_told_apart_by_where_they_arose(run, finish, build):
         assert fresh.mean_age_s == fresh.max_age_s == pytest.approx(9)
 
     run(go())
+
+
+@pytest.mark.parametrize(("soft", "share"), [(0, 1.0), (1, 0.5), (2, 0.0)])
+def test_a_group_is_stale_from_soft_versions_on(run, build, soft, share):
+    async def go():
+        queue = make_queue(async_generation_ratio=3.0, soft_versions=soft, held=None)
+        queue.restore(2, {"next_index": 4, "open": []})
+        for version in (0, 1):
+            queue.weights_held(version)
+            (slot,) = await queue.reserve(1)
+            await queue.put(build.group(slot.group_id, version))
+        queue.weights_held(2)
+        await queue.take_batch(3)
+        assert (await queue.freshness(3)).stale_group_share == share
+
+    run(go())
+
+
+def test_the_options_of_the_queue_are_those_of_the_config():
+    overrides = (
+        "async_generation_ratio=2",
+        "async_training={trigger_parameter_sync_step: 2, max_queue_size: 40, batch_timeout: 7}",
+        "async_training.staleness={max_versions: 9, policy: token_mask, soft_versions: 3, allow_above_8: true}",
+        "fault={stall_timeout: 77, max_failed_groups: 5}",
+    )
+    config = load("configs/rlvr_config_async_cpu.yaml", overrides, "rlvr")
+    assert QueueOptions.of(config) == QueueOptions(
+        groups_per_batch=config.groups_per_batch,
+        async_generation_ratio=2.0,
+        trigger_parameter_sync_step=2,
+        max_versions=9,
+        policy=StalenessPolicy.TOKEN_MASK,
+        soft_versions=3,
+        max_queue_size=40,
+        samples_per_group=config.samples_per_group,
+        fingerprint=QueueOptions.of(config).fingerprint,
+        batch_timeout_s=7.0,
+        stall_timeout_s=77.0,
+        max_failed_groups=5,
+    )
 
 
 BEFORE = {"seed": "1", "samples per group": "2", "filter_groups": "off"}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from roll_async.checkpoint import manifest, run_checkpoints
 from roll_async.checkpoint.manifest import check_files, fingerprint, read_manifest, write_manifest
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
+from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.checkpoint import LoopCheckpoint, restore_loop
 
 
@@ -65,7 +67,7 @@ class Queue:
         self.safe.append(step)
 
 
-def parts(tmp_path, *, background, keep=0, problem=None, **checkpoint):
+def parts(tmp_path, *, background, keep=0, problem=None, samples=None, **checkpoint):
     config = SimpleNamespace(
         checkpoint=SimpleNamespace(async_save=background, save_hf_model=True, resume_from="latest", **checkpoint)
     )
@@ -73,7 +75,7 @@ def parts(tmp_path, *, background, keep=0, problem=None, **checkpoint):
     learner = KeptState({"token_kl_coef": 0.25})
     checkpoints = RunCheckpoints(folder=tmp_path / "checkpoints", max_to_keep=keep)
     queue = Queue()
-    saver = LoopCheckpoint(config, roles, learner, queue, checkpoints)
+    saver = LoopCheckpoint(config, roles, learner, queue, checkpoints, samples)
     return SimpleNamespace(
         saver=saver, roles=roles, queue=queue, checkpoints=checkpoints, config=config, learner=learner
     )
@@ -95,6 +97,31 @@ def test_a_save_holds_all_roles_and_restores_the_loop(tmp_path):
         assert run.learner.state == {"token_kl_coef": 0.25}
 
     asyncio.run(scenario())
+
+
+def test_samples_are_on_the_disk_before_a_checkpoint_after_which_they_are_not_dumped_again(tmp_path):
+    may_decode, seen = threading.Event(), []
+
+    def decode(rows):
+        may_decode.wait(10)
+        return ["text" for _ in rows]
+
+    class SeesTheDump(Role):
+        async def save(self, folder, step, state, *, background=False):
+            seen.append(names(tmp_path / "samples"))
+            await super().save(folder, step, state, background=background)
+
+    async def scenario():
+        samples = SampleDump(tmp_path / "samples", decode)
+        run = parts(tmp_path, background=False, samples=samples)
+        run.roles["actor_train"] = SeesTheDump()
+        samples.write(4, [{"prompt_token_ids": [1], "response_token_ids": [2]}])
+        asyncio.get_running_loop().call_later(0.05, may_decode.set)
+        await run.saver.save(4)
+        samples.close()
+
+    asyncio.run(scenario())
+    assert seen == [["step_00000004.jsonl"]]
 
 
 def test_in_the_background_the_loop_goes_on_and_the_name_comes_last(tmp_path):

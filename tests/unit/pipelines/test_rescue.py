@@ -72,6 +72,22 @@ def test_a_save_that_fails_or_hangs_hides_nothing_and_ends_in_time(run, a_run, c
     assert slow.ended_s <= 30.0 + slow.learn_s + slow.plan.rescue_timeout_s
 
 
+def test_a_save_that_failed_is_not_tried_again_by_the_rescue(run, a_run, caplog):
+    """It was the end of the run: what failed once may have written a part, and its reason is the one to read."""
+    hit, tried = a_run(steps=50, save_every=2), []
+
+    async def no_space(step):
+        tried.append(step)
+        raise OSError("no space left on device")
+
+    hit.save = no_space
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(hit.go())
+    assert raised.group_contains(OSError, match="no space left") and tried == [2]
+    assert hit.pipeline.rescued == "step 2 could not be saved"
+    assert "step 2 could not be saved: its save failed before" in caplog.text
+
+
 def test_a_trainer_that_fails_while_its_step_is_finished_is_not_the_first_error_and_is_not_saved(run, a_run):
     hit = a_run(steps=50)
     learn = hit.learn

@@ -494,6 +494,20 @@ def test_a_validation_round_keeps_every_prompt_and_filters_none(run, build, repl
     run(go())
 
 
+def test_a_validation_round_goes_on_until_the_slowest_prompt_is_answered(run, build, replica_class, scorer_class):
+    """Two replicas of different speed: there are as many groups as a round of training asks for long before."""
+
+    async def go():
+        replicas = [replica_class("fast"), replica_class("slow", token_s=2.0)]
+        async with scheduling(replicas, scorer_class(), spread_samples=False) as scheduler:
+            prompts = [build.prompt(row_id=str(i)) for i in range(6)]
+            result = await scheduler.generate_sequences(prompts, 2, validation=True)
+            assert sorted(int(g.prompt.row_id) for g in result.groups) == list(range(6))
+            assert asyncio.get_running_loop().time() == pytest.approx(10 * 2.0, abs=0.5), "all of them ran at once"
+
+    run(go())
+
+
 def test_a_validation_round_counts_what_it_returns_and_says_what_it_could_not_score(
     run, build, replica_class, scorer_class
 ):

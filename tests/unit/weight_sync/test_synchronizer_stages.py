@@ -125,13 +125,15 @@ def test_a_transport_into_the_served_weights_stops_the_engines_first(run):
     assert report.stopped_s == report.total_s
 
 
-def test_a_failed_transfer_is_retried_without_stopping_any_engine(run):
-    world = World()
+@pytest.mark.parametrize("delay_s", [3.0, 17.5])
+def test_a_failed_transfer_is_retried_without_stopping_any_engine(run, delay_s):
+    world = World(retry_delay_s=delay_s)
     world.engines[1].wrong = {"load": [RuntimeError("lost a packet")]}
     report = run(world.sync.push(1))
     begins = [t for _, call, t in world.calls if call == "begin"]
     (interrupted,) = [t for _, call, t in world.calls if call == "interrupt"]
     assert len(begins) == 3 and max(begins) < interrupted
+    assert begins[2] - begins[0] == pytest.approx(BUCKETS * LOAD_S + delay_s)
     assert report.attempts == 2 and [e.serves for e in world.engines] == [1, 1]
     assert report.stopped_s == pytest.approx(PAUSE_S + COMMIT_S)
 
