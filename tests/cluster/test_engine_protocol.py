@@ -145,6 +145,14 @@ class Replica:
     def start(self, *requests):
         return [asyncio.ensure_future(self.engine.generate(r)) for r in requests]
 
+    async def started(self, *requests):
+        """The tasks of requests, once each has a token: however slow the machine, what comes then finds them running."""
+        tasks = self.start(*requests)
+        for request, task in zip(requests, tasks, strict=True):
+            while not task.done() and self.engine.progress(request.request_id, 0) is None:
+                await asyncio.sleep(0.001)
+        return tasks
+
     async def prefix_found_of_one_asked_twice(self):
         """Tokens of a prompt of 300 that the cache is asked for in two turns, and those that it has."""
         before = self.engine.load().kv
@@ -424,8 +432,7 @@ def test_progress_never_ends_inside_of_a_stop_string(replica):
 def test_abort_returns_when_the_requests_have_ended_with_all_tokens_so_far(replica):
     async def go():
         requests = [replica.request([9, 8, 7 + i], max_new_tokens=480) for i in range(12)]
-        tasks = replica.start(*requests)
-        await asyncio.sleep(0.2)
+        tasks = await replica.started(*requests)
         await replica.engine.abort([*(r.request_id for r in requests), "nobody"])
         assert all(t.done() for t in tasks)
         aborted = 0
@@ -457,8 +464,7 @@ def test_an_abort_right_after_the_start_is_not_lost(replica, delay_s):
 
 def test_nothing_is_sampled_while_paused_and_new_requests_wait(replica):
     async def go():
-        running = replica.start(*(replica.request(max_new_tokens=480) for _ in range(4)))
-        await asyncio.sleep(0.1)
+        running = await replica.started(*(replica.request(max_new_tokens=480) for _ in range(4)))
         await replica.engine.pause(PauseMode.ABORT)
         assert all(t.done() for t in running)
         late, unwanted = replica.request(), replica.request()
@@ -480,7 +486,7 @@ def test_a_pause_right_after_the_start_does_not_hang(replica, delay_s):
         for _ in range(4):
             tasks = replica.start(*(replica.request(max_new_tokens=480) for _ in range(4)))
             await asyncio.sleep(delay_s)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(patient(10)):
                 await replica.engine.pause(PauseMode.ABORT)
                 await replica.engine.resume()
                 await replica.engine.abort([f"r{replica.count - i}" for i in range(4)])
@@ -631,9 +637,8 @@ def test_kept_requests_carry_the_version_of_every_token(replica):
 
     async def go():
         requests = [replica.request([3, 4, 5 + i], max_new_tokens=400) for i in range(8)]
-        tasks = replica.start(*requests)
         await replica.take_in(tensors_of(replica.models["new"]), 12)
-        await asyncio.sleep(0.1)
+        tasks = await replica.started(*requests)
         await replica.engine.pause(PauseMode.KEEP)
         await asyncio.sleep(0.5)  # answers that ended before the pause may still be on their way
         running = [not t.done() for t in tasks]
@@ -676,9 +681,8 @@ def test_kept_requests_go_on_with_the_cache_of_the_old_weights_where_prompts_sha
 
     async def go():
         requests = [replica.request([3, 4, 5 + i], max_new_tokens=400) for i in range(6)]
-        tasks = replica.start(*requests)
         await replica.take_in(tensors_of(replica.models["new"]), 1)
-        await asyncio.sleep(0.1)
+        tasks = await replica.started(*requests)
         await replica.engine.pause(PauseMode.KEEP)
         await replica.engine.commit(1)
         await replica.engine.resume()
