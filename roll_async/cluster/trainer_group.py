@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,11 @@ from roll_async.weight_sync.layout import EngineLayout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_SILENT_S, _LONGER = 60.0, 1.5
+"""After this, or this many times the longest call so far, ranks that have not returned are named."""
+_STARTS = ("start", "restart")
+"""Calls that take minutes with a large model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +237,8 @@ class RayTrainerGroup:
         """Addresses of the nodes the ranks run on."""
         self._started: Sequence[Started] = ()
         self._lost: StallError | RoleGone | None = None
+        self._longest_s = 0.0
+        """Of a call that returned."""
 
     @classmethod
     async def start(
@@ -417,22 +425,41 @@ class RayTrainerGroup:
             raise
 
     async def _answers(self, what: str, refs: Sequence[ray.ObjectRef]) -> list:
-        """The answers in the order of the ranks. One deadline covers all calls; the calls have none of their own."""
+        """The answers in the order of the ranks. One deadline covers all calls; the calls have none of their own. Ranks
+        that are silent for longer than usual are named meanwhile.
+        """
+        loop, since = asyncio.get_running_loop(), time.strftime("%H:%M:%S")
+        began_s, limit_s = loop.time(), self._rpc_timeout_s
+        patience_s = limit_s if what in _STARTS else min(limit_s, max(_SILENT_S, _LONGER * self._longest_s))
         calls = [
             asyncio.ensure_future(call(f"{self.name} rank {i}", what, _awaitable(ref), timeout_s=None))
             for i, ref in enumerate(refs)
         ]
         try:
-            await asyncio.wait(calls, timeout=self._rpc_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            late = await self._late(calls, patience_s)
+            if late and patience_s < limit_s:
+                logger.warning(
+                    "%s: %s, begun at %s, has not returned for %g s; the run waits until %g s (fault.rpc_timeout)",
+                    late, what, since, patience_s, limit_s,
+                )  # fmt: skip
+                late = await self._late(calls, limit_s - patience_s)
+            if late:
+                raise StallError(f"{late}: {what} did not return within {limit_s:g} s (fault.rpc_timeout)")
+            if what not in _STARTS:
+                self._longest_s = max(self._longest_s, loop.time() - began_s)
             failed = [c for c in calls if c.done() and c.exception() is not None]
-            late = [str(i) for i, c in enumerate(calls) if not c.done()]
-            if late and not failed:
-                who = f"{self.name} rank{'s' * (len(late) > 1)} {', '.join(late)}"
-                raise StallError(f"{who}: {what} did not return within {self._rpc_timeout_s:g} s (fault.rpc_timeout)")
             return [c.result() for c in failed or calls]
         finally:
             for one in calls:
                 one.cancel()
+
+    async def _late(self, calls: Sequence[asyncio.Future], timeout_s: float) -> str:
+        """Wait until all calls have returned or one has failed; which ranks have not returned when neither happens."""
+        await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        late = [str(i) for i, c in enumerate(calls) if not c.done()]
+        if not late or any(c.done() and c.exception() is not None for c in calls):
+            return ""
+        return f"{self.name} rank{'s' * (len(late) > 1)} {', '.join(late)}"
 
 
 class BasePolicy:

@@ -1,6 +1,7 @@
 """The main job on real parts: Ray, Megatron-Core, vLLM or the Hugging Face engine, run as a user runs it."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -77,6 +78,31 @@ def test_synchronous_training_is_on_policy_and_two_replicas_answer_the_same_prom
         assert m["weights/version"] >= m["step"] - 1
         assert m["weights/canary_alarms"] == 0 and m["weights/canary_difference"] < 1e-4
     assert all(m["weights/canary_moved"] > 0 for m in metrics[1:])
+
+
+def test_a_reward_beside_the_config_that_always_raises_is_named_once_and_no_file_holds_a_secret(launcher, tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "my_reward.py").write_text("def score(text, truth, extra):\n    return extra['no such column']\n")
+    base = os.path.relpath(ROOT / "configs" / "rlvr_config_async_cpu", project)
+    (project / "mine.yaml").write_text(
+        f"defaults: [{base}]\nrewards: {{addition: {{type: my_reward.score}}}}\nsystem_envs: {{MY_KEY: s3cret}}\n"
+        "actor_infer: {system_envs: {MY_OTHER: s3cret}}\ntracking: {tracker_kwargs: {api_key: s3cret}}\n"
+    )
+    code, output = launcher.run("max_steps=3", HF, config=str(project / "mine.yaml"))
+    assert code == 3, output
+    assert output.count(f"KeyError: 'no such column' [{project}/my_reward.py:2, in score]") == 1, output
+    assert output.count("my_reward.py") == 1 and output.count("ERROR") == 1
+    assert "domain addition raised for every sample of its first" in output.splitlines()[-1]
+    folder = launcher.output / "run"
+    log = (folder / "run.log").read_text()
+    assert 'my_reward.py", line 2, in score' in log and log.count("Traceback (most recent call last):\n  File") == 1
+    assert (folder / "config.yaml").read_text().count("<hidden>") == 3
+    texts = [output, *(p.read_bytes().decode(errors="replace") for p in folder.rglob("*") if p.is_file())]
+    assert len(texts) > 5 and not any("s3cret" in text for text in texts)
+    code, output = launcher.run(config=str(folder / "config.yaml"))
+    assert code == 2 and "system_envs.MY_KEY, actor_infer.system_envs.MY_OTHER, tracking.tracker_kwargs." in output
+    assert output.endswith("or set the environment variable MY_KEY, MY_OTHER, api_key\n")
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K rows are not beside this checkout")
