@@ -13,7 +13,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping
 
-from roll_async.buffer.errors import OtherPrompts
+from roll_async.buffer.errors import LedgerError, OtherPrompts
 from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ PromptAt = Callable[[int], Prompt | None]
 PROMPTS = "prompts"
 RENDERING = "rendering"
 SEED = "seed"
+RUN = "run id"
 _CHECKED_PROMPTS = 256
 _FORMAT = "rows "
 """Begins the value of `prompts`. An earlier version had a checksum of rendered tokens there, which compares with
@@ -65,10 +66,20 @@ def changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
     """The differences by name: `from A to B`. Names that only one of them has are not compared, nor are prompts that an
     earlier version described.
     """
-    names = before.keys() & now.keys()
+    names = (before.keys() & now.keys()) - {RUN}  # a run may begin at the checkpoint of another
     if not before.get(PROMPTS, _FORMAT).startswith(_FORMAT):
         names -= {PROMPTS}
     return {name: f"from {before[name]} to {now[name]}" for name in sorted(names) if before[name] != now[name]}
+
+
+def require_own_ledger(stored: Fingerprint, now: Fingerprint) -> None:
+    """Raises LedgerError for the ledger of another run."""
+    whose = stored.get(RUN)
+    if whose is not None and whose != now.get(RUN, whose):
+        raise LedgerError(
+            f"the ledger is of run {whose}, and this is run {now[RUN]}: set ledger.path to a file of its own, or "
+            "continue that run with its exp_name and checkpoint.resume_from=latest"
+        )
 
 
 def same_or_regenerate(before: Fingerprint, now: Fingerprint, *, step: int, at: PromptAt | None = None) -> bool:

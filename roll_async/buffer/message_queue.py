@@ -21,7 +21,7 @@ from dataclasses import replace
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.book import Entry, GroupBook
 from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
-from roll_async.buffer.fingerprint import Fingerprint, PromptAt, same_or_regenerate
+from roll_async.buffer.fingerprint import Fingerprint, PromptAt, require_own_ledger, same_or_regenerate
 from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, newest_version
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
@@ -360,8 +360,9 @@ class MessageQueue:
         again. `state`: `checkpoint_state` of that step. `prompt_at`: the stream, to name a prompt that has changed.
         """
         self._fingerprint = dict(fingerprint or {})
-        saved = (state or {}).get("fingerprint")
-        before = saved if isinstance(saved, dict) and saved else self._ledger.fingerprint()
+        saved, stored = (state or {}).get("fingerprint"), self._ledger.fingerprint()
+        require_own_ledger(stored, self._fingerprint)
+        before = saved if isinstance(saved, dict) and saved else stored
         usable = same_or_regenerate(before, self._fingerprint, step=step, at=prompt_at)
         recovered = self._ledger.restore(step, state)
         if fingerprint:  # now, because a damaged ledger has been replaced

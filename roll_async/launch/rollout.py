@@ -38,7 +38,7 @@ from roll_async.pipelines.wire import (
 from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
-from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.prompts.tokenizer import at_time, load_tokenizer
 from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
@@ -61,6 +61,8 @@ class RolloutSpec:
     config: PipelineConfig
     source: WeightSource
     """The trainer's ranks."""
+    run_id: str = ""
+    """Of the run that is coupled; empty = it has none."""
     restored: int = 0
     """Step of the checkpoint; 0 = a fresh run."""
     position: Mapping[str, object] | None = None
@@ -111,6 +113,7 @@ class StartedRollout:
             validation=self.tasks.validation,
             validators=self.validators,
             restored=spec.restored,
+            run_id=spec.run_id,
             position=spec.position,
             turns=spec.turns,
             pool=None if self.tasks.pool is None else self.tasks.pool(),
@@ -236,7 +239,9 @@ def _tools(spec: RolloutSpec, config: RLVRConfig) -> ToolCompletionCallback | No
     if not spec.tools:
         return None
     assert config.actor_train.data_args is not None
-    codec = ChatToolCodec(load_tokenizer(config.pretrain, config.template_time), config.actor_train.data_args.template)
+    codec = ChatToolCodec(
+        at_time(load_tokenizer(config.pretrain), config.template_time), config.actor_train.data_args.template
+    )
     return spec.tool_callback(spec.tools, codec, timeout_s=config.fault.env_timeout)
 
 

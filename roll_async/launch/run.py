@@ -121,6 +121,7 @@ async def couple(
     spec = RolloutSpec(
         config=config,
         source=actor,
+        run_id="" if folder.record is None else folder.record.run_id,
         restored=restored,
         position=position,
         rollouter=classes.rollouter,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from roll_async.buffer.fingerprint import stream_fingerprint
+from roll_async.buffer.fingerprint import RUN, stream_fingerprint
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
@@ -148,6 +148,8 @@ class RolloutRoles:
     """Replicas that run validations and nothing else; None = validations run on `engines`."""
     restored: int = 0
     """Step of the checkpoint from which the run is resumed; 0 = a fresh run."""
+    run_id: str = ""
+    """Of the run whose ledger this is; empty = it has none."""
     position: Mapping[str, object] | None = None
     """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
     turns: DeviceTurns | None = None
@@ -174,6 +176,8 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     source = roles.groups(manager)
     queue = classes.queue(options.queue, roles.ledger)
     fingerprint = {**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}
+    if roles.run_id:
+        fingerprint[RUN] = roles.run_id
     queue.restore(roles.restored, roles.position, fingerprint, roles.prompts.at)
     if roles.pool is not None:
         queue.choices = roles.pool.state

@@ -13,7 +13,7 @@ from itertools import islice
 from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, read_rows
-from roll_async.prompts.tokenizer import Renderer, load_tokenizer
+from roll_async.prompts.tokenizer import Renderer, at_time, load_tokenizer
 from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def _tokenised(
     """Every row with its token ids or the reason it has none, in order."""
     chunks = _chunks(rows)
     if options.num_workers == 1:
-        renderer = Renderer(load_tokenizer(options.tokenizer_folder, options.template_time), options.template)
+        renderer = Renderer(at_time(load_tokenizer(options.tokenizer_folder), options.template_time), options.template)
         for chunk in chunks:
             yield from zip(chunk, renderer.render([row.messages for row, _ in chunk]), strict=True)
         return
@@ -265,7 +265,7 @@ _worker_renderer: Renderer | None = None
 
 def _start_worker(folder: str, time: str | None, template: str) -> None:
     global _worker_renderer
-    _worker_renderer = Renderer(load_tokenizer(folder, time), template)
+    _worker_renderer = Renderer(at_time(load_tokenizer(folder), time), template)
 
 
 def _render(chats: Chats) -> list[list[int] | str]:

@@ -39,11 +39,9 @@ _IMPORTING = threading.Lock()
 """transformers makes its names while it is imported: one that a second thread asks for meanwhile may be missing."""
 
 
-def load_tokenizer(folder: str, time: str | None = None, *, proves: bool = True) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name. Raises ValueError naming what is missing or lost.
-
-    `time`: what its chat template is told when it asks for the date (ISO 8601), whatever the day; None = the clock.
-    `proves`: it has to give back what it is given.
+def load_tokenizer(folder: str, *, proves: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name. `proves`: it has to give back what it is given. Raises ValueError
+    naming what is missing or lost.
     """
     with _IMPORTING:
         from transformers import AutoTokenizer
@@ -61,6 +59,11 @@ def load_tokenizer(folder: str, time: str | None = None, *, proves: bool = True)
             "meant; name a model whose tokenizer decodes what it encodes, or make this one anew (byte-level, as its "
             "family's)"
         )
+    return tokenizer
+
+
+def at_time(tokenizer: PreTrainedTokenizerBase, time: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose chat template is told this date when it asks for one (ISO 8601); None = the clock."""
     if time is not None:
         # A variable of the template hides the function that Transformers offers under this name (Llama 3 asks for it).
         told = datetime.fromisoformat(time).strftime

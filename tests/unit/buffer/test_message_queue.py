@@ -560,6 +560,19 @@ def test_finished_groups_of_another_configuration_are_not_trained_and_what_chang
     run(go())
 
 
+def test_the_ledger_of_another_run_is_refused_and_one_of_an_earlier_version_taken(tmp_path):
+    kept_by(tmp_path, {**BEFORE, "run id": "theirs"})._ledger.close()
+    other = SqliteLedger(tmp_path / "ledger.sqlite", fsync="step")
+    queue = MessageQueue(QueueOptions(groups_per_batch=2), other)
+    with pytest.raises(LedgerError, match="the ledger is of run theirs, and this is run ours: set ledger.path"):
+        queue.restore(0, None, {**BEFORE, "run id": "ours"})
+    other.close()
+    kept_by(tmp_path, {**BEFORE, "run id": "theirs"})._ledger.close()
+    (tmp_path / "older").mkdir()
+    kept_by(tmp_path / "older", BEFORE)._ledger.close()
+    kept_by(tmp_path / "older", {**BEFORE, "run id": "ours"})._ledger.close()
+
+
 def stream(*texts, ids=(1, 2)):
     prompts = [
         Prompt(row_id=str(i), token_ids=array("i", ids), domain="d", ground_truth="", text=text, content=text)
