@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TypeVar
@@ -67,7 +67,7 @@ async def asked(
     start: Callable[[], object], read: Callable[[object], T], seconds: float, *passing: type[BaseException]
 ) -> T:
     """`read` of what code of others gives: `start()`, or what it awaits. Raises OutsideError as `border` does,
-    TimeoutError after `seconds`, also when the code ignores that it is cancelled: it is left to itself then.
+    TimeoutError after `seconds`, also when the code ignores that it is cancelled: it is closed then.
     """
     with border(*passing):
         found = start()
@@ -78,7 +78,8 @@ async def asked(
         with border(*passing):
             return read(await found)
 
-    task = asyncio.ensure_future(awaited())
+    work = awaited()
+    task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds if seconds < math.inf else None)
     finally:
@@ -87,6 +88,10 @@ async def asked(
             task.cancel()
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             await asyncio.wait({task}, timeout=_GRACE_S)
+            if not task.done():  # the end of the event loop would wait for it
+                with suppress(RuntimeError):
+                    work.close()
+                task.cancel()
     if late:
         raise TimeoutError
     return task.result()

@@ -149,6 +149,8 @@ class Rollouter:
         try:
             with border():
                 prompt = self._prompts.at(slot.prompt_index)
+                if not isinstance(prompt, Prompt | None):
+                    raise TypeError(f"expected a Prompt, got {type(prompt).__name__}")
         except OutsideError as error:
             await self._deliver(slot, GroupOutcome(fate=GroupFate.FAILED, reason=f"no prompt: {error}"))
             return
@@ -166,7 +168,7 @@ class Rollouter:
 
     async def _produce(self, batch: GenerationBatch) -> None:
         try:
-            with border(ConnectionError):  # no replica is left
+            with border():  # the loss of all replicas ends the run by the engine watch
                 outcome = self._custom_generation_logic(batch)
                 if inspect.isawaitable(outcome):
                     outcome = await outcome
