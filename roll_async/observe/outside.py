@@ -80,13 +80,13 @@ async def asked(
 
     work = awaited()
     task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be left who asks for it
     try:
         await asyncio.wait({task}, timeout=seconds if seconds < math.inf else None)
     finally:
         late = not task.done()
         if late:
             task.cancel()
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             await asyncio.wait({task}, timeout=_GRACE_S)
             if not task.done():  # the end of the event loop would wait for it
                 with suppress(RuntimeError):
