@@ -36,8 +36,10 @@ _LONGEST_REASON = 500
 _LIBRARY = str(Path(sysconfig.get_path("stdlib")))
 
 
-class OutsideError(RuntimeError):
-    """Code of others failed, or what it said cannot be used."""
+class OutsideError(Exception):
+    """Code of others failed, or what it said cannot be used. No RuntimeError: contextlib takes one whose cause is a
+    StopIteration for that itself.
+    """
 
     def __init__(self, said: str, place: str = "") -> None:
         """`said`: type and message; `place`: file, line and function."""
@@ -57,10 +59,8 @@ def border(*passing: type[BaseException]) -> Iterator[None]:
     except BaseException as error:  # also SystemExit, and a cancellation of their own: they end nothing of ours
         if _is_asked(error):
             raise
-        text = message_of(error)
-        raise OutsideError(
-            f"{type(error).__name__}: {text}" if text else type(error).__name__, place_of(error)
-        ) from error
+        name, text = type(error).__name__, message_of(error)
+        raise OutsideError(f"{name}: {text}" if text else name, place_of(error)) from error
 
 
 async def asked(

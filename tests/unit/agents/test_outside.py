@@ -441,6 +441,8 @@ def test_an_error_of_others_is_told_with_type_message_and_place_and_a_cancellati
             json.loads("")
     with pytest.raises(OutsideError, match="^UnspeakableError"), border():
         raise UnspeakableError
+    with pytest.raises(OutsideError, match="^StopIteration"), border():
+        raise StopIteration
     with pytest.raises(KeyboardInterrupt), border():
         raise KeyboardInterrupt
 
