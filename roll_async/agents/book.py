@@ -56,7 +56,7 @@ def _write(stem: Path, name: str, task: Task, ending: Ending, num_rows: int) -> 
         f"  {ending.reason}\n"
     )
     said = "\n".join(f"--- {role}\n{text}" for role, text in ending.story)
-    stem.with_suffix(".txt").write_text(f"{head}\n{said}\n")
+    stem.with_suffix(".txt").write_text(f"{head}\n{said}\n", encoding="utf-8", errors="replace")
     if ending.frames:
         draw(ending.frames, stem.with_suffix(".png"), head.strip())
 

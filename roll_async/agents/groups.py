@@ -215,7 +215,8 @@ class AgentGroups:
                 reward = Reward(score=ending.reward, metrics=ending.metrics) if trusted else None
                 rows = tree.rows(name, reward=reward, outcome=ending.outcome) if trusted else []
                 if rows and self._parts.tell is not None:
-                    self._parts.tell(name, task, ending, rows)
+                    with border():
+                        self._parts.tell(name, task, ending, rows)
         except OutsideError as error:
             ending, rows = Ending(outcome=Outcome.INFRA_ERROR, reason=str(error)), []
             logger.error("trajectory %s: %s; it may be a fault of roll_async", name, error, exc_info=error.__cause__)

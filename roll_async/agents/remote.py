@@ -21,6 +21,7 @@ from roll_async.agents.gateway import chat
 from roll_async.agents.limited_turns import BadRequest, LimitedTurns
 from roll_async.agents.messages import TurnReply, TurnRequest
 from roll_async.agents.rendering import written_out
+from roll_async.observe.outside import OutsideError, border
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +154,12 @@ class RemoteTurns(LimitedTurns):
 
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
         body, answer = await self._model.ask(request)
-        reply = _reply(answer, f"{self.name}+{self._answered}")
-        self._tell({"trajectory": self.name, "turn": self._answered, **_record(body, answer)})
+        try:
+            with border(RuntimeError):  # the answer may hold anything
+                reply, record = _reply(answer, f"{self.name}+{self._answered}"), _record(body, answer)
+        except OutsideError as error:
+            raise RuntimeError(f"the remote's answer: {error}") from error
+        self._tell({"trajectory": self.name, "turn": self._answered, **record})
         self._answered += 1
         return reply
 

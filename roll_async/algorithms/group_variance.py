@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+_LARGEST = 1e150
+
 
 def population_variance(values: Sequence[float]) -> float:
-    """mean((x - mean)^2) in float64; NaN when a value is not finite (a scorer outage is not a wrong answer)."""
-    if not values or not all(math.isfinite(v) for v in values):
+    """mean((x - mean)^2) in float64; NaN when a value is not finite (a scorer outage is not a wrong answer), or so
+    large that its square is not.
+    """
+    if not values or not all(abs(v) < _LARGEST for v in values):
         return math.nan
     mean = math.fsum(values) / len(values)
     return math.fsum((v - mean) ** 2 for v in values) / len(values)

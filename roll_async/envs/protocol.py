@@ -10,6 +10,9 @@ JSON text `{"name": ..., "arguments": {...}}`; `tool_names` and `tool_arguments`
 may call and arguments that go to them with every call, as `tools` and `tools_kwargs` of a prompt's row (reset);
 `suffix`, what a template shows by that name; `frame`, lines of a picture for the trajectory strip.
 
+Text may be bytes (UTF-8), a dict or a list (as JSON); None is an error. What JSON does not know in `info` becomes its
+text; None is {}. A reward is a finite number up to 1e15.
+
 A world may be async (`async def reset`, `async def step`), or say `quick = True`: its steps take microseconds and run
 in the event loop. Every other world runs in a worker process (`pool.py`).
 """

@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TypeVar
@@ -36,8 +36,10 @@ _LONGEST_REASON = 500
 _LIBRARY = str(Path(sysconfig.get_path("stdlib")))
 
 
-class OutsideError(RuntimeError):
-    """Code of others failed, or what it said cannot be used."""
+class OutsideError(Exception):
+    """Code of others failed, or what it said cannot be used. No RuntimeError: contextlib takes one whose cause is a
+    StopIteration for that itself.
+    """
 
     def __init__(self, said: str, place: str = "") -> None:
         """`said`: type and message; `place`: file, line and function."""
@@ -57,17 +59,15 @@ def border(*passing: type[BaseException]) -> Iterator[None]:
     except BaseException as error:  # also SystemExit, and a cancellation of their own: they end nothing of ours
         if _is_asked(error):
             raise
-        text = message_of(error)
-        raise OutsideError(
-            f"{type(error).__name__}: {text}" if text else type(error).__name__, place_of(error)
-        ) from error
+        name, text = type(error).__name__, message_of(error)
+        raise OutsideError(f"{name}: {text}" if text else name, place_of(error)) from error
 
 
 async def asked(
     start: Callable[[], object], read: Callable[[object], T], seconds: float, *passing: type[BaseException]
 ) -> T:
     """`read` of what code of others gives: `start()`, or what it awaits. Raises OutsideError as `border` does,
-    TimeoutError after `seconds`, also when the code ignores that it is cancelled: it is left to itself then.
+    TimeoutError after `seconds`, also when the code ignores that it is cancelled: it is closed then.
     """
     with border(*passing):
         found = start()
@@ -78,15 +78,20 @@ async def asked(
         with border(*passing):
             return read(await found)
 
-    task = asyncio.ensure_future(awaited())
+    work = awaited()
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be left who asks for it
     try:
         await asyncio.wait({task}, timeout=seconds if seconds < math.inf else None)
     finally:
         late = not task.done()
         if late:
             task.cancel()
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             await asyncio.wait({task}, timeout=_GRACE_S)
+            if not task.done():  # the end of the event loop would wait for it
+                with suppress(RuntimeError):
+                    work.close()
+                task.cancel()
     if late:
         raise TimeoutError
     return task.result()

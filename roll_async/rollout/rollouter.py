@@ -174,7 +174,10 @@ class Rollouter:
         for reads in itertools.count(1):
             try:
                 with border():
-                    return self._prompts.at(index)
+                    prompt = self._prompts.at(index)
+                    if not isinstance(prompt, Prompt | None):
+                        raise TypeError(f"expected a Prompt, got {type(prompt).__name__}")
+                    return prompt
             except OutsideError as error:
                 if not isinstance(error.__cause__, OSError) or reads == _MAX_READS or self._stopping.is_set():
                     raise
@@ -185,7 +188,7 @@ class Rollouter:
     async def _produce(self, batch: GenerationBatch) -> None:
         self._first.started(batch.slot.group_id)
         try:
-            with border(ConnectionError):  # no replica is left
+            with border():  # the loss of all replicas ends the run by the engine watch
                 outcome = self._custom_generation_logic(batch)
                 if inspect.isawaitable(outcome):
                     outcome = await outcome

@@ -119,6 +119,8 @@ def test_a_field_that_the_remote_refuses_by_name_is_left_out_from_then_on():
         ((500, "oh"), 503, "500: oh"),
         ({"object": "error"}, 503, "is no chat completion"),
         (answer({"content": [{"type": "image_url"}]}), 503, "only text"),
+        ({**answer({"content": "fine"}), "usage": {"prompt_tokens": "many"}}, 503, "ValueError: invalid literal"),
+        ({"choices": [{"message": {"content": "fine"}, "logprobs": {"content": [5]}}]}, 503, "AttributeError"),
     ],
 )
 def test_what_the_remote_refuses_is_told_without_the_key_and_retried_only_where_that_helps(told, status, said):

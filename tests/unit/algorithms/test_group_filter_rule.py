@@ -27,6 +27,9 @@ def test_rounding_noise_is_not_signal():
     assert group_verdict([0.1] * 7) == "dropped_equal"
     assert population_variance([1.0, 2.0, 6.0]) == pytest.approx(14 / 3)
     assert math.isnan(population_variance([])) and math.isnan(population_variance([1.0, math.nan]))
+    assert group_verdict([1e200, 1.0]) == group_verdict([-1.7e308, 1.7e308]) == "dropped_invalid", (
+        "no square has a float"
+    )
     assert group_verdict([math.nan, 1.0]) == "dropped_invalid" and group_verdict([0.0, 1.0]) == "keep"
 
 

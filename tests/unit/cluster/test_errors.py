@@ -99,7 +99,7 @@ def test_the_original_stays_the_cause_of_what_is_told_of_it():
 def test_the_place_of_an_error_is_never_a_helper():
     from roll_async.buffer.deadline import within
     from roll_async.buffer.errors import StallError
-    from roll_async.cluster.network import free_port
+    from roll_async.cluster.network import listener
 
     async def late():
         await within(0.01, asyncio.sleep(1), "nothing")
@@ -108,5 +108,5 @@ def test_the_place_of_an_error_is_never_a_helper():
         asyncio.run(late())
     assert place_of(raised.value) == "" and "test_errors.py" in place_of(raised.value, theirs=True)
     with pytest.raises(OSError) as raised:
-        free_port("203.0.113.1")
+        listener("203.0.113.1")
     assert place_of(raised.value).startswith("roll_async/cluster/network.py:")

@@ -2,10 +2,39 @@
 
 import asyncio
 import os
+import stat
+import subprocess
 import time
 from dataclasses import dataclass
 
+import numpy
+
 from roll_async.envs.protocol import GraderFailed
+
+CIRCLE = []
+CIRCLE.append(CIRCLE)
+ODD = {
+    "keys": ("x", 1.0, True, False, {(1, 2): "\ud83d"}),
+    "digits": ("x", 1.0, True, False, {"n": 10**5000}),
+    "circle": ("x", 1.0, True, False, {"n": CIRCLE}),
+    "no info": ("x", 1, 1, 0, None),
+    "numpy": ("x", numpy.float32(0.5), numpy.bool_(True), numpy.bool_(False), {"solved": numpy.bool_(False)}),
+    "too much": ("x", 1.0, True, False, {"n": ["y" * (40 << 20)] * 2}),
+    "no text": (None, 1.0, True, False, {}),
+    "bytes": (b"x\xff", 1.0, True, False, {}),
+    "short": ("x", 1.0, True),
+    "no tuple": None,
+    "no reward": ("x", None, True, False, {}),
+    "word": ("x", "1.0", True, False, {}),
+    "infinite": ("x", float("inf"), True, False, {}),
+}
+
+
+def is_pipe(fd):
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +64,26 @@ class Hostile:
                 raise KeyError("no such thing")
             case "ungradable":
                 raise GraderFailed("the judge is away")
+            case "exit":
+                raise SystemExit(3)
+            case "spawn":
+                return str(subprocess.Popen(["sleep", "300"], start_new_session=False).pid), 0.0, False, False, None
+            case "babble":
+                os.write(next(fd for fd in range(3, 20) if is_pipe(fd)), b"no answer\n")
+                time.sleep(600)
+            case _ if action in ODD:
+                return ODD[action]
         time.sleep(self._options.sleep_s)
         return f"did {action}", 0.5, action == "end", False, {"pid": os.getpid()}
 
     def close(self):
         pass
+
+
+class InLoop(Hostile):
+    """The same in the event loop."""
+
+    quick = True
 
 
 class Slow:

@@ -84,6 +84,55 @@ def test_a_process_that_dies_fails_its_worlds_and_raising_fails_only_its_own():
     with_pool(work)
 
 
+@pytest.mark.parametrize("name", ["Hostile", "InLoop"])
+@pytest.mark.slow
+def test_an_odd_answer_is_used_or_refused_at_once_alike_in_the_loop_and_in_a_process(name):
+    used = {"keys": {"(1, 2)": "\ufffd"}, "no info": {}, "bytes": {}, "numpy": {"solved": False}}
+    refused = {
+        "digits": (WorldFailed, "ValueError: an integer of"),
+        "circle": (WorldFailed, "nested more than"),
+        "no text": (WorldFailed, "TypeError: expected text, got None"),
+        "short": (WorldFailed, "step must give .*, it gave 3 values"),
+        "no tuple": (WorldFailed, "it gave NoneType"),
+        "exit": (WorldFailed, r"SystemExit: 3 \[envs/hostile_worlds.py:\d+, in step\]"),
+        "no reward": (GraderFailed, "the reward is None"),
+        "word": (GraderFailed, "the reward is '1.0'"),
+        "infinite": (GraderFailed, "the reward is inf"),
+    }
+
+    async def work(pool):
+        world, beside = (pool.open(WorldSpec(env_type=f"hostile_worlds.{name}", values={})) for _ in range(2))
+        await asyncio.gather(world.reset(1), beside.reset(2))
+        started = time.monotonic()
+        for action, info in used.items():
+            found = await world.step(action)
+            assert (found.info, found.ended, found.text.encode()[:1]) == (info, True, b"x"), action
+        for action, (error, message) in refused.items():
+            with pytest.raises(error, match=message):
+                await world.step(action)
+        if name == "Hostile":
+            with pytest.raises(WorldFailed, match="are allowed"):
+                await world.step("too much")
+        assert time.monotonic() - started < 30 and (await beside.step("go")).text == "did go"
+        assert pool.killed == 0
+
+    with_pool(work, step_timeout_s=60)
+
+
+@pytest.mark.slow
+def test_a_process_that_says_no_answer_fails_its_worlds_at_once_and_ends_with_what_they_started():
+    async def work(pool):
+        world = pool.open(HOSTILE)
+        await world.reset(1)
+        child = int((await world.step("spawn")).text)
+        with pytest.raises(WorldFailed, match="it said what is no answer: JSONDecodeError"):
+            await world.step("babble")
+        return child
+
+    child = with_pool(work, step_timeout_s=60)
+    assert gone(child) or Path(f"/proc/{child}/stat").read_text().split()[2] == "Z"
+
+
 def test_worlds_that_sleep_in_one_process_do_not_wait_for_one_another():
     async def work(pool):
         spec = WorldSpec(env_type="hostile_worlds.Hostile", values={"sleep_s": 0.3})

@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import re
 import time
 from array import array
 from contextlib import asynccontextmanager
 
 import pytest
 
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.conversations import Conversations, ScoringOptions
+from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.rollout.tools import ToolCompletionCallback, call_spans
+from roll_async.rollout.tools import ToolCompletionCallback, call_spans, parse_call
 from roll_async.schema import Completion, FinishReason, SamplingParams
 
 END = 7
@@ -74,10 +77,10 @@ TOOLS = {"add": add, "broken": broken, "slow": slow}
 
 
 @asynccontextmanager
-async def talking(replicas, scorer, *, limit=128, **options):
+async def talking(replicas, scorer, *, limit=128, tools=TOOLS, **options):
     manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=limit))
     await manager.start()
-    callback = ToolCompletionCallback(TOOLS, TextCodec(), **options)
+    callback = ToolCompletionCallback(tools, TextCodec(), **options)
     try:
         yield Conversations(manager, scorer, ScoringOptions(), tools=callback)
     finally:
@@ -143,6 +146,111 @@ def test_whatever_goes_wrong_in_a_tool_is_what_the_model_reads(run, build, repli
             sample = await conversations.sample(build.prompt(), "s", SAMPLING)
             assert conversations.tools.num_failures == 1
         assert told in "".join(map(chr, speaker.prompts[1])) and sample.finish_reason is FinishReason.STOP
+
+    run(go())
+
+
+def raising(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("gives", "told"),
+    [
+        (lambda: None, "error: TypeError: expected text, got None"),
+        (lambda: {"a": "\ud83d"}, '[{"a": "\ufffd"}]'),
+        (lambda: "half \ud83d", "[half \ufffd]"),
+        (lambda: b"\xffab", "[\ufffdab]"),
+        (lambda: 10**5000, "error: ValueError"),
+        (lambda: raising(SystemExit(3)), "error: SystemExit: 3"),
+        (lambda: raising(asyncio.CancelledError()), "error: CancelledError"),
+        (lambda: raising(ValueError("\ud83d")), "error: ValueError: \ufffd"),
+    ],
+)
+def test_a_result_of_any_type_is_a_text_that_the_model_reads(run, build, replica_class, scorer_class, gives, told):
+    async def odd(arguments):
+        return gives()
+
+    async def go():
+        replica = replica_class("a")
+        speaker = Speaker(replica, call("odd"), "so be it")
+        async with talking([replica], scorer_class(), tools={"odd": odd}) as conversations:
+            sample = await conversations.sample(build.prompt(), "s", SAMPLING)
+        said = "".join(map(chr, speaker.prompts[1]))
+        assert told in said and said.encode() and sample.finish_reason is FinishReason.STOP
+
+    run(go())
+
+
+def test_results_are_bounded_one_by_one_and_in_number(run, build, replica_class, scorer_class):
+    async def long(arguments):
+        return "y" * 10**6
+
+    async def go():
+        replica = replica_class("a")
+        speaker = Speaker(replica, call("long") + call("n" * 50_000) + call("long") * 70, "so be it")
+        async with talking([replica], scorer_class(), tools={"long": long}) as conversations:
+            await conversations.sample(build.prompt(), "s", SamplingParams(max_new_tokens=10**7))
+            assert (conversations.tools.num_calls, conversations.tools.num_failures) == (72, 9)
+        results = "".join(map(chr, speaker.prompts[1])).rpartition("[")[2].split("|")
+        assert len(results) == 72 and [len(r) for r in results[:3]] == [20_000] * 3
+        assert results[-1].startswith("error: not run: one turn may hold 64 calls")
+
+    run(go())
+
+
+CALLS = {
+    "digits": '{"name": "add", "arguments": {"a": ' + "9" * 4301 + "}}",
+    "more bits": '{"name": "add", "arguments": {"a": ' + "9" * 4000 + "}}",
+    "nan": '{"name": "add", "arguments": {"a": NaN}}',
+    "deep": '{"name": "add", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}",
+    "deeper": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", CALLS.values(), ids=CALLS)
+def test_a_call_that_no_json_may_hold_is_malformed(text):
+    assert parse_call(text).problem.startswith("the call is not valid JSON (")
+
+
+def test_half_an_emoji_in_a_call_is_replaced_where_it_comes_in():
+    found = parse_call(r'{"name": "\ud83d", "arguments": {"\ude00": ["\ud83d\ude00", "\ud83d"]}}')
+    assert (found.name, found.arguments) == ("\ufffd", {"\ufffd": ["\U0001f600", "\ufffd"]})
+
+
+class Broken(ToolCompletionCallback):
+    """A user's callback."""
+
+    hook, does = "", None
+
+    def find_calls(self, text):
+        return self.does() if self.hook == "find_calls" else super().find_calls(text)
+
+    def postprocess(self, transcript, name):
+        return self.does() if self.hook == "postprocess" else super().postprocess(transcript, name)
+
+
+@pytest.mark.parametrize("hook", ["find_calls", "postprocess", "row"])
+@pytest.mark.parametrize(
+    "does", [lambda: raising(KeyError("x")), lambda: raising(SystemExit()), lambda: 5, lambda: ["\ud83d"]]
+)
+def test_a_callback_that_fails_fails_its_group_with_its_place(run, build, replica_class, scorer_class, hook, does):
+    async def go():
+        replica = replica_class("a")
+        Speaker(replica, *[call("add", a=1, b=1), "so be it"] * 2)
+        manager = AsyncLLMServerManager([replica], ManagerOptions())
+        await manager.start()
+        callback = Broken(TOOLS, TextCodec())
+        callback.hook, callback.does = hook, does
+        scheduler = ChatCompletionScheduler(
+            manager, scorer_class(), SchedulerOptions(samples_per_group=1, sampling=SAMPLING), tools=callback
+        )
+        extra = {"extra_info": "tools" + "[" * 100_000} if hook == "row" else {}
+        outcome = await scheduler.run_group(build.prompt(extra=extra), group_id=0)
+        await manager.close()
+        assert outcome.fate is GroupFate.FAILED and re.search(
+            r"\w+: .*\[\w+/\w+.py:\d+, in \w+\]|SystemExit \[", outcome.reason
+        )
 
     run(go())
 
