@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO, TypeVar, TypeVarTuple
+from typing import IO, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -29,7 +29,7 @@ class Beside:
 
     def __init__(self, *first: object) -> None:
         """`first`: a function and its arguments, called whenever a process begins."""
-        self._first = first
+        self._first = pickle.dumps(first) if first else b""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None
@@ -45,7 +45,7 @@ class Beside:
                 self._end = weakref.finalize(self, _ended, self._process)
             try:
                 if begins and self._first:
-                    _ask(self._process, pickle.dumps(self._first))
+                    _ask(self._process, self._first)
                 found = _ask(self._process, pickle.dumps((function, *args)))
             except (EOFError, OSError) as error:
                 self._close()
@@ -96,7 +96,7 @@ def _ask(process: subprocess.Popen[bytes], call: bytes) -> bytes:
     return _frame(process.stdout)
 
 
-def _frame(stream: BinaryIO) -> bytes:
+def _frame(stream: IO[bytes]) -> bytes:
     """Raises EOFError at the end of the stream."""
     size = stream.read(_SIZE.size)
     if len(size) < _SIZE.size:

@@ -102,6 +102,7 @@ class RemoteModel:
             "tools": list(request.tools) or None,
             "temperature": temperature,
             "top_p": request.top_p,
+            "top_k": request.top_k,
             "stop": list(request.stop) or None,
             **{name: value for name, value in _WISHES.items() if name not in self._refused},
         }
@@ -204,7 +205,17 @@ def _record(body: Json, answer: Json) -> dict[str, object]:
     if ids is not None and items is not None and len(ids) != len(items):
         logger.warning("the remote gave %d tokens and %d log-probs for a turn; neither is kept", len(ids), len(items))
         ids = items = None
-    asked = ("model", "messages", "tools", "temperature", "top_p", "stop", "max_tokens", "max_completion_tokens")
+    asked = (
+        "model",
+        "messages",
+        "tools",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "max_tokens",
+        "max_completion_tokens",
+    )
     return {
         **{name: body[name] for name in asked if name in body},
         "message": choice["message"],

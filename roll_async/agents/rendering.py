@@ -12,7 +12,7 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.beside import Beside
 from roll_async.agents.messages import Message
@@ -20,7 +20,6 @@ from roll_async.prompts.tokenizer import TEMPLATES
 from roll_async.prompts.tool_turns import special_marks, without_marks
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _INLINE_CHARACTERS = 100_000
@@ -84,7 +83,7 @@ class TemplateRenderer:
         unknown = tokenizer.unk_token_id
         self.end_ids = frozenset(i for i in ends if isinstance(i, int) and i != unknown)
         self._reserved = special_marks(tokenizer)
-        self._beside = Beside(_load, tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else None
+        self._beside = Beside(_load, tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         question = {"role": "user", "content": "?"}
         self._knows_tools = "roll_probe" in self._try([question], [_PROBE_TOOL])
         self._knows_tool_role = "roll-said" in self._try(
@@ -186,14 +185,11 @@ class TemplateRenderer:
         return text
 
 
-_LOADED: list[Tokenizer] = []
-"""In a process beside this one: the tokenizer of its renderer."""
+_LOADED: list[Any] = []
+"""In a process beside this one: the fast tokenizer of its renderer."""
 
 
-def _load(form: str) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(form)
+def _load(tokenizer: Any) -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _LOADED[:] = [tokenizer]

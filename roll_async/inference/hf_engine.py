@@ -242,7 +242,8 @@ class HfEngine:
         sampling, request_id = run.request.sampling, run.request.request_id
         options: _SamplingOptions = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
         if self._truncating:
-            top_k = sampling.top_k if sampling.top_k > 0 else self._model.config.vocab_size
+            vocab_size = self._model.config.vocab_size  # a larger top_k ends the manager's loop
+            top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
             options |= {"top_k": top_k, "top_p": sampling.top_p}
         run.submitted, run.version = True, self._version or 0
         self._idle.clear()

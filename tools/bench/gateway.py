@@ -1,11 +1,13 @@
 """What the policy gateway costs: 1,000 concurrent trajectories of 10 turns on a fake engine, some with long prompts.
 
-    python tools/bench/gateway.py [--trajectories 1000] [--long 4] [--long-tokens 128000] [--seconds 60]
+    python tools/bench/gateway.py [--trajectories 1000] [--long 4] [--long-tokens 128000] [--heavy 1] [--seconds 60]
 
 The real `PolicyGateway`, sessions, template and tokenizer run in this process, plain HTTP clients in another one. A
 turn takes the engine a known time, which its answer tells; the overhead of a turn is what the client waited beyond it,
 its own HTTP included. A client asks with its whole history, as the chat completions API wants it, and begins a new
-trajectory after 10 turns. `--long`: so many of them begin with a prompt of `--long-tokens`.
+trajectory after 10 turns. `--long`: so many of them begin with a prompt of `--long-tokens`. `--heavy`: so many clients
+beside them ask, one request after another, with 200 tools and a history of 50 calls whose arguments have 20 kB each,
+then with a body of 8 MB, whose tokens no context takes.
 
 Verdicts: p99 of the overhead of trajectories with short prompts, longest stall of the event loop, growth of the memory
 between the second and the last third of the time (which needs minutes). On a busy machine the first two say little; the
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,8 +42,11 @@ PULSE_S = 0.005
 _ANSWERS = 256
 WORDS = [a + b + "er" for a in "bcdfghjklmnprstv" for b in "aeio"]
 TEMPLATE = (
-    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+    "{%- for tool in tools or [] %}{{ tool | tojson }}{{ '\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}{{ call.function.name + ' ' }}{{ call.function.arguments | tojson }}"
+    "{%- endfor %}{{ '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
 )
 
 
@@ -52,12 +58,26 @@ def words(rng: random.Random, count: int) -> str:
 # The clients
 
 
+def heavy_bodies(rng: random.Random) -> list[bytes]:
+    """200 tools and 50 calls of 20 kB; 8 MB."""
+    code = json.dumps({"code": words(rng, 5000)})
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in WORDS[:20]}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(200)]
+    messages: list[dict] = [{"role": "user", "content": "go"}]
+    for i in range(50):
+        call = {"id": f"c{i}", "type": "function", "function": {"name": "f1", "arguments": code}}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"c{i}", "content": words(rng, 60)})
+    long = [{"role": "user", "content": words(rng, 1_990_000)}]
+    return [json.dumps(body).encode() for body in ({"messages": messages, "tools": tools}, {"messages": long})]
+
+
 async def client(args: argparse.Namespace, base_url: str) -> None:
     """All trajectories, for the time that was asked for; prints what each turn waited."""
     gc.disable()  # its own pauses are no overhead of the gateway
     started = time.perf_counter()
     until = started + args.seconds
-    waits: list[tuple[bool, float]] = []
+    waits: list[tuple[str, float]] = []
     problems: list[str] = []
 
     async def one(number: int, http: aiohttp.ClientSession) -> None:
@@ -81,15 +101,26 @@ async def client(args: argparse.Namespace, base_url: str) -> None:
                 problems.append(str(answer))
                 return
             said = answer["choices"][0]["message"]["content"]
-            waits.append((long, time.perf_counter() - asked - float(said.partition(" ")[0])))
+            waits.append(("long" if long else "short", time.perf_counter() - asked - float(said.partition(" ")[0])))
             if time.perf_counter() > until:
                 return
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": words(rng, 60)}]
             await asyncio.sleep(rng.uniform(0, 2 * args.world_s))
 
+    async def heavy(number: int, http: aiohttp.ClientSession) -> None:
+        for turn, body in enumerate(itertools.cycle(heavy_bodies(random.Random(number)))):
+            headers = {"authorization": f"Bearer sk-heavy-{number}-{turn}", "content-type": "application/json"}
+            asked = time.perf_counter()
+            async with http.post(f"{base_url}/chat/completions", data=body, headers=headers) as response:
+                await response.read()
+            waits.append((f"heavy {response.status}", time.perf_counter() - asked))
+            if time.perf_counter() > until:
+                return
+
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
-        await asyncio.gather(*(one(i, http) for i in range(args.trajectories)))
+        ordinary = (one(i, http) for i in range(args.trajectories))
+        await asyncio.gather(*ordinary, *(heavy(i, http) for i in range(args.heavy)))
     print(json.dumps({"waits": waits, "problems": problems[:3], "cpu_s": time.process_time()}))
 
 
@@ -144,19 +175,23 @@ class Engine:
 
 
 class Pulse:
-    """How late a timer of the loop comes, and the processor time of the loop's longest callback."""
+    """How late a timer of the loop comes, how much of it this process computed, and the processor time of the loop's
+    longest callback.
+    """
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
+        self.held_s: list[float] = []
         self.longest_callback_s, self.longest_callback = 0.0, ""
         self._run_handle = asyncio.Handle._run
 
     async def run(self) -> None:
         asyncio.Handle._run = self._timed(self._run_handle)  # type: ignore[method-assign]
         while True:
-            wall = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             await asyncio.sleep(PULSE_S)
             self.late_s.append(time.perf_counter() - wall - PULSE_S)
+            self.held_s.append(min(self.late_s[-1], time.process_time() - cpu))
 
     def _timed(self, run):
         def timed(handle) -> None:
@@ -185,16 +220,18 @@ async def watch_memory(found: list[float]) -> None:
 async def serve(args: argparse.Namespace) -> dict:
     from roll_async.agents.gateway.server import Endpoint, PolicyGateway
     from roll_async.agents.rendering import TemplateRenderer
-    from roll_async.agents.session import Session, SessionOptions
+    from roll_async.agents.session import RENDERING_THREADS, Session, SessionOptions
     from roll_async.cluster.garbage import start_without_collections
     from roll_async.schema import SamplingParams
 
     with tempfile.TemporaryDirectory() as folder, start_without_collections(settled=True):  # as a driver starts
         tokenizer = tokenizer_of(Path(folder))
         engine, renderer = Engine(tokenizer, args.engine_s), TemplateRenderer(tokenizer)  # type: ignore[arg-type]
-    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering")
+    executor = ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="rendering")
     options = SessionOptions(
-        sampling=SamplingParams(max_new_tokens=1000), max_turns=TURNS + 1, max_context=2 * args.long_tokens
+        sampling=SamplingParams(max_new_tokens=1000),
+        max_turns=TURNS + 1,
+        max_context=max(2 * args.long_tokens, 600_000),
     )
     loop = asyncio.get_running_loop()
 
@@ -234,8 +271,10 @@ def report(found: dict, seconds: float) -> bool:
     """One line per verdict."""
     pulse, engine, memory = found["pulse"], found["engine"], found["memory"]
     turns = len(found["waits"])
-    short = sorted(wait for long, wait in found["waits"] if not long)
-    long = sorted(wait for is_long, wait in found["waits"] if is_long)
+    short = sorted(wait for kind, wait in found["waits"] if kind == "short")
+    long = sorted(wait for kind, wait in found["waits"] if kind == "long")
+    heavy = sorted(wait for kind, wait in found["waits"] if kind.startswith("heavy"))
+    answers = Counter(kind.removeprefix("heavy ") for kind, _ in found["waits"] if kind.startswith("heavy"))
     third = max(1, len(memory) // 3)
     growth = statistics.median(memory[-third:]) / statistics.median(memory[third : 2 * third] or memory)
     p99, stall = quantile(short, 0.99), max(pulse.late_s)
@@ -251,6 +290,8 @@ def report(found: dict, seconds: float) -> bool:
             "p50_ms": round(1000 * quantile(short, 0.5), 2),
             "long_prompts_p50_ms": round(1000 * quantile(long, 0.5), 1) if long else None,
             "long_prompts_max_ms": round(1000 * long[-1], 1) if long else None,
+            "heavy_max_s": round(heavy[-1], 1) if heavy else None,
+            "heavy_answers": dict(answers),
             "gateway_cpu_ms_per_turn": round(1000 * found["gateway_cpu_s"] / max(1, engine.num_turns), 3),
             "turns": turns,
             "turns_per_s": round(turns / seconds, 1),
@@ -266,6 +307,7 @@ def report(found: dict, seconds: float) -> bool:
             "upper": True,
             "ok": stall <= BUDGET_STALL_S,
             "stall_p999_ms": round(1000 * quantile(sorted(pulse.late_s), 0.999), 2),
+            "stall_of_this_process_ms": round(1000 * max(pulse.held_s), 2),
             "longest_callback_cpu_ms": round(1000 * pulse.longest_callback_s, 2),
             "longest_callback": pulse.longest_callback,
         },
@@ -295,6 +337,7 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--long", type=int, default=4)
     parser.add_argument("--long-tokens", type=int, default=128_000)
+    parser.add_argument("--heavy", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--engine-s", type=float, default=4.0, help="mean of a turn")
     parser.add_argument("--world-s", type=float, default=4.0, help="mean between two turns")

@@ -82,11 +82,10 @@ class PolicyGateway:
         app.router.add_post("/v1/responses", self._handler("responses"))
         app.router.add_post("/v1/messages", self._handler("anthropic"))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        self._runner = runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, self._host, self._port).start()
+        self._port = runner.addresses[0][1]
 
     @property
     def base_url(self) -> str:

@@ -57,7 +57,7 @@ def test_a_request_without_a_token_to_read_or_to_write_is_refused():
     "values",
     [
         {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": -1}, {"temperature": 1e-300},
-        {"temperature": 1e300}, {"top_p": 0}, {"top_p": 1.1}, {"top_p": float("nan")}, {"top_k": -2},
+        {"temperature": 1e300}, {"top_p": 0}, {"top_p": 1.1}, {"top_p": float("nan")}, {"top_k": -2}, {"top_k": 10**30},
         {"repetition_penalty": 0}, {"repetition_penalty": float("nan")}, {"repetition_penalty": float("inf")},
         {"stop_strings": ("a", "")},
     ],
