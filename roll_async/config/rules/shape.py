@@ -315,6 +315,6 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
 
 
 RULES = (
-    lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, world_keys, templates,
-    domains,
+    lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers, world_keys,
+    templates, domains,
 )  # fmt: skip

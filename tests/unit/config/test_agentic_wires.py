@@ -53,7 +53,9 @@ MORE = {
     "agent_template": ("say {observation}", None),
     "stop_strings": (("x",),),
 }
-TOP = ("sequence_length", "seed", "pretrain", "exp_name", "output_dir", "rollout_batch_size", "val_batch_size", "eval_steps")
+TOP = (
+    "sequence_length", "seed", "pretrain", "exp_name", "output_dir", "rollout_batch_size", "val_batch_size", "eval_steps",
+)  # fmt: skip
 SHARED = (*(f"fault.{name}" for name in ("env_timeout", "sample_retries")), "async_training.max_concurrent_per_server")
 ELSEWHERE = {
     "agent_parts.model = config.exp_name",
