@@ -1,8 +1,8 @@
 """Placeholders of `agent_template` and `agent_system_template`, with the names and the rules of ROLL.
 
 agent_template is a format string of Python: "{turn_idx}" is filled, "{{" and "}}" are braces. In agent_system_template,
-a text in which others write JSON and LaTeX, "{name}" is filled and "{{text}}" says "{text}"; every other brace
-stands for itself. So "\\boxed{your answer}" may stand in a system template; the other needs "\\boxed{{your answer}}".
+a text in which others write JSON and LaTeX, "{name}" is filled and "{{text}}" says "{text}"; every other brace is
+itself. So "\\boxed{your answer}" may stand in a system template, and is "\\boxed{{your answer}}" in the other.
 """
 
 from __future__ import annotations

@@ -36,9 +36,8 @@ def check_agents(config: AgenticConfig) -> None:
             check_tool(spec)
         written = {name: getattr(env, name) for name in ("agent_system_template", "agent_template", "tools")}
         for name in (name for name, value in written.items() if value and is_agent(env.env_type)):
-            raise ValueError(
-                f"custom_envs.{tag}.{name}: has no effect, {env.env_type} makes its own requests; remove it"
-            )
+            why = f"{env.env_type} makes its own requests"
+            raise ValueError(f"custom_envs.{tag}.{name}: has no effect, {why}; remove it")
 
 
 def world_spec(tag: str, env: EnvConfig) -> WorldSpec:

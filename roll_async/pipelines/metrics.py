@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
@@ -255,6 +256,9 @@ def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
             "reward_metrics": {} if sample.reward is None else dict(sample.reward.metrics),
             "finish_reason": sample.finish_reason.value,
             "num_turns": sample.num_turns,
+            "trajectory": sample.trajectory,
+            "outcome": None if sample.outcome is None else sample.outcome.value,
+            "turns": [asdict(turn) for turn in sample.turns],
             "version_runs": [list(run) for run in sample.version_runs],
             "loss_mask": list(sample.loss_mask),
             "prompt_token_ids": sample.prompt_token_ids.tolist(),

@@ -428,8 +428,8 @@ class Watch:
             if self._measuring and self.scenario.plan.validation_mode == "pause":
                 held = {i for link in manager.links for i in link.in_flight if not i.startswith("validation.")}
                 # What an engine has ended and not answered is in flight still.
-                running = [i for link in manager.links for i in link.client.engine.request_ids if i in held]  # type: ignore[attr-defined]
-                if running:
+                engines = [link.client.engine for link in manager.links]  # type: ignore[attr-defined]
+                if running := [i for engine in engines for i in engine.request_ids if i in held]:
                     self.report(17, f"{running} are generated while a validation has set training aside")
             if manager.num_displaced:
                 self.report(10, f"{manager.num_displaced} requests wait, and a validation that yields holds slots")

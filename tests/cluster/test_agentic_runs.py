@@ -12,6 +12,10 @@ import pytest
 from tests.patience import patient
 
 pytest.importorskip("vllm")
+GREEDY = (
+    "{tags: [FrozenLake, Small], num_env_groups: 6, num_groups_partition: [4, 2], generating_args: {temperature: 0}}"
+)
+OF_THE_TIME = {"validation/version", "validation/lag", "validation/seconds"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,8 +34,10 @@ def agentic_assets(tmp_path_factory):
 def test_frozen_lake_trains_on_what_the_engine_sampled_within_the_staleness_bound(agentic_assets, tmp_path):
     command = [
         sys.executable, "examples/start_agentic_pipeline.py", "--config", "agentic_frozen_lake_async_cpu.yaml",
-        f"pretrain={agentic_assets}/model", f"output_dir={tmp_path}", "exp_name=run", "max_steps=3", "eval_steps=0",
-        "rollout_batch_size=32", "train_env_manager.group_size=4",
+        f"pretrain={agentic_assets}/model", f"output_dir={tmp_path}", "exp_name=run", "max_steps=3", "eval_steps=1",
+        "rollout_batch_size=32", "train_env_manager.group_size=4", "train_env_manager.tags=[FrozenLake]",
+        "custom_envs.Small={env_type: frozen_lake, max_steps: 3, env_config: {size: 3, words: short}}",
+        "val_batch_size=12", f"val_env_manager={GREEDY}", "actor_train.training_args.learning_rate=1e-12",
         "actor_train.training_args.per_device_train_batch_size=16",
         "actor_train.training_args.gradient_accumulation_steps=2",
     ]  # fmt: skip
@@ -44,6 +50,15 @@ def test_frozen_lake_trains_on_what_the_engine_sampled_within_the_staleness_boun
     assert all(1 <= step["reward/metrics/turns"] <= 10 for step in steps)
     assert steps[0]["correction/lag_0/abs_log_rho"] < 1e-4, "trained log-probs are those of the engine, turn by turn"
     assert steps[-1]["weights/version"] == 3
+    measured = [
+        {k: v for k, v in step.items() if k.startswith("validation/") and k not in OF_THE_TIME} for step in steps
+    ]
+    assert [step["validation/version"] for step in steps] == [1, 2, 3]
+    counts = {f"validation/domains/{tag}/samples": n for tag, n in (("FrozenLake", 8), ("Small", 4))}
+    assert measured[0]["validation/samples"] == 12 and counts.items() <= measured[0].items()
+    assert 1 <= measured[0]["validation/domains/Small/metrics/turns"] <= 3
+    # Weights that hardly move, the same seeds, no chance: a validation says what the one before said.
+    assert measured[0] == measured[1] == measured[2]
     ledger = sqlite3.connect(tmp_path / "run" / "ledger.sqlite")
     (integrity,) = ledger.execute("pragma integrity_check").fetchone()
     ledger.close()

@@ -24,7 +24,7 @@ ALLOWED = {
     "schema": {"torch"},  # annotations only
     "config": {"yaml", "dataclasses_json"},
     "algorithms": {"torch"},
-    "agents": {"aiohttp", "jinja2", "matplotlib", "mcp", "transformers"},
+    "agents": {"aiohttp", "jinja2", "matplotlib", "mcp", "tokenizers", "transformers"},
     "envs": {"gymnasium", "minigrid", "pyarrow", "textarena", "reasoning_gym"},
     "buffer": set(),
     "rollout": set(),

@@ -17,7 +17,7 @@ class GymnasiumOptions:
     """`env_config` of gymnasium."""
 
     id: str
-    """Argument `id` of gymnasium.make, e.g. Taxi-v3."""
+    """Argument `id` of gymnasium.make, e.g. Taxi-v4."""
     kwargs: Mapping[str, object] = field(default_factory=dict)
     """Further arguments of gymnasium.make."""
     actions: tuple[str, ...] = ()

@@ -43,6 +43,7 @@ class ReasoningGymWorld(TextWorld):
         """The answer."""
         from reasoning_gym.utils import extract_answer
 
-        answer = extract_answer(action) or action.strip()
+        stated = extract_answer(action)
+        answer = action.strip() if stated is None else stated
         score = float(self._data.score_answer(answer, self._entry))
         return "", score, True, False, {"solved": score >= 1.0}

@@ -16,14 +16,20 @@ class TextArenaOptions:
     id: str = "Wordle-v0"
 
 
+_PLAYER, _WON = 0, 1.0
+"""The only player of these games, and what they pay for a win; less is a share of the way."""
+
+
 class TextArenaWorld(TextWorld):
-    """Rewards come at the end, as TextArena gives them."""
+    """Rewards come at the end, as TextArena gives them. An observation is what the game has said since the last one."""
 
     Options = TextArenaOptions
     quick = False
 
     def __init__(self, options: TextArenaOptions) -> None:
-        self._env = textarena.make(env_id=options.id)
+        self._env = self._game = textarena.make(env_id=options.id)
+        while isinstance(self._game, textarena.Wrapper):  # the wrappers say everything again in every observation
+            self._game = self._game.env
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """The same seed, the same game."""
@@ -32,16 +38,21 @@ class TextArenaWorld(TextWorld):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """One move."""
-        done, _ = self._env.step(action=action)
+        try:
+            done, _ = self._env.step(action=action)
+        except (ValueError, LookupError) as error:  # the game could not read it: a move of the policy like any other
+            return f"This move is not valid: {error}", 0.0, True, False, {"solved": False}
         if not done:
             return self._observation(), 0.0, False, False, {}
-        rewards, _ = self._env.close()
-        reward = float((rewards or {}).get(0, 0.0))
-        return "The game is over.", reward, True, False, {"solved": reward > 0}
+        rewards, about = self._env.close()
+        reward = float((rewards or {}).get(_PLAYER, 0.0))
+        mine = (about or {}).get(_PLAYER, {})
+        solved = reward >= _WON and not mine.get("invalid_move", False)
+        return str(mine.get("reason") or "The game is over."), reward, True, False, {"solved": solved}
 
     def close(self) -> None:
         """TextArena closes with the game."""
 
     def _observation(self) -> str:
-        _, observation = self._env.get_observation()
-        return observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
+        _, said = self._game.get_observation()
+        return "\n".join(str(text) for sender, text, *_ in said if sender != _PLAYER)

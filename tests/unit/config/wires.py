@@ -1,21 +1,24 @@
 """What a config becomes: every settings object of a run, flattened; and the same with one wire cut.
 
-A wire is an expression in the `of` of a settings class: where it is built, a value of the config enters it. A cut wire
-gives the value it gave the first time for ever, as if a constant stood there.
+A wire is an expression in the `of` of a settings class, or in a function of `launch/agents.py`: there a value of the
+config enters. A cut wire gives the value it gave the first time for ever, as if a constant stood there.
 """
 
 import ast
+import asyncio
 import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from types import FunctionType
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.buffer.states import QueueOptions
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import AgenticConfig, PipelineConfig
 from roll_async.inference.settings import EngineSettings
+from roll_async.launch import agents
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
 from roll_async.prompts.load import DataOptions
@@ -33,6 +36,59 @@ BUILT = (
     ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, EngineOptions, RolloutOptions, DataOptions,
     PoolOptions,
 )  # fmt: skip
+
+OF_AGENTS = (
+    agents.agent_parts, agents._worlds, agents._tag_plan, agents.world_spec, agents.tool_specs, agents.session_options,
+    agents.group_options, agents._manager, agents.training_tasks, agents.validation_tasks, agents.held_out_tasks,
+)  # fmt: skip
+
+
+def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
+    """The same of an agentic config. Its tokenizer is named, not loaded. Raises ValueError for what a run refuses."""
+
+    async def parts() -> dict[str, object]:
+        async with AsyncExitStack() as stack:
+            built = await agents.agent_parts(config, stack)
+            alone = await agents.agent_parts(config, stack, trains=False)
+            places = {
+                "renderer": built.renderer, "silence_s": built.silence_s, "book": built.tell.__self__._folder,
+                "worlds": _plain(built.worlds), "validation_worlds": _plain(built.validation_worlds),
+                "rollout.worlds": _plain(alone.worlds),
+            }  # fmt: skip
+            for tag, plan in built.tags.items():
+                places[f"{tag}.toolbox"] = _plain(plan.toolbox), [_plain(t) for t in plan.toolbox._by_name.values()]
+                options = {"spec": plan.spec, "session": plan.session, "play": plan.play}
+                places |= {f"{tag}.{k}": v for name, o in options.items() for k, v in _flat(o, f"{name}.")}
+                places |= {f"{tag}.agent": type(plan.agent), f"{tag}.max_concurrent": plan.max_concurrent}
+            return places
+
+    class Named(str):
+        """A tokenizer, and what renders with it."""
+
+    real = agents.load_tokenizer, agents.TemplateRenderer
+    agents.load_tokenizer = agents.TemplateRenderer = Named  # type: ignore[misc, assignment]
+    try:
+        found = asyncio.run(parts())
+    finally:
+        agents.load_tokenizer, agents.TemplateRenderer = real  # type: ignore[misc]
+    flat = {f"parts.{key}": repr(value) for key, value in found.items()}
+    for number, options in enumerate((agents.group_options(config), agents.group_options(config, trains=False))):
+        flat |= dict(_flat(options, f"{number}."))
+    for name, stream in (("training", agents.training_tasks(config)), ("held out", agents.held_out_tasks(config))):
+        flat[f"{name} tasks"] = repr([stream.at(i).row_id for i in range(8)])
+    flat["held out"] = repr({k: [p.row_id for p in ps] for k, ps in agents.validation_tasks(config).items()})
+    for options in (
+        EngineSettings.of(config, replica=0, restart=0), RunPlan.of(config, first_step=1),
+        RolloutOptions.of(config, "shm"), EngineOptions.of(config),
+    ):  # fmt: skip
+        flat |= dict(_flat(options, ""))
+    return flat
+
+
+def _plain(thing: object) -> list[str]:
+    """What an object holds that prints its value."""
+    shown = [f"{type(thing).__name__}.{name}={value!r}" for name, value in vars(thing).items()]
+    return sorted(text for text in shown if " at 0x" not in text)
 
 
 def settings_of(config: PipelineConfig) -> dict[str, object]:
@@ -66,15 +122,18 @@ def _flat(thing: object, path: str) -> Iterator[tuple[str, object]]:
         yield where, repr(value)
 
 
-def wires() -> Iterator[tuple[str, type, ast.FunctionDef, ast.expr]]:
-    """(name, class, its `of`, the expression): arguments by name and values of dicts that are more than a constant."""
-    for cls in BUILT:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls.of))).body
-        assert isinstance(definition, ast.FunctionDef)
+def wires(built: Sequence[type | FunctionType] = BUILT) -> Iterator[tuple[str, type | FunctionType, ast.AST, ast.expr]]:
+    """(name, class or function, its definition, the expression): arguments by name and values of dicts that are more
+    than a constant; of functions also arguments by place that read the config.
+    """
+    for cls in built:
+        by_place = isinstance(cls, FunctionType)
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls if by_place else cls.of))).body
         for node in ast.walk(definition):
             values = []
             if isinstance(node, ast.Call):
                 values = [(k.arg, k.value) for k in node.keywords]
+                values += [(str(i), a) for i, a in enumerate(node.args) if by_place and _reads_config(a)]
             elif isinstance(node, ast.Dict):
                 values = [(ast.unparse(k) if k else "**", v) for k, v in zip(node.keys, node.values, strict=True)]
             for name, value in values:
@@ -82,13 +141,21 @@ def wires() -> Iterator[tuple[str, type, ast.FunctionDef, ast.expr]]:
                 has_own_wires = isinstance(value, ast.Call | ast.Dict | ast.IfExp) and any(
                     n.keywords or ast.unparse(n.func).endswith(".of") for n in calls
                 )
-                if name and not isinstance(value, ast.Constant | ast.Name) and not has_own_wires:
+                waits = any(isinstance(n, ast.Await) for n in ast.walk(value))
+                if name and not isinstance(value, ast.Constant | ast.Name) and not has_own_wires and not waits:
                     yield f"{cls.__name__}.{name} = {ast.unparse(value)}", cls, definition, value
 
 
+def _reads_config(value: ast.expr) -> bool:
+    names = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+    return isinstance(value, ast.Attribute | ast.BinOp | ast.Call) and bool(
+        names & {"config", "manager", "env", "tool"}
+    )
+
+
 @contextmanager
-def cut(cls: type, definition: ast.FunctionDef, wire: ast.expr) -> Iterator[None]:
-    """Within: `cls.of` gives this expression the value it has the first time."""
+def cut(cls: type | FunctionType, definition: ast.AST, wire: ast.expr) -> Iterator[None]:
+    """Within: `cls.of`, or the function, gives this expression the value it has the first time."""
     place = ast.unparse(wire), wire.lineno, wire.col_offset
 
     class Cutter(ast.NodeTransformer):
@@ -98,10 +165,8 @@ def cut(cls: type, definition: ast.FunctionDef, wire: ast.expr) -> Iterator[None
                 return ast.Call(func=ast.Name(id="_first", ctx=ast.Load()), args=[thunk], keywords=[])
             return self.generic_visit(node)
 
-    source = ast.parse(ast.unparse(definition)).body[0]
-    fresh = ast.parse(textwrap.dedent(inspect.getsource(cls.of))).body[0]
-    assert isinstance(source, ast.FunctionDef) and isinstance(fresh, ast.FunctionDef)
-    fresh.decorator_list = []
+    fresh = ast.parse(textwrap.dedent(inspect.getsource(cls if isinstance(cls, FunctionType) else cls.of))).body[0]
+    fresh.decorator_list = []  # type: ignore[attr-defined]
     module = ast.fix_missing_locations(ast.Module(body=[Cutter().visit(fresh)], type_ignores=[]))
     kept: list[object] = []
 
@@ -110,8 +175,19 @@ def cut(cls: type, definition: ast.FunctionDef, wire: ast.expr) -> Iterator[None
             kept.append(thunk())
         return kept[0]
 
-    names = {**vars(sys.modules[cls.__module__]), "_first": first}
-    exec(compile(module, f"<{cls.__name__}.of with a cut wire>", "exec"), names)
+    code = compile(module, f"<{cls.__name__} with a cut wire>", "exec")
+    space = vars(sys.modules[cls.__module__])
+    if isinstance(cls, FunctionType):
+        space["_first"] = first
+        exec(code, space)
+        try:
+            yield
+        finally:
+            space[cls.__name__] = cls
+            del space["_first"]
+        return
+    names = {**space, "_first": first}
+    exec(code, names)
     original = cls.__dict__["of"]
     cls.of = classmethod(names["of"])  # type: ignore[attr-defined]
     try:

@@ -1,8 +1,10 @@
 """Our own worlds: seeded, solvable, exact about rewards; options refused with their key."""
 
 import json
+import sys
 from collections import deque
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -207,6 +209,93 @@ def test_wrappers_of_extras_name_their_extra_or_work(name):
             check(WorldSpec(env_type=name, values={}))
     else:
         assert check(WorldSpec(env_type=name, values={})) is not None
+
+
+class FakeGame:
+    """A game as TextArena's: it says the rules, then what each move led to, and echoes the player."""
+
+    def __init__(self):
+        self.said, self.rewards, self.about = [], None, {0: {}}
+
+    def reset(self, num_players, seed=None):
+        self.said = [(-1, "rules", "PROMPT"), (-1, "board 0", "BOARD")]
+
+    def step(self, action):
+        self.said.append((0, action, "PLAYER_ACTION"))
+        number = int(action)
+        if number < 9:
+            self.said.append((-1, f"board {number}", "BOARD"))
+            return False, {}
+        self.rewards, self.about = {0: number / 10}, {0: {"reason": "over", "invalid_move": number == 11}}
+        return True, {}
+
+    def get_observation(self):
+        said, self.said = self.said, []
+        return 0, said
+
+    def close(self):
+        return self.rewards, self.about
+
+
+class FakeWrapper:
+    """Repeats everything in every observation."""
+
+    def __init__(self, env):
+        self.env, self._all = env, []
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def get_observation(self):
+        self._all += self.env.get_observation()[1]
+        return 0, str(self._all)
+
+
+@pytest.fixture
+def text_arena(monkeypatch):
+    fake = SimpleNamespace(make=lambda env_id: FakeWrapper(FakeGame()), Wrapper=FakeWrapper)
+    monkeypatch.setitem(sys.modules, "textarena", fake)
+    monkeypatch.delitem(sys.modules, "roll_async.envs.wrappers.any_textarena", raising=False)
+    yield lambda: build(WorldSpec(env_type="textarena", values={"id": "2048-v0"}))
+    sys.modules.pop("roll_async.envs.wrappers.any_textarena", None)
+
+
+def test_a_game_of_textarena_says_only_what_is_new_and_wins_as_it_says_itself(text_arena):
+    world = text_arena()
+    assert world.reset(seed=1)[0] == "rules\nboard 0"
+    assert world.step("3") == ("board 3", 0.0, False, False, {})
+    assert world.step("9") == ("over", 0.9, True, False, {"solved": False}), "the greater part of the way is no win"
+    world.reset(seed=1)
+    assert world.step("10")[1:] == (1.0, True, False, {"solved": True})
+    world.reset(seed=1)
+    assert world.step("11")[4] == {"solved": False}, "paid for, and lost by an invalid move"
+
+
+def test_a_move_that_a_game_cannot_read_ends_it_as_the_policys(text_arena):
+    world = text_arena()
+    world.reset(seed=1)
+    text, *rest = world.step("up")
+    assert "not valid: invalid literal" in text and rest == [0.0, True, False, {"solved": False}]
+
+
+def test_an_empty_answer_to_a_reasoning_gym_is_one(monkeypatch):
+    data = [{"question": "1+1"}]
+    scored = []
+
+    class Data(list):
+        def score_answer(self, answer, entry):
+            scored.append(answer)
+            return 0.0
+
+    tags = SimpleNamespace(extract_answer=lambda text: text[8:-9] if text.startswith("<answer>") else None)
+    fake = SimpleNamespace(create_dataset=lambda name, size, seed: Data(data), utils=tags, __spec__=object())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", fake)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", tags)
+    world = build(WorldSpec(env_type="reasoning_gym", values={}))
+    for said in ("<answer></answer>", "<answer>2</answer>", " 2 "):
+        world.reset(seed=1)
+        world.step(said)
+    assert scored == ["", "2", "2"]
 
 
 def test_any_discrete_gymnasium_environment_is_a_world():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -10,6 +11,7 @@ import pytest
 from roll_async.observe.prometheus import PrometheusTracker, exposition
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.metrics import sample_rows
+from roll_async.schema import Outcome, Turn
 from tests.patience import patient
 
 
@@ -55,6 +57,16 @@ def test_every_trained_sample_is_a_line_with_text_tokens_versions_and_score(tmp_
     assert (first["prompt"], first["response"], first["response_token_ids"]) == ("5 6", "7 8", [7, 8])
     assert first["score"] == 1.0 and first["version_runs"] == [[3, 2]] and first["loss_mask"] == [1, 1]
     assert first["step"] == 7 and first["row_id"] == "row4" and first["behaviour_logprobs"] == [-0.5, -0.5]
+
+
+def test_a_line_of_a_trajectory_says_how_it_ended_and_what_each_turn_was_given(build):
+    group = build.group(scores=(1.0,))
+    turns = (Turn(index=3, start=0, num_tokens=1, reward=0.25, state=7), Turn(index=4, start=1, num_tokens=1))
+    row = replace(group.samples[0], trajectory="4.0/0", outcome=Outcome.TRUNCATED_TURNS, turns=turns)
+    (line,) = sample_rows([replace(group, samples=(row,))])
+    assert (line["trajectory"], line["outcome"]) == ("4.0/0", "truncated_turns")
+    assert line["turns"][0] == {"index": 3, "start": 0, "num_tokens": 1, "reward": 0.25, "state": 7}
+    assert [turn["index"] for turn in json.loads(json.dumps(line))["turns"]] == [3, 4]
 
 
 def test_a_dump_that_cannot_be_written_is_not_silent(tmp_path, build):
