@@ -54,7 +54,8 @@ MORE = {
     "stop_strings": (("x",),),
 }
 TOP = (
-    "sequence_length", "seed", "pretrain", "exp_name", "output_dir", "rollout_batch_size", "val_batch_size", "eval_steps",
+    "sequence_length", "seed", "pretrain", "exp_name", "output_dir", "rollout_batch_size", "val_batch_size",
+    "eval_steps",
 )  # fmt: skip
 SHARED = (*(f"fault.{name}" for name in ("env_timeout", "sample_retries")), "async_training.max_concurrent_per_server")
 ELSEWHERE = {
