@@ -20,7 +20,7 @@ from roll_async.launch.gate import admit
 from roll_async.observe.trace import Trace
 from roll_async.simulator.figures import figures_of
 from roll_async.simulator.from_config import Speeds, Split, scenario_of, split_of, synchronous, workload_of
-from roll_async.simulator.scenario import Scenario, random_killed_scenario, random_scenario
+from roll_async.simulator.scenario import Scenario, random_branched_scenario, random_killed_scenario, random_scenario
 from roll_async.simulator.world import SimOutcome, simulate
 
 _EXIT_BROKEN = 1
@@ -43,6 +43,11 @@ _NOT_NEGATIVE, _SHARE = Number(min=0), Number(min=0, max=1, max_open=True)
 @click.argument("items", nargs=-1, metavar="[CONFIG [KEY=VALUE]...]")
 @click.option("--seed", type=int, help="Without CONFIG: the random world of this number.")
 @click.option("--kills", is_flag=True, help="With --seed: the process is killed and started again.")
+@click.option(
+    "--branches",
+    is_flag=True,
+    help="With --seed: as --kills, and runs go back to a checkpoint, or others take the folder.",
+)
 @click.option("--agents", is_flag=True, help="With --seed: groups are trajectories in worlds, whatever the seed says.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the spans of the run for ui.perfetto.dev.")
 @click.option("--steps", type=click.IntRange(min=1), default=40, show_default=True, help="Training steps.")
@@ -86,6 +91,7 @@ def command(
     weights: bool,
     network_gb_s: float,
     kills: bool,
+    branches: bool,
     agents: bool,
     **options: Any,
 ) -> int:
@@ -109,7 +115,7 @@ def command(
         return 0
     if not items and seed is None:
         raise click.UsageError("give a CONFIG, or --seed N")
-    for flag, given in (("kills", kills), ("agents", agents)):
+    for flag, given in (("kills", kills), ("branches", branches), ("agents", agents)):
         if items and given:
             raise click.UsageError(f"--{flag} goes with --seed alone")
     for override in items[1:]:
@@ -122,7 +128,8 @@ def command(
         if items:
             return _config(items[0], items[1:], seed=seed, **options)
         assert seed is not None
-        make = random_killed_scenario if kills else random_scenario
+        killed = random_killed_scenario if kills else random_scenario
+        make = random_branched_scenario if branches else killed
         return _random_world(make(seed, agents=agents or None), options["trace"])
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -10,7 +10,7 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from roll_async.simulator.scenario import random_killed_scenario, random_scenario
+from roll_async.simulator.scenario import random_branched_scenario, random_killed_scenario, random_scenario
 from roll_async.simulator.world import simulate
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -33,3 +33,10 @@ def test_invariants_hold_whatever_the_schedule_and_the_faults(seed):
 def test_invariants_hold_over_kills_at_random_instants(seed):
     outcome = simulate(random_killed_scenario(seed))
     assert not outcome.findings, (f"roll-async simulate --seed {seed} --kills", outcome.end, outcome.findings)
+
+
+@many(60)
+@given(seed=SEEDS)
+def test_invariants_hold_over_rollbacks_restarts_and_other_runs_in_the_folder(seed):
+    outcome = simulate(random_branched_scenario(seed))
+    assert not outcome.findings, (f"roll-async simulate --seed {seed} --branches", outcome.end, outcome.findings)

@@ -20,8 +20,9 @@ from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.requests import PendingRequest
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.simulator.lineage import CheckpointStore
 from roll_async.simulator.models import EngineFaults, ProcessModel, ToolModel
-from roll_async.simulator.scenario import random_killed_scenario, random_scenario
+from roll_async.simulator.scenario import random_branched_scenario, random_killed_scenario, random_scenario
 from roll_async.simulator.text import STOP
 from roll_async.simulator.world import Others, simulate
 from roll_async.trainer.learner import Learner
@@ -159,6 +160,28 @@ class NothingIsReused(MessageQueue):
 
     def _still_usable(self, group, step):
         return False
+
+
+class FindsByNumber(CheckpointStore):
+    """`latest` is the highest number in the folder, of whatever run."""
+
+    def latest(self):
+        return max(self.there, default=0)
+
+
+class PrunesByNumber(CheckpointStore):
+    """Keeps the highest numbers in the folder, of whatever run."""
+
+    def prune(self):
+        for step in sorted(self.there)[: -self.keep] if self.keep else ():
+            del self.there[step]
+
+
+class RestartsByNumber(CheckpointStore):
+    """A run that has gone back leaves its later checkpoints, the highest numbers of a restart, where they are."""
+
+    def go_back(self, step):
+        pass
 
 
 class AcceptsLateReplies(AsyncLLMServerManager):
@@ -737,6 +760,15 @@ def test_a_broken_part_is_noticed_by_the_invariant_it_breaks(name):
         if any(f.startswith(f"invariant {number}:") for f in findings):
             return
     pytest.fail(f"300 schedules with a part that {name} passed every check")
+
+
+@pytest.mark.parametrize("store", [FindsByNumber, PrunesByNumber, RestartsByNumber])
+def test_a_number_in_the_place_of_a_lineage_is_noticed(store):
+    for seed in range(40):
+        findings = simulate(random_branched_scenario(seed, agents=False), others=Others(store=store)).findings
+        if any(f.startswith("invariant 22:") for f in findings):
+            return
+    pytest.fail(f"40 runs that went back or shared a folder passed every check of {store.__name__}")
 
 
 @pytest.mark.parametrize("name", KILLED_MUTANTS)

@@ -15,7 +15,7 @@ DAPO = str(ROOT / "configs" / "async_dapo_cpu.yaml")
 SMALL = ["rollout_batch_size=8", "actor_train.training_args.gradient_accumulation_steps=1", "--steps", "8"]
 
 
-@pytest.mark.parametrize("kills", [[], ["--kills"]])
+@pytest.mark.parametrize("kills", [[], ["--kills"], ["--branches"]])
 def test_two_runs_of_one_seed_leave_byte_identical_traces(tmp_path, capsys, kills):
     for name in ("1", "2"):
         assert main(["simulate", "--seed", "13", *kills, "--trace", str(tmp_path / name)]) == 0
