@@ -25,10 +25,13 @@ _COLOURS = {
 
 
 class TrajectoryBook:
-    """Writes the first trajectory and every hundredth after it, in a thread of its own."""
+    """Writes the first trajectory and every hundredth after it, in a thread of its own. A resumed run goes on counting
+    after what it has written, so that it replaces nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+        written = [int(path.name.partition("_")[0]) for path in folder.glob("*_*.txt")]
+        self._folder, self._count = folder, max(written) + _EVERY - 1 if written else 0
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
 
     def add(self, name: str, task: Task, ending: Ending, rows: Sequence[Sample]) -> None:
