@@ -146,7 +146,7 @@ class Replica:
         return [asyncio.ensure_future(self.engine.generate(r)) for r in requests]
 
     async def started(self, *requests):
-        """The tasks of requests, once each has a token: what comes then finds them running."""
+        """The tasks of requests, once each has a token: what comes then finds them running, on a slow machine, too."""
         tasks = self.start(*requests)
         for request, task in zip(requests, tasks, strict=True):
             while not task.done() and self.engine.progress(request.request_id, 0) is None:
