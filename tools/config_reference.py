@@ -39,8 +39,14 @@ This file is generated: `python -m tools.config_reference > docs_roll/configurat
   prompt files may be `hf://datasets/ORG/NAME/FILE`. The launcher fetches them once, from the local cache first, and
   hands every role the folder.
 - `validate`, `show`, `simulate` and the launchers accept the same configs: C001 to C155 are the loader's, C201 a
-  setting that is not there yet or has no effect, C202 devices and transport, C203 parallel sizes against the model's
-  `config.json` (or a table of well-known models). C204, a folder or file that is missing, is the launchers' alone.
+  setting that is not there yet or has no effect, a dotted path (reward, world, agent, tool) that names nothing, or a
+  setting that the named world or tool does not have, read from sources that are not run; C202 devices and transport;
+  C203 the model's files against the config (or a table of well-known models): architecture, positions, vocabulary
+  against tokenizer, heads and blocks of the engine's kernels, parallel sizes, an adapter instead of a model. A model
+  on a hub is checked by the launchers, once it is here.
+- C204, a folder or file that is missing, is the launchers' alone. A package that is not installed is C204 of the
+  launchers, too, and of `validate` for a config without devices, whose roles are processes of the same machine; one
+  with devices may be for another machine: there `validate` warns (W14).
 
 ## Coming from an older version
 

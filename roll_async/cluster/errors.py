@@ -110,9 +110,10 @@ def _readable(error: Exception) -> BaseException:
     """
     cause = first_cause(error)
     retold = _nearest(cause)(_reason(cause))
-    if place := Place(place_of(cause, theirs=True)):
-        retold.add_note(place)
-        cause.add_note(place)
+    if place := place_of(cause, theirs=True):
+        retold.add_note(Place(place))
+        if not isinstance(place, Place):  # an error that ends several calls has its note already
+            cause.add_note(Place(place))
     ours = type(cause).__module__.partition(".")[0] in ("builtins", "roll_async")
     if not ours or not all(isinstance(arg, _PLAIN) for arg in cause.args):
         raise retold from cause

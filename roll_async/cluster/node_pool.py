@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import StallError
+from roll_async.cluster.errors import call
 from roll_async.cluster.placement import GrantedNode, NodeNeed, ProcessPlacement, gpu_nodes, process_env, shortage
 
 logger = logging.getLogger(__name__)
@@ -161,10 +162,11 @@ class NodePool:
                     logger.warning("%s; waiting for %.0f s of %.0f s (fault.stall_timeout)", line, waited_s, timeout_s)
             await asyncio.sleep(_POLL_S)
 
-    def _view(self, group: PlacementGroup, bundle: int, num_gpus: float) -> asyncio.Future[tuple[str, list[str], int]]:
+    async def _view(self, group: PlacementGroup, bundle: int, num_gpus: float) -> tuple[str, list[str], int]:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": strategy}
-        return asyncio.wrap_future(_inspect.options(**options).remote().future())  # type: ignore[attr-defined]
+        view = _inspect.options(**options).remote().future()  # type: ignore[attr-defined]
+        return await call("nodes", "look at the GPUs", asyncio.wrap_future(view), timeout_s=None)
 
     def options(self, placement: ProcessPlacement, env: dict[str, str]) -> dict[str, object]:
         """Ray actor options of one process."""

@@ -123,12 +123,9 @@ def _blocks(config: PipelineConfig) -> Iterator[Refusal]:
         return
     device = "cpu" if config.actor_infer.device_mapping is None else "cuda"
     if strategy.block_size % (multiple := VLLM_BLOCK_MULTIPLES[device]):
-        where = "on CPU" if device == "cpu" else "on GPUs"
+        kernels = f"vLLM's attention on {'CPU' if device == 'cpu' else 'GPUs'} has blocks of multiples of {multiple}"
         key = "actor_infer.strategy_args.strategy_config.block_size"
-        yield (
-            key,
-            f"{strategy.block_size}: vLLM's attention {where} has blocks of multiples of {multiple}; use {multiple}",
-        )
+        yield key, f"{strategy.block_size}: {kernels}; use {multiple}"
 
 
 def _shares(role: str, worker: WorkerConfig, sizes: ModelSizes) -> Iterator[Refusal]:

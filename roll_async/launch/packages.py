@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 from roll_async.config.schema import (
     AgenticConfig,
+    HfInferConfig,
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
@@ -38,7 +40,7 @@ def missing_packages(config: PipelineConfig, *, engines: bool = True) -> list[tu
     return [
         (key, f"{package} is not installed here: {line or _LINES.get(package, f'pip install {package}')}")
         for key, package, line, folders in found
-        if PathFinder.find_spec(package, folders) is None and find_spec(package) is None
+        if not (package in sys.modules or PathFinder.find_spec(package, folders) or find_spec(package))
     ]
 
 
@@ -61,6 +63,8 @@ def _of_roles(config: PipelineConfig) -> Iterator[Need]:
                 yield f"{at}.strategy_name", "vllm", line, folders
             case SglangConfig():
                 yield f"{at}.strategy_name", "sglang", "", folders
+            case HfInferConfig() if worker.model_args.attn_implementation == "fa2":
+                yield f"{role}.model_args.attn_implementation", "flash_attn", "pip install flash-attn", folders
             case MegatronTrainConfig() | MegatronInferConfig() as megatron:
                 if megatron.transformer_impl == "transformer_engine":
                     line = 'pip install "roll_async[transformer-engine-cu13]" (or -cu12, as torch was built)'

@@ -7,11 +7,13 @@ What a source does not tell (a name from another module, a class that a call mak
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from roll_async.agents.tools.toolbox import TOOLS
 from roll_async.config.api import Loaded
@@ -22,6 +24,8 @@ from roll_async.config.schema_rollout import REWARD_TYPES
 from roll_async.envs.registry import WORLDS
 
 _NOT_THERE = ("webshop", "code")
+_TYPES: Mapping[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
+"""Types of settings that are told apart here; others are checked when the class is there."""
 _NO_CODE = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
 """Values that can be neither called nor built."""
 
@@ -100,14 +104,21 @@ def unfit(path: str, values: Mapping[str, object], folders: Sequence[str]) -> It
     fields = None if file is None else _options(_bound(file), name)
     if fields is None:
         return
-    for key in values:
+    for key, value in values.items():
         if key not in fields:
             near = get_close_matches(key, fields, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(fields) or 'none'}"
             yield key, f"unknown key; {hint}"
-    for key, is_required in fields.items():
-        if is_required and key not in values:
+        elif (wanted := _TYPES.get(fields[key].type)) and not _is(value, wanted):
+            yield key, f"expected {fields[key].type}, got {type(value).__name__} {shown(value)}"
+    for key, field in fields.items():
+        if field.is_required and key not in values:
             yield key, "required and not set"
+
+
+def _is(value: object, wanted: type | tuple[type, ...]) -> bool:
+    """As `isinstance`, but true and false are no numbers."""
+    return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
 
 
 def _spec(module: str, folders: Sequence[str]) -> ModuleSpec | None:
@@ -115,7 +126,7 @@ def _spec(module: str, folders: Sequence[str]) -> ModuleSpec | None:
     first, *rest = module.split(".")
     if not module.replace(".", "_").isidentifier() or first == "__main__":
         return None
-    spec = PathFinder.find_spec(first, list(folders)) or find_spec(first)
+    spec = PathFinder.find_spec(first, [*folders, *sys.path]) or find_spec(first)
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
@@ -147,8 +158,16 @@ def _bound(file: Path) -> Mapping[str, ast.stmt]:
     return found
 
 
-def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, bool] | None:
-    """Fields of the `Options` of a class, and whether they are required; None where the source does not tell."""
+class Field(NamedTuple):
+    """One setting of a world or tool."""
+
+    type: str
+    """As the source writes it."""
+    is_required: bool
+
+
+def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Field] | None:
+    """Fields of the `Options` of a class; None where the source does not tell."""
     world = bound.get(name)
     if not isinstance(world, ast.ClassDef):
         return None
@@ -163,11 +182,11 @@ def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, bool] | None
     return None if world.bases or world.keywords else {}
 
 
-def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, bool] | None:
+def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Field] | None:
     node = bound.get(name)
     if not isinstance(node, ast.ClassDef) or node.keywords:
         return None
-    found: dict[str, bool] = {}
+    found: dict[str, Field] = {}
     for base in node.bases:
         inherited = _fields(bound, base.id) if isinstance(base, ast.Name) else None
         if inherited is None:
@@ -180,5 +199,5 @@ def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, bool] | None:
             given = ast.unparse(field.value) if field.value is not None else ""
             if "init=False" not in given:
                 has_default = field.value is not None and ("field(" not in given or "default" in given)
-                found[field.target.id] = not has_default
+                found[field.target.id] = Field(ast.unparse(field.annotation), not has_default)
     return found

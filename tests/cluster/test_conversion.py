@@ -3,6 +3,7 @@ the same files, bit for bit, for every family.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,12 @@ from tiny_families import FAMILIES, MOE
 
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from roll_async.commands.convert import run_convert
+from roll_async.config.api import load
 from roll_async.trainer.megatron.logits_probe import largest_difference
 from tests.rounding import Bounds
 
+CPU = Path(__file__).resolve().parents[2] / "configs/rlvr_config_async_cpu.yaml"
+HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
 SAME_ROWS = ("qwen2.5 yarn", "llama 2")  # as qwen2 and llama 3, which differ in what is no weight
 TP2_PP2, EP2_PP2 = {"tensor": 2, "pipeline": 2}, {"expert": 2, "pipeline": 2}
 CASES = [
@@ -68,3 +72,29 @@ def test_the_probe_sees_a_model_that_computes_something_else(tmp_path):
         tmp_path / "megatron", tmp_path / "hf", tmp_path / "megatron" / "huggingface"
     )
     assert difference > 1e-2 * scale
+
+
+def test_the_commands_that_make_a_model_of_an_adapter_are_those_that_validate_prints(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from roll_async.launch.model_fit import mismatches
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny_families.save_tiny("qwen3", base)
+    adapter.mkdir()
+    name = "model.layers.0.self_attn.q_proj"
+    weight = load_file(base / "model.safetensors")[f"{name}.weight"]
+    up, down = torch.randn(weight.shape[0], 2), torch.randn(2, weight.shape[1])
+    tensors = {f"base_model.model.{name}.lora_B.weight": up, f"base_model.model.{name}.lora_A.weight": down}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 2, "lora_alpha": 6}
+    (adapter / "adapter_config.json").write_text(json.dumps({**described, "target_modules": ["q_proj"]}))
+
+    config = load(CPU, [f"pretrain={adapter}"])
+    ((key, message),) = mismatches(config)
+    commands, _, named = message.partition("merge it with: ")[2].partition(", and name ")
+    for command in commands.split(" && "):
+        assert command.startswith("roll-async convert ") and run_convert(command.split()[2:]) == 0, command
+    assert key == "pretrain" and list(mismatches(load(CPU, [f"pretrain={named}", HF]))) == []
+    merged = load_file(f"{named}/model.safetensors")[f"{name}.weight"]
+    assert torch.allclose(merged.float(), weight.float() + 3 * up @ down, atol=1e-5)

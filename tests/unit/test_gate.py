@@ -22,6 +22,12 @@ ENGINE, TRAIN = "actor_infer.strategy_args.strategy_config", "actor_train.strate
 VLLM = "actor_infer.strategy_args.strategy_name=vllm"
 
 
+@pytest.fixture(autouse=True)
+def cluster(monkeypatch):
+    """Engines run there: what is installed there is not known here."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+
+
 def printed(command, args) -> tuple[int, list[str]]:
     """Exit code and lines of both streams."""
     text = io.StringIO()

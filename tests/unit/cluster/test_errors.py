@@ -2,15 +2,19 @@
 tests/cluster/test_role_errors.py.
 """
 
+import ast
 import asyncio
 import pickle
 import threading
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
 from roll_async.buffer.errors import EndOfData, Place, place_of
 from roll_async.cluster.errors import RoleFailed, told
+
+PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 
 
 class Needs(Exception):
@@ -89,6 +93,14 @@ def test_an_error_of_any_other_class_crosses_as_text_of_the_nearest_kind():
     assert len(str(crossed(Local("x" * 5000)))) == 1500
 
 
+def test_an_error_that_ends_several_calls_has_one_place():
+    role = Role(ConnectionError("dead"))
+    for _ in range(2):
+        with pytest.raises(ConnectionError) as raised:
+            role.now()
+    assert len(raised.value.__notes__) == 1
+
+
 def test_the_original_stays_the_cause_of_what_is_told_of_it():
     with pytest.raises(RoleFailed) as raised:
         Role(Needs(code=1)).now()
@@ -110,3 +122,11 @@ def test_the_place_of_an_error_is_never_a_helper():
     with pytest.raises(OSError) as raised:
         listener("203.0.113.1")
     assert place_of(raised.value).startswith("roll_async/cluster/network.py:")
+
+
+def test_every_role_tells_its_errors():
+    for path in (PACKAGE / "cluster").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+            if isinstance(node, ast.ClassDef) and any("ray.remote" in d for d in decorators):
+                assert decorators[1:] == ["told"], node.name

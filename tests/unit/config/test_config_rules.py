@@ -70,7 +70,7 @@ RLVR_CASES = [
     ("C135", {"async_training.max_queue_size": 3}, "async_training.max_queue_size: 3 cannot hold the 4 groups of one batch; the trainer would wait forever"),
     ("C136", {"actor_infer.strategy_args": {"strategy_name": "hf_infer"}, "async_generation_ratio": 1, "async_training.interrupt": {"mode": "keep"}}, "async_training.interrupt.mode: keep is not possible with hf_infer; use resume"),
     ("C137", {"async_generation_ratio": 1, "is_num_return_sequences_expand": False}, "is_num_return_sequences_expand: false cannot be resumed with async_training.interrupt.mode=resume; set it to true or use wait"),
-    ("C005", {"template_time": "yesterday"}, 'template_time: "yesterday" must be a date and time like 2026-11-26T05:01:12'),
+    ("C005", {"template_time": "yesterday"}, 'template_time: "yesterday" is no date and time; write 2026-11-26T05:01:12 or null'),
     ("C141", {"adv_estimator": "gae"}, "critic: required by adv_estimator gae"),
     ("C142", {"kl_loss_coef": 0.1}, "reference: required by algorithm.kl_loss_coef=0.1"),
     ("C142", {"rewards": {"distilled": {}}}, "algorithm.kl_loss_coef: 0 leaves rewards.distilled (distilled) without a loss; use > 0"),

@@ -47,7 +47,12 @@ def test_each_package_is_named_with_its_key_and_the_line_that_installs_it(tmp_pa
     assert "vllm is not installed here: pip install " in engine and "or use strategy_name: hf_infer" in engine
     assert missing(SEVEN)["actor_infer.strategy_args.strategy_name"].endswith('pip install "roll_async[sglang]"')
     assert "actor_infer.strategy_args.strategy_name" not in missing(CPU, engines=False)
-    assert missing(CPU, "actor_infer.strategy_args={strategy_name: hf_infer}", "tracking.track_with=stdout") == {}
+    plain = ("actor_infer.strategy_args={strategy_name: hf_infer}", "tracking.track_with=stdout")
+    assert missing(CPU, *plain) == {}
+    flash = missing(CPU, *plain, "actor_infer.model_args.attn_implementation=fa2")
+    assert flash["actor_infer.model_args.attn_implementation"].endswith("here: pip install flash-attn")
+    engine = "actor_train.strategy_args.strategy_config.transformer_impl"
+    assert "transformer-engine-cu13" in missing(CPU, *plain, f"{engine}=transformer_engine")[engine]
 
 
 def test_a_package_in_a_folder_that_the_roles_environment_names_is_there(tmp_path):

@@ -93,6 +93,10 @@ def test_wrong_worlds_and_unknown_settings_are_refused(refused):
     assert refused(AGENTIC, world("frozen_lake", siez=4)) == [
         f"{at}.env_config.siez: unknown key; did you mean 'size'?"
     ]
+    assert refused(AGENTIC, world("frozen_lake", size="four", frozen_share=1)) == [
+        f'{at}.env_config.size: expected int, got str "four"'
+    ]
+    assert "expected int, got bool true" in refused(AGENTIC, world("frozen_lake", size="true"))[0]
     assert refused(AGENTIC, world("mine_of_user.World", first=1, size=2)) == []
     assert refused(AGENTIC, world("mine_of_user.World", made=1)) == [
         f"{at}.env_config.made: unknown key; there are: first, size, names",
@@ -118,7 +122,7 @@ def test_the_source_of_every_world_and_tool_tells_the_settings_that_its_class_ha
         assert told, path  # an extra that is not installed: its settings are told all the same
         return
     needed = {f.name: f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(options)}
-    assert told == needed
+    assert {key: field.is_required for key, field in told.items()} == needed
     for key in ("nothing", *(k for k, is_needed in needed.items() if is_needed)):
         with pytest.raises(ValueError, match=f"at.{key}"):
             build_options(options, {"nothing": 1} if key == "nothing" else {}, "at")
