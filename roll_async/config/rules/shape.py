@@ -343,7 +343,11 @@ def template_time(config: PipelineConfig) -> Findings:
         try:
             datetime.fromisoformat(config.template_time)
         except ValueError:
-            yield "C005", "template_time", f'"{config.template_time}" is no date and time; write 2026-11-26T05:01:12 or null'
+            yield (
+                "C005",
+                "template_time",
+                f'"{config.template_time}" is no date and time; write 2026-11-26T05:01:12 or null',
+            )
 
 
 RULES = (
