@@ -224,7 +224,7 @@ def _batch_of_turns(config: AgenticConfig) -> Findings:
         message = (
             f"{config.groups_per_batch} groups * {n} trajectories of at most {longest} turns = {b * longest} samples"
             f" per step at most, never as many as the mini-batch {_mini_batch(config)}; use"
-            f" {math.ceil(m / longest / n) * n}, or fewer rows"
+            f" {math.ceil(m / longest / n) * n}"
         )
         yield "C121", "rollout_batch_size", message
 

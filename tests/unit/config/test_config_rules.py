@@ -110,7 +110,7 @@ RLVR_CASES = [
 AGENTIC_CASES = [
     ("C103", {"actor_infer.generating_args.max_new_tokens": 1024}, "actor_infer.generating_args.max_new_tokens: 1024 leaves no room in sequence_length 1024"),
     ("C121", {"rollout_batch_size": 24, "actor_train.training_args": {"gradient_accumulation_steps": 4}}, "rollout_batch_size: 3 groups * 8 samples = 24 samples per step, not divisible by the mini-batch 16 = per_device_train_batch_size 1 * gradient_accumulation_steps 4 * data parallel 4; use 32"),
-    ("C121", {"custom_envs.FrozenLake": {"env_type": "frozen_lake", "manager": "step", "max_steps": 3}, "actor_train.training_args": {"gradient_accumulation_steps": 13}}, "rollout_batch_size: 2 groups * 8 trajectories of at most 3 turns = 48 samples per step at most, never as many as the mini-batch 52 = per_device_train_batch_size 1 * gradient_accumulation_steps 13 * data parallel 4; use 24, or fewer rows"),
+    ("C121", {"custom_envs.FrozenLake": {"env_type": "frozen_lake", "manager": "step", "max_steps": 3}, "actor_train.training_args": {"gradient_accumulation_steps": 13}}, "rollout_batch_size: 2 groups * 8 trajectories of at most 3 turns = 48 samples per step at most, never as many as the mini-batch 52 = per_device_train_batch_size 1 * gradient_accumulation_steps 13 * data parallel 4; use 24"),
     ("C122", {"rollout_batch_size": 20}, "rollout_batch_size: 20 is not divisible by group_size 8"),
     ("C122", {"val_env_manager": {"group_size": 3}}, "val_batch_size: 16 is not divisible by group_size 3"),
     ("C123", {"train_env_manager": {"group_size": 1}}, "train_env_manager.group_size: 1 is too small for adv_estimator grpo; at least 2 samples per group"),

@@ -28,7 +28,7 @@ def scoring(monkeypatch):
     """Run `work(pool)` against a pool of real worker processes."""
     monkeypatch.syspath_prepend(HERE)
     root = str(Path(__file__).parents[3])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (HERE, root, os.environ.get("PYTHONPATH")))))
 
     def run(work, reward=MISBEHAVING, **options):
         async def go():
