@@ -7,7 +7,6 @@ What a source does not tell (a name from another module, a class that a call mak
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
@@ -18,7 +17,6 @@ from typing import NamedTuple
 from roll_async.agents.tools.toolbox import TOOLS
 from roll_async.config.api import Loaded
 from roll_async.config.loading.diagnostics import shown
-from roll_async.config.loading.node import nearest
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 from roll_async.config.schema_rollout import REWARD_TYPES
 from roll_async.envs.registry import WORLDS
@@ -33,16 +31,11 @@ _NO_CODE = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
 def named_code(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """(key, message) of dotted paths that name nothing, and of settings that the named world or tool does not have."""
     config, root = loaded.config, loaded.root
-
-    def folders(key: str) -> list[str]:
-        """Where modules are looked for first: beside the config, and in the working folder."""
-        files = (nearest(root, key.split(".")).file, root.file)
-        return [*(str(Path(file).parent) for file in files if not file.startswith("<")), "."]
-
+    folders = [str(Path(root.file).parent), "."]  # as `config/user_code.py: search_beside`
     if isinstance(config, RLVRConfig):
         for name, reward in config.rewards.items():
             key = f"rewards.{name}.type"
-            if reward.type not in REWARD_TYPES and (why := unusable(reward.type, folders(key), is_class=False)):
+            if reward.type not in REWARD_TYPES and (why := unusable(reward.type, folders, is_class=False)):
                 yield key, f"{shown(reward.type)}: {why}"
         return
     for key, name, known, section, values in _classes(config):
@@ -52,10 +45,10 @@ def named_code(loaded: Loaded) -> Iterator[tuple[str, str]]:
                 "is not there yet; give a dotted path" if name in _NOT_THERE else f"is not one of {' | '.join(known)}"
             )
             yield key, f"{shown(name)} {there}" + ("" if name in _NOT_THERE else ", nor a dotted path")
-        elif why := unusable(path, folders(key), is_class=True):
+        elif why := unusable(path, folders, is_class=True):
             yield key, f"{shown(name)}: {why}"
         else:
-            yield from ((f"{section}.{setting}", why) for setting, why in unfit(path, values, folders(key)))
+            yield from ((f"{section}.{setting}", why) for setting, why in unfit(path, values, folders))
 
 
 def _classes(config: AgenticConfig) -> Iterator[tuple[str, str, Mapping[str, str], str, Mapping[str, object]]]:
@@ -70,7 +63,7 @@ def _classes(config: AgenticConfig) -> Iterator[tuple[str, str, Mapping[str, str
 
 def unusable(path: str, folders: Sequence[str], *, is_class: bool) -> str | None:
     """Why MODULE.NAME is no function or class, or no class; None for what is one, or may be. `folders`: where modules
-    are looked for before those of the interpreter.
+    are looked for after those of the interpreter.
     """
     module, _, name = path.rpartition(".")
     spec = _spec(module, folders)
@@ -126,7 +119,8 @@ def _spec(module: str, folders: Sequence[str]) -> ModuleSpec | None:
     first, *rest = module.split(".")
     if not module.replace(".", "_").isidentifier() or first == "__main__":
         return None
-    spec = PathFinder.find_spec(first, [*folders, *sys.path]) or find_spec(first)
+    # In this order, as `config/user_code.py: find` imports: a user's json.py replaces no library.
+    spec = find_spec(first) or PathFinder.find_spec(first, [*folders])
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
