@@ -85,7 +85,7 @@ async def asked(
         await asyncio.wait({task}, timeout=seconds if seconds < math.inf else None)
     finally:
         late = not task.done()
-        if late:
+        if late and not task.get_loop().is_closed():  # else this is the end of a loop that was broken off
             task.cancel()
             await asyncio.wait({task}, timeout=_GRACE_S)
             if not task.done():  # the end of the event loop would wait for it
