@@ -140,9 +140,9 @@ class ToolRuns:
         """
         surplus = f"not run: one turn may hold {_MOST_CALLS} calls"
         checked = [call if i < _MOST_CALLS else replace(call, problem=surplus) for i, call in enumerate(calls)]
-        return list(await asyncio.gather(*(self._result(call, row) for call in checked)))
+        return list(await asyncio.gather(*(self._run(call, row) for call in checked)))
 
-    async def _result(self, call: ToolCall, row: RowTools) -> str:
+    async def _run(self, call: ToolCall, row: RowTools) -> str:
         self.num_calls += 1
         known = call.name in self._functions and row.allows(call.name)
         problem = call.problem or ("" if known else self._unknown(call.name, row))

@@ -56,7 +56,7 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
                 "rollout.worlds": _plain(alone.worlds),
             }  # fmt: skip
             for tag, plan in built.tags.items():
-                places[f"{tag}.toolbox"] = _plain(plan.toolbox), [_plain(t) for t in plan.toolbox._by_name.values()]
+                places[f"{tag}.toolbox"] = _plain(plan.toolbox), [_plain(call.func.__self__) for call in plan.toolbox._functions.values()]
                 options = {"spec": plan.spec, "session": plan.session, "play": plan.play}
                 places |= {f"{tag}.{k}": v for name, o in options.items() for k, v in _flat(o, f"{name}.")}
                 places |= {f"{tag}.agent": type(plan.agent), f"{tag}.max_concurrent": plan.max_concurrent}
