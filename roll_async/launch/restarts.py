@@ -93,4 +93,4 @@ def _how_to_resume(config: PipelineConfig, folder: RunFolder, rescued: str) -> s
     steps = checkpoints_of(config, folder.record).steps()
     if not steps or folder.record is None:
         return f"{rescued}; there is no checkpoint"
-    return f"{rescued}; continue after step {steps[-1]} with: {how_to_continue(config, folder.record)}"
+    return f"{rescued}; resume after step {steps[-1]} with: {how_to_continue(config, folder.record)}"

@@ -98,24 +98,22 @@ class RLVRPipeline:
 
     async def _run(self) -> RunEnd:
         parts, trainer = self._parts, self.trainer
-        async with asyncio.TaskGroup() as tasks:
-            training = tasks.create_task(self._train(), name="train loop")
-            rollout = tasks.create_task(self._run_beside(training, parts.rollouter.run), name="rollouter")
-            watch = None
-            if self._watch is not None:
-                watch = tasks.create_task(self._run_beside(training, self._watch), name="watch")
-            end = await training
-            await parts.rollouter.stop()
-            await rollout
-            if watch is not None:
-                watch.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                training = tasks.create_task(trainer.run(), name="train loop")
+                rollout = tasks.create_task(self._run_beside(training, parts.rollouter.run), name="rollouter")
+                watch = None
+                if self._watch is not None:
+                    watch = tasks.create_task(self._run_beside(training, self._watch), name="watch")
+                end = await training
+                await parts.rollouter.stop()
+                await rollout
+                if watch is not None:
+                    watch.cancel()
+        finally:
+            await trainer.close()  # not in its own loop, which is canceled while it ends when another role fails
         await trainer.save()
         return end
-
-    async def _train(self) -> RunEnd:
-        """The first weights, then the train loop."""
-        await self.trainer.start()
-        return await self.trainer.run()
 
     async def _run_beside(self, training: asyncio.Task[RunEnd], role: Callable[[], Awaitable[None]]) -> None:
         """Run a role concurrently with the trainer. Its failure is raised once the trainer has finished work that needs
@@ -203,8 +201,11 @@ class TrainLoop:
         await self._parts.checkpoint.finish()
 
     async def run(self) -> RunEnd:
-        """Train until the end. Waits for the queue, unblocked by put, by the end of the data or by a stop."""
+        """The first weights, then train until the end. Waits for the queue, unblocked by put, by the end of the data or
+        by a stop.
+        """
         try:
+            await self._start()
             end, step = None, self._plan.first_step
             while end is None and step <= self._plan.max_steps:
                 end, step = await self._step(step), step + 1
@@ -216,10 +217,13 @@ class TrainLoop:
             return end or RunEnd.FINISHED
         finally:
             self.state = TrainerState.STOPPED
-            await self._validations.drop()
-            await self.lag_zero.close()
 
-    async def start(self) -> None:
+    async def close(self) -> None:
+        """Nobody waits any more for a validation or the canary; what they asked for has ended when this returns."""
+        await self._validations.drop()
+        await self.lag_zero.close()
+
+    async def _start(self) -> None:
         """The first weights; the validation of the restored step, where its result was lost."""
         step, validations = self.trained, self._validations
         last = self._is_last(step)

@@ -76,6 +76,8 @@ class Watch:
         self._validated: set[int] = set()
         self._measuring = 0
         """Sets of a validation that are being asked."""
+        self.stopping = False
+        """The run was asked to stop: training does not wait for its validation any more."""
         self._validates = bool(scenario.validation_prompts and scenario.plan.eval_every)
         if self._validates and restored_step and restored_step % scenario.plan.eval_every == 0:
             self._due.add(restored_step)  # its result may be lost with the process before
@@ -425,7 +427,7 @@ class Watch:
                         self.report(10, f"{name} has {running} requests, and {cap} are allowed")
             for request, replica in manager.overlooked():
                 self.report(10, f"{replica} has a free slot, and {request} waits")
-            if self._measuring and self.scenario.plan.validation_mode == "pause":
+            if self._measuring and not self.stopping and self.scenario.plan.validation_mode == "pause":
                 held = {i for link in manager.links for i in link.in_flight if not i.startswith("validation.")}
                 # What an engine has ended and not answered is in flight still.
                 engines = [link.client.engine for link in manager.links]  # type: ignore[attr-defined]

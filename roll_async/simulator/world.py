@@ -319,6 +319,7 @@ class World:
 
     def _stop(self, pipeline: RLVRPipeline) -> None:
         self._stopped_s = asyncio.get_running_loop().time()
+        self.watch.stopping = True
         pipeline.request_stop()
 
     async def _close(self) -> None:

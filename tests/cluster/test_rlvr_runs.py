@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -100,7 +101,8 @@ def test_a_reward_beside_the_config_that_always_raises_is_named_once_and_no_file
     assert (folder / "config.yaml").read_text().count("<hidden>") == 3
     texts = [output, *(p.read_bytes().decode(errors="replace") for p in folder.rglob("*") if p.is_file())]
     assert len(texts) > 5 and not any("s3cret" in text for text in texts)
-    code, output = launcher.run(config=str(folder / "config.yaml"))
+    again = shutil.copy(folder / "config.yaml", project / "again.yaml")  # beside the reward
+    code, output = launcher.run(config=str(again))
     assert code == 2 and "system_envs.MY_KEY, actor_infer.system_envs.MY_OTHER, tracking.tracker_kwargs." in output
     assert output.endswith("or set the environment variable MY_KEY, MY_OTHER, api_key\n")
 

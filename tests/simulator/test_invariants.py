@@ -28,6 +28,15 @@ def test_invariants_hold_whatever_the_schedule_and_the_faults(seed):
     assert not outcome.findings, (f"roll-async simulate --seed {seed}", outcome.end, outcome.findings)
 
 
+@pytest.mark.parametrize(("make", "seed"), [(random_scenario, 3940), (random_branched_scenario, 593)])
+def test_worlds_that_once_had_a_finding_have_none(make, seed):
+    """3940: a run that is asked to stop during a validation. 593: another role fails while the train loop drops its
+    validation.
+    """
+    outcome = simulate(make(seed))
+    assert not outcome.findings, (outcome.end, outcome.findings)
+
+
 @many(100)
 @given(seed=SEEDS)
 def test_invariants_hold_over_kills_at_random_instants(seed):

@@ -60,9 +60,10 @@ class OptimizerSettings:
     def of(cls, config: PipelineConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
         """As the config has it."""
         args = role.training_args
-        parts = config.mini_batches_per_batch // config.async_training.require_batches
+        parts = max(1, config.mini_batches_per_batch // config.async_training.require_batches)
         epochs = 1 if role is config.critic else config.algorithm.ppo_epochs
-        per_update = max(1, config.samples_per_batch // parts // role.mini_batch_size) * epochs
+        mini_batch = max(1, role.mini_batch_size)  # none where the role only scores
+        per_update = max(1, config.samples_per_batch // parts // mini_batch) * epochs
         return cls(
             learning_rate=args.learning_rate,
             weight_decay=args.weight_decay,

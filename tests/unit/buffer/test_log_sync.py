@@ -162,7 +162,7 @@ def test_a_ledger_that_is_closed_during_a_call_leaves_nobody_waiting_and_no_hand
         await waiting
         await ledger.durable()
         assert len(disk.calls) == 1, "what closed the file has made it durable"
-        assert len(os.listdir("/proc/self/fd")) == handles
+        assert len(os.listdir("/proc/self/fd")) <= handles  # fewer where garbage of another test goes
 
     asyncio.run(go())
 

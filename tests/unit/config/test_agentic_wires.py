@@ -52,10 +52,11 @@ MORE = {
     "num_groups_partition": ((3, 5), (6, 6)),
     "agent_template": ("say {observation}", None),
     "stop_strings": (("x",),),
+    "template_time": ("2026-11-26T05:01:12",),
 }
 TOP = (
     "sequence_length", "seed", "pretrain", "exp_name", "output_dir", "rollout_batch_size", "val_batch_size",
-    "eval_steps",
+    "eval_steps", "template_time",
 )  # fmt: skip
 SHARED = (*(f"fault.{name}" for name in ("env_timeout", "sample_retries")), "async_training.max_concurrent_per_server")
 ELSEWHERE = {

@@ -56,7 +56,8 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
                 "rollout.worlds": _plain(alone.worlds),
             }  # fmt: skip
             for tag, plan in built.tags.items():
-                places[f"{tag}.toolbox"] = _plain(plan.toolbox), [_plain(call.func.__self__) for call in plan.toolbox._functions.values()]
+                tools = [_plain(call.func.__self__) for call in plan.toolbox._functions.values()]
+                places[f"{tag}.toolbox"] = _plain(plan.toolbox), tools
                 options = {"spec": plan.spec, "session": plan.session, "play": plan.play}
                 places |= {f"{tag}.{k}": v for name, o in options.items() for k, v in _flat(o, f"{name}.")}
                 places |= {f"{tag}.agent": type(plan.agent), f"{tag}.max_concurrent": plan.max_concurrent}
@@ -65,12 +66,13 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
     class Named(str):
         """A tokenizer, and what renders with it."""
 
-    real = agents.load_tokenizer, agents.TemplateRenderer
+    real = agents.load_tokenizer, agents.TemplateRenderer, agents.at_time
     agents.load_tokenizer = agents.TemplateRenderer = Named  # type: ignore[misc, assignment]
+    agents.at_time = lambda tokenizer, time: Named(f"{tokenizer} at {time}")  # type: ignore[assignment, return-value]
     try:
         found = asyncio.run(parts())
     finally:
-        agents.load_tokenizer, agents.TemplateRenderer = real  # type: ignore[misc]
+        agents.load_tokenizer, agents.TemplateRenderer, agents.at_time = real  # type: ignore[misc]
     flat = {f"parts.{key}": repr(value) for key, value in found.items()}
     for number, options in enumerate((agents.group_options(config), agents.group_options(config, trains=False))):
         flat |= dict(_flat(options, f"{number}."))

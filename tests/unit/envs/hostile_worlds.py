@@ -30,6 +30,11 @@ ODD = {
 }
 
 
+def answers():
+    """Where this process writes its answers to the pool: its one pipe beside the standard ones."""
+    return next(fd for fd in sorted(map(int, os.listdir("/proc/self/fd"))) if fd > 2 and is_pipe(fd))
+
+
 def is_pipe(fd):
     try:
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
@@ -69,7 +74,7 @@ class Hostile:
             case "spawn":
                 return str(subprocess.Popen(["sleep", "300"], start_new_session=False).pid), 0.0, False, False, None
             case "babble":
-                os.write(next(fd for fd in range(3, 20) if is_pipe(fd)), b"no answer\n")
+                os.write(answers(), b"no answer\n")
                 time.sleep(600)
             case _ if action in ODD:
                 return ODD[action]

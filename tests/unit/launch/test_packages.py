@@ -17,6 +17,7 @@ from roll_async.launch.packages import missing_packages
 ROOT = Path(__file__).resolve().parents[3]
 CPU, SEVEN = ROOT / "configs/rlvr_config_async_cpu.yaml", ROOT / "configs/rlvr_config_async.yaml"
 WORLDS = ROOT / "configs/agentic_frozen_lake_async_cpu.yaml"
+LOOKED_FOR = ("vllm", "sglang", "wandb", "mlflow", "pyarrow", "reasoning_gym", "mcp", "flash_attn", "transformer_engine")
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,8 @@ def nothing_is_installed(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    for name in LOOKED_FOR:  # another test of this process may have imported it, or put a stub there
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def missing(path, *overrides, **more) -> dict[str, str]:
