@@ -17,7 +17,9 @@ from roll_async.launch.packages import missing_packages
 ROOT = Path(__file__).resolve().parents[3]
 CPU, SEVEN = ROOT / "configs/rlvr_config_async_cpu.yaml", ROOT / "configs/rlvr_config_async.yaml"
 WORLDS = ROOT / "configs/agentic_frozen_lake_async_cpu.yaml"
-LOOKED_FOR = ("vllm", "sglang", "wandb", "mlflow", "pyarrow", "reasoning_gym", "mcp", "flash_attn", "transformer_engine")
+LOOKED_FOR = (
+    "vllm", "sglang", "wandb", "mlflow", "pyarrow", "reasoning_gym", "mcp", "flash_attn", "transformer_engine",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
