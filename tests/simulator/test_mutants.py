@@ -382,7 +382,7 @@ class GeneratesOverValidations(Rollouter):
 class ForgetsTheRestored(TrainLoop):
     """The validation of the restored step is left out."""
 
-    async def start(self):
+    async def _start(self):
         await self.push(self.trained)
 
 
@@ -746,6 +746,17 @@ WORLDS = {
     "forgets progress": long_answers_and_deaths,
     "believes every report": long_answers_and_deaths,
 }
+
+
+def test_every_fault_replaces_a_method_that_its_part_still_has():
+    for name, (classes, _) in {**MUTANTS, **KILLED_MUTANTS}.items():
+        for part in (getattr(classes, f.name) for f in fields(classes)):
+            if part is None or part.__module__ != __name__:
+                continue
+            mine = [cls for cls in part.__mro__ if cls.__module__ == __name__]
+            theirs = [cls for cls in part.__mro__ if cls.__module__ != __name__]
+            replaced = {n for cls in mine for n, v in vars(cls).items() if callable(v) or type(v) is property}
+            assert [n for n in replaced - {"schedule"} if not any(hasattr(cls, n) for cls in theirs)] == [], name
 
 
 @pytest.mark.parametrize("name", MUTANTS)
