@@ -1,7 +1,8 @@
 """What the fake engines sample, and what a sample must hold because of it: every token says where it stands, every
 log-prob for which answer, at which position and with which weights it was sampled.
 
-Token id = position + kind * 2^20. Kinds: 0 a plain token (decoded as one dot), 1 to 4 the characters of the stop
+Token id = position + kind * 2^20, and in the first four tokens of a turn a byte of its name's checksum above that: no two
+answers are alike. Kinds: 0 a plain token (decoded as one dot), 1 to 4 the characters of the stop
 string, 5 a call of a tool; in trajectories also 6 a character that was rendered (its code instead of the position), 7
 the end of a turn (without position, so that it is one token). Worked example: prompt of 4 tokens, an answer of 6 with
 the stop string `</a>`: positions 4 and 5 are plain, 6 to 9 are `<`, `/`, `a`, `>`.
@@ -26,6 +27,8 @@ _KIND = 1 << 20
 RENDERED = 6 * _KIND
 END = 7 * _KIND
 _POSITION = _KIND - 1
+_SALT_FROM, _SALTED = 23, 4
+_PLAIN = (1 << _SALT_FROM) - 1
 _SCALE = 1 << 24
 """Integers below it are exact in float32."""
 _NAME_BITS, _PLACE_BITS = 6, 10
@@ -55,7 +58,7 @@ def sampled_as(logprob: float) -> tuple[WeightVersion, int, int]:
 def decode(token_ids: Sequence[int]) -> str:
     """One character per token, a whole call of a tool for its token."""
     text = []
-    for token in token_ids:
+    for token in (each & _PLAIN for each in token_ids):
         kind = token >> 20
         if kind == _CALL:
             call = json.dumps({"name": "sim", "arguments": {"at": token & _POSITION}})
@@ -69,7 +72,12 @@ def decode(token_ids: Sequence[int]) -> str:
 
 def is_sampled(token: int) -> bool:
     """By the policy, the end of a turn aside, which is also rendered."""
-    return token < RENDERED
+    return token & _PLAIN < RENDERED
+
+
+def position_of(token: int) -> int:
+    """Of a sampled token."""
+    return token & _POSITION
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,8 @@ class Turn:
     """Its last tokens are the stop string."""
     marked: bool = False
     """Its last token is `END`."""
+    name: str = ""
+    """Of the request that it answers."""
 
     @property
     def stop_begins(self) -> int:
@@ -93,6 +103,10 @@ class Turn:
     def tokens(self, first: int, last: int) -> array:
         """Ids from one position to another; beyond the end they are plain."""
         ids = array("i", range(first, last))
+        if first < self.start + _SALTED:
+            salt = crc32(self.name.encode()).to_bytes(4)
+            for place in range(max(first, self.start), min(last, self.end, self.start + _SALTED)):
+                ids[place - first] |= salt[place - self.start] << _SALT_FROM
         if self.calls and first < self.end <= last:
             ids[self.end - 1 - first] |= _CALL * _KIND
         if self.marked and first < self.end <= last:
@@ -126,7 +140,7 @@ class Texts:
             length = max(length, len(STOP))
         tools = self._tools
         calls = tools is not None and not stops and uniform(self._seed, "call", name) < tools.share
-        return Turn(start, start + length, calls, bool(stops))
+        return Turn(start, start + length, calls, bool(stops), name=name)
 
     def answer_tokens(self, called_at: int) -> int:
         """How many tokens a tool's answer has."""
@@ -171,7 +185,7 @@ class Codec:
         return decode(token_ids)
 
     def tool_turn(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
-        place = last_token & _POSITION
+        place = position_of(last_token)
         return range(place + 1, place + 1 + self._texts.answer_tokens(place))
 
 

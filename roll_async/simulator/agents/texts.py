@@ -67,7 +67,7 @@ class TraceTexts:
             start -= 1
         length = self._lengths.tokens(self._seed, name.partition(".")[0], name)
         calls = self._tools is not None and uniform(self._seed, "call", name) < self._tools.share
-        return Turn(start, start + length, calls, False, not calls)
+        return Turn(start, start + length, calls, False, not calls, name)
 
 
 def name_of_turn(request: str) -> str:

@@ -23,6 +23,18 @@ def test_a_healthy_world_breaks_nothing_and_keeps_both_sides_at_work():
     assert outcome.queue.trained == 12 and outcome.servers.late_results == 0
 
 
+def test_a_healthy_world_whose_answers_are_all_cut_at_one_length_raises_no_alarm_about_equal_ones(caplog):
+    cut = a_world()
+    cut = replace(
+        cut,
+        lengths=replace(cut.lengths, mean_tokens=6000.0, max_tokens=6000, sigma=0.0),
+        scheduler=replace(cut.scheduler, sampling=replace(cut.scheduler.sampling, max_new_tokens=6000)),
+        speed=replace(cut.speed, token_s=0.001, token_s_per_request=0.0),
+    )
+    assert simulate(cut).end == "finished"
+    assert [record for record in caplog.records if "are one answer of" in record.getMessage()] == []
+
+
 def test_when_the_last_engine_dies_the_run_ends_with_the_step_under_way_and_says_which_it_was():
     crash = EngineFaults(crash_at_s=3.0)
     outcome = simulate(a_world(engines=(crash, replace(crash, crash_at_s=4.0))))
