@@ -1,10 +1,10 @@
 """What the fake engines sample, and what a sample must hold because of it: every token says where it stands, every
 log-prob for which answer, at which position and with which weights it was sampled.
 
-Token id = position + kind * 2^20, and in the first four tokens of a turn a byte of its name's checksum above that: no two
-answers are alike. Kinds: 0 a plain token (decoded as one dot), 1 to 4 the characters of the stop
-string, 5 a call of a tool; in trajectories also 6 a character that was rendered (its code instead of the position), 7
-the end of a turn (without position, so that it is one token). Worked example: prompt of 4 tokens, an answer of 6 with
+Token id = position + kind * 2^20, and in the first four tokens of a turn a byte of its name's checksum above that: no
+two answers are alike. Kinds: 0 a plain token (decoded as one dot), 1 to 4 the characters of the stop string, 5 a call
+of a tool; in trajectories also 6 a character that was rendered (its code instead of the position), 7 the end of a turn
+(without position, so that it is one token). Worked example: prompt of 4 tokens, an answer of 6 with
 the stop string `</a>`: positions 4 and 5 are plain, 6 to 9 are `<`, `/`, `a`, `>`.
 """
 

@@ -1,6 +1,7 @@
 """An attempt has one owner, and ends in bounded time wherever it is."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -205,6 +206,44 @@ def test_a_replica_that_runs_requests_of_others_gets_what_it_has_room_for(run, r
             shared.others = 0
             await asyncio.sleep(1.5)
             assert len(shared.submitted) == 10, "its load is not older than the interval"
+            await asyncio.gather(*tasks)
+
+    run(go())
+
+
+def test_requests_of_one_interval_are_dealt_out_by_what_was_free_when_it_began(
+    run, replica_class, make, managed, start
+):
+    """A replica with 10 free slots and one with 5, which others use, too: of 6 requests 4 and 2. The next interval
+    looks anew; between two looks nobody is asked.
+    """
+
+    class Shared(replica_class):
+        others, asked = 5, 0
+
+        def _load(self):
+            self.asked += 1
+            load = super()._load()
+            return replace(load, running=load.running + self.others)
+
+    async def go():
+        shared, own = Shared("shared"), replica_class("own")
+        async with managed(shared, own, max_concurrent_per_server=10, batch_creation_interval_s=40.0) as manager:
+            await asyncio.sleep(45)  # the heartbeat has told, and the first look is over
+            before, tasks = shared.asked, []
+            for i in range(6):
+                tasks += start(manager, [make(f"r{i}")])
+                await asyncio.sleep(0.1)
+            assert (len(own.submitted), len(shared.submitted)) == (4, 2)
+            await asyncio.gather(*tasks)
+            shared.others = 0
+            await asyncio.sleep(80)
+            heartbeats = 100 // 5
+            assert shared.asked - before <= heartbeats + 3
+            for i in range(6):
+                tasks += start(manager, [make(f"s{i}")])
+                await asyncio.sleep(0.1)
+            assert (len(own.submitted), len(shared.submitted)) == (4 + 3, 2 + 3)
             await asyncio.gather(*tasks)
 
     run(go())
