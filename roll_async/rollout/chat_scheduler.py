@@ -268,9 +268,7 @@ class ChatCompletionScheduler:
         width = len(prompts) if validation else (options.gen_batch_size or num_groups)
         budget = FilterBudget(
             BudgetOptions(
-                groups_per_batch=num_groups,
-                gen_batch_size=width,
-                max_num_gen_batches=0 if validation else options.max_num_gen_batches,
+                groups_per_batch=num_groups, gen_batch_size=width, max_num_gen_batches=options.max_num_gen_batches
             )
         )
         tally = _Tally(every_group=validation)
@@ -286,7 +284,7 @@ class ChatCompletionScheduler:
                 for task in sorted(done, key=running.__getitem__):
                     outcome = task.result()
                     tally.add(running.pop(task), outcome)
-                    if outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
+                    if not validation and outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
                         budget.judged(kept=outcome.fate is GroupFate.KEPT)
         except GeneratedTooMany as error:
             await self._early_stop(running, tally, first_id)

@@ -1,13 +1,16 @@
 """How many groups may be generated for one batch before the run ends with an error about its data
-(`filter_groups.max_num_gen_batches`).
+(`filter_groups.max_num_gen_batches`), and a line of log for each round of generation that did not suffice.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import Group
+
+logger = logging.getLogger(__name__)
 
 
 class GeneratedTooMany(ValueError):
@@ -34,9 +37,9 @@ class BudgetOptions:
 
     @classmethod
     def of(cls, config: PipelineConfig) -> BudgetOptions | None:
-        """None without dynamic sampling, or without a limit."""
+        """None without dynamic sampling."""
         groups = config.algorithm.filter_groups
-        if not groups.enable or groups.max_num_gen_batches <= 0:
+        if not groups.enable:
             return None
         return cls(
             groups_per_batch=config.groups_per_batch,
@@ -63,6 +66,13 @@ class FilterBudget:
         self._kept += kept
         if self._kept >= self._wanted:
             self._kept = self._seen = 0
-        elif 0 < self._limit * self._size <= self._seen:
-            batches = self._seen / self._size
+            return
+        batches = self._seen / self._size
+        if 0 < self._limit * self._size <= self._seen:
             raise GeneratedTooMany(num_batches=batches, limit=self._limit, kept=self._kept, wanted=self._wanted)
+        if self._seen % self._size == 0:
+            logger.info(
+                "num_prompt_in_batch=%d < prompt_bsz=%d, num_gen_batches=%d < max_num_gen_batches=%d. "
+                "Keep generating...",
+                self._kept, self._wanted, batches, self._limit,
+            )  # fmt: skip

@@ -470,7 +470,9 @@ def test_a_step_is_begun_only_if_the_data_can_finish_it(run, world):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_data_without_spread_ends_the_run_with_a_message_and_loses_nothing(run, world, ratio):
+def test_data_without_spread_ends_the_run_with_a_message_and_loses_nothing(run, world, ratio, caplog):
+    caplog.set_level("INFO", logger="roll_async")
+
     def rule(prompt, sample):
         return float(sample.sample_id.endswith("0")) if int(prompt.row_id) < 9 else 1.0
 
@@ -481,6 +483,11 @@ def test_data_without_spread_ends_the_run_with_a_message_and_loses_nothing(run, 
         run(stuck.go(10))
     text = r"num_gen_batches=3 >= max_num_gen_batches=3 with 1 of 4 groups kept.*check your data"
     assert raised.group_contains(GeneratedTooMany, match=text)
+    rounds = [r.getMessage() for r in caplog.records if "Keep generating" in r.getMessage()]
+    assert rounds == [
+        f"num_prompt_in_batch=1 < prompt_bsz=4, num_gen_batches={n} < max_num_gen_batches=3. Keep generating..."
+        for n in (1, 2)
+    ]
     stats = stuck.end
     assert (stats.trained, stats.buffered) == (8, 1)
     assert stats.admitted == stats.trained + stats.filtered + stats.dropped + stats.buffered + stats.in_flight
