@@ -241,7 +241,7 @@ def fusion():
 
 def test_a_sandbox_service_judges_all_forms_alike(fusion):
     url, requests, _ = fusion
-    reward = CodeSandbox(api_url=url, case_timeout_s=5.0)
+    reward = CodeSandbox(api_url=url, case_timeout_s=60.0)
     test_file = "from solution import add\ndef test_a():\n    assert add(1, 2) == 3"
     call = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
     loop = {"test": "def check(f):\n  for i in [1]:\n    assert f(i, 2) == 3", "entry_point": "add"}
