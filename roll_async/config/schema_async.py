@@ -53,7 +53,8 @@ class AsyncTrainingConfig:
     generation_timeout: float = bounded(3600.0, "> 0")
     """Seconds of one request without finishing; then it is dispatched elsewhere with its tokens."""
     batch_creation_interval: float = bounded(0.1, ">= 0")
-    """Seconds between two rounds that dispatch new requests by load; 0: no rounds; a freed slot is refilled at once."""
+    """Seconds for which one division of new requests among the replicas holds, and between two questions for the load
+    of a replica that others use; delays no request."""
     max_concurrent_per_server: int = bounded(128, ">= 1")
     """Requests running on one engine replica, at most."""
     admission: Literal["kv", "fixed"] = "kv"

@@ -47,7 +47,9 @@ class AsyncLLMServerManager(RequestDispatch):
     async def generate_sequences(
         self, prompts: Sequence[Prompt], num_groups: int, *, validation: bool = False, first_id: int = 0
     ) -> RolloutResult:
-        """Main entry of one rollout round: see `ChatCompletionScheduler.generate_sequences`, which does the work."""
+        """One rollout round for programs of your own; a run takes its groups through the queue and never calls it. See
+        `ChatCompletionScheduler.generate_sequences`, which does the work.
+        """
         if self._scheduler is None:
             raise RuntimeError("generate_sequences: no ChatCompletionScheduler was made with this manager")
         return await self._scheduler.generate_sequences(prompts, num_groups, validation=validation, first_id=first_id)
