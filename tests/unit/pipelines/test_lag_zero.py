@@ -23,7 +23,7 @@ def differs(by, num_tokens=2 * LEAST_TOKENS, share=0.5):
     [
         (CanaryReport(difference={"a": 1e-5}), "the canary agrees. Suspect: template (the trainer scores other ids"),
         (CanaryReport(alarms=("a errs. Suspect: weights",)), "as the canary of that version did: a errs. Suspect: wei"),
-        (None, "Suspect: weights, numerics or template; weight_sync.canary_prompts tells them apart"),
+        (None, ", and no canary told them apart. Suspect: weights, numerics or template"),
     ],
 )
 def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
