@@ -37,7 +37,7 @@ from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
 from roll_async.weight_sync.protocol import WeightSource
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
 
-_MOST_TEXTS = 4096
+_MOST_TEXTS = 1024
 """Prompts that the canary's rows are looked for in: data that repeats itself would be read without end."""
 
 
@@ -256,10 +256,10 @@ def wire_validation(
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
-    """Token ids of the first prompts; none where a world gives the first observation, not the data."""
+    """Token ids of the first prompts, empty where a world gives the first observation, not the data."""
     for index in range(_MOST_TEXTS):
         prompt = prompts.at(index)
-        if prompt is None or not prompt.token_ids:
+        if prompt is None:
             return
         yield prompt.token_ids
 
