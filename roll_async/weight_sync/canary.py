@@ -134,6 +134,8 @@ class Canary:
         self._source, self._options = source, options
         self._said_why_not = False
         self._set_rows(rows)
+        if not rows:
+            logger.info("Weight canary: no prompts yet; its rows come with the first batch, no push before is checked")
         self._trainer: _Scores | None = None
         self._before: _Scores | None = None
         self._engines: dict[str, _Scores] = {}

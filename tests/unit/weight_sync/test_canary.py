@@ -187,6 +187,7 @@ def test_a_difference_is_told_by_depth_and_the_alarm_names_the_first_that_is_bey
 
 def test_without_rows_nothing_is_compared_until_a_batch_is_trained_whose_texts_they_are(build, caplog):
     """Agentic runs: the world gives the first observation. Two groups, of two trajectories and of one."""
+    caplog.set_level("INFO", "roll_async")
     prompts = build.prompt(ids=(5, 6)), build.prompt(ids=(8, 9))
     rows_of = [build.sample(prompts[0], (7,)), build.sample(prompts[0], (2,))], [build.sample(prompts[1], (3,))]
     groups = [build.group(i, samples=tuple(s), prompt=p) for i, (s, p) in enumerate(zip(rows_of, prompts, strict=True))]
@@ -212,6 +213,7 @@ def test_without_rows_nothing_is_compared_until_a_batch_is_trained_whose_texts_t
     assert asked == [[[5, 6, 7], [8, 9, 3]]], "one of each group before a second of any, and for good"
     assert report.difference == {"a": 0.0} and report.moved is None and report.alarms == ()
     assert caplog.text.count("no push is checked until one has") == 1
+    assert caplog.text.count("its rows come with the first batch, no push before is checked") == 1
 
 
 @pytest.mark.parametrize(
