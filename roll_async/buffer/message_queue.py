@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from roll_async.buffer.batch_choice import BatchChoice
@@ -63,6 +63,8 @@ class MessageQueue:
         self._filtered_before = 0
         self.choices: Callable[[Collection[int]], Mapping[str, object]] | None = None
         """Returns the state of a prompt pool, to be saved with the position (`rollout/protocol.py: PromptPool`)."""
+        self.taken: Callable[[Sequence[Group]], None] = lambda groups: None
+        """Told the groups of every batch, or part of one, when it is taken."""
         self.trouble: Callable[[], str] | None = None
         """Describes what keeps groups from finishing, for reports; empty = no cause is known."""
 
@@ -254,7 +256,8 @@ class MessageQueue:
                     self._book.move(entry, GroupState.TRAINING)
                 self._last_taken = step
                 self._notify()
-                return [entry.group for entry in chosen if entry.group is not None]
+                self.taken(groups := [entry.group for entry in chosen if entry.group is not None])
+                return groups
             if self._closed_slots and not self._book.counts[GroupState.IN_FLIGHT]:
                 self._open_slots()  # otherwise neither the batch nor the push after it could happen
                 self._notify()
@@ -424,7 +427,6 @@ class MessageQueue:
     def stats(self) -> QueueStats:
         """Counts of invariant 2, and memory."""
         book, counts = self._book, self._book.counts
-        entries = book.entries.values()
         return QueueStats(
             admitted=book.admitted,
             trained=counts[GroupState.TRAINED],
@@ -439,7 +441,7 @@ class MessageQueue:
             late_results=self._late,
             requeued_prompts=len(self._requeued) + len(self._closed_slots),
             held_version=self._held,
-            memory_bytes=sum(group_bytes(e.group) for e in entries if e.group is not None),
+            memory_bytes=sum(group_bytes(e.group) for e in book.entries.values() if e.group is not None),
             stale_waiting=self._choice.num_stale(self._last_taken + 1),
             generated_samples=self._audit.generated_samples,
             generated_tokens=self._audit.generated_tokens,
@@ -483,9 +485,8 @@ class MessageQueue:
                 continue
 
     def _wait_report(self, step: int) -> str:
-        options, now = self._options, self._now()
+        options, now, bound = self._options, self._now(), self._options.bound_versions
         flying = [e for e in self._book.in_state(GroupState.IN_FLIGHT) if not e.surplus]
-        bound = options.bound_versions
         due = [e for e in flying if due_step(admitted_version=e.slot.admitted_version, max_versions=bound) <= step]
         names = [f"{e.slot.group_id} ({now - e.admitted_s:.0f} s)" for e in flying[:_NAMED_IN_REPORTS]]
         more = f" and {len(flying) - len(names)} more" if len(flying) > len(names) else ""

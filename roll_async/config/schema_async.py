@@ -87,9 +87,13 @@ class WeightSyncConfig:
     merged = the trainer adds them, and all weights travel each time. auto = alone on CPU, where engine and model allow.
     """
     canary_prompts: int = bounded(16, ">= 0")
-    """Prompts that engines and trainer score after each push, to see that they compute the same; 0 = none."""
+    """Heads of prompts (agentic: of the first trained batch) that engines and trainer score after each push, with one
+    row as long as the context, up to 8192 tokens, to see that they compute the same; 0 = none.
+    """
     canary_band: float | None = bounded(None, "> 0")
-    """Mean difference of log-probs in nats that is no mismatch; default: by dtype, 0.001 fp32, 0.03 fp16, 0.1 bf16."""
+    """Mean difference of log-probs in nats that is no mismatch, at every depth; default: by dtype, 0.001 fp32, 0.03
+    fp16, 0.1 bf16 and fp8.
+    """
     on_mismatch: Literal["warn", "stop"] = "warn"
     """What an engine beyond the band does to the run."""
 

@@ -112,7 +112,7 @@ class LagZero:
             f"(band {self._options.band:g})"
         )
         if self._canary is None:
-            return f"{found}. Suspect: weights, numerics or template; weight_sync.canary_prompts tells them apart"
+            return f"{found}, and no canary told them apart. Suspect: weights, numerics or template"
         if self._canary.alarms:
             return f"{found}, as the canary of that version did: {self._canary.alarms[0]}"
         return f"{found}; the canary agrees. Suspect: {_TEMPLATE}"

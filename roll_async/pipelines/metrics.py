@@ -199,6 +199,7 @@ def canary_metrics(found: CanaryReport | None) -> dict[str, float]:
     metrics = {"weights/canary_alarms": float(len(found.alarms))}
     if found.difference:
         metrics["weights/canary_difference"] = max(found.difference.values())
+        metrics |= {f"weights/canary_difference_{depth}": value for depth, value in found.by_depth.items()}
     if found.moved is not None:
         metrics["weights/canary_moved"] = found.moved
     return metrics

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -36,6 +36,9 @@ from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
 from roll_async.weight_sync.protocol import WeightSource
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
+
+_MOST_TEXTS = 1024
+"""Prompts that the canary's rows are looked for in: data that repeats itself would be read without end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +206,10 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
             keeps_frozen=options.sync.adapters,
         )
         source_of_weights = TurnSource(roles.weights, roles.turns)
+    canary = None
+    if options.canary is not None:
+        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), source_of_weights, options.canary)
+        queue.taken = canary.taken
     queue.trouble = rollouter.trouble
     validators = None
     if roles.validators is not None:
@@ -220,7 +227,7 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
         remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
         readmit=lambda client: owner(client.name).readmit(client),
         expects_return=lambda: manager.expects_return,
-        canary=_canary(roles.prompts, source_of_weights, options.canary),
+        canary=canary,
     )
     supervisor.attach(synchronizer)
     if validators is not None:
@@ -248,12 +255,13 @@ def wire_validation(
     return Validation(sets, source, manager, place)
 
 
-def _canary(prompts: PromptSource, source: WeightSource, options: CanaryOptions | None) -> Canary | None:
-    if options is None:
-        return None
-    found = (prompts.at(i) for i in range(options.prompts))
-    rows = canary_rows([p.token_ids for p in found if p is not None], options)
-    return Canary(rows, source, options) if rows else None
+def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
+    """Token ids of the first prompts, empty where a world gives the first observation, not the data."""
+    for index in range(_MOST_TEXTS):
+        prompt = prompts.at(index)
+        if prompt is None:
+            return
+        yield prompt.token_ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""A functional check after each push: all engines score the same prompts and must agree with the trainer's log-probs.
+"""A functional check after each push: all engines score the same rows and must agree with the trainer's log-probs.
 
 A digest proves that an engine holds the bytes that were sent. It does not prove that the engine computes with them: an
 adapter that was never merged, experts in another order, a tied head that kept its old copy, rope scaling that was
@@ -9,6 +9,11 @@ ignored all pass it, and the run then learns from samples of another policy.
     start(version): engines are asked after the swap; they answer when it is their requests' turn
     found():        what they answered -> CanaryReport, with an alarm for each replica that differs
     check_returned: the same of replicas that return between two pushes, where a mismatch ends the run
+    taken(groups):  where no prompt has tokens before a world speaks, the first trained batch gives the rows
+
+Differences are told by depth, because what goes wrong far from the beginning (rope scaling, a sliding window) is lost
+in the mean of all tokens. Rows are the heads of texts, and one long row of texts one after the other, which has tokens
+at every depth that the run's context has.
 
 Engines may have hundreds of requests to run before it, so the trainer does not wait for them: it trains the next step
 meanwhile. The next push waits for the answers, because they are of these weights.
@@ -19,22 +24,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise, zip_longest
 from math import fsum
 
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
-from roll_async.schema import WeightVersion
+from roll_async.schema import Group, WeightVersion
 from roll_async.weight_sync.protocol import UpdatedReplica, WeightSource
 
 logger = logging.getLogger(__name__)
 
-BANDS = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.1}
+BANDS = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.1, "fp8": 0.1}
 """Largest mean |difference| of log-probs, in nats, that the rounding of a dtype explains: engine and trainer sum in
-different orders.
+different orders. An engine of fp8 was measured at 0.0092 from bfloat16 (`tools/gpu_suite.py --only fp8`, a small model
+on an H200); its band is ten times as much.
 """
-QUANTIZED_BAND = 0.5
+DEPTHS = (256, 2048, 8192)
+"""Depth d: the tokens of a row from the depth before it on, up to the d-th."""
 _UNCHANGED = 0.01
 """Share of the band: if the trainer's log-probs changed by less, those of an engine of a coarser dtype may not change.
 """
@@ -45,9 +52,9 @@ def band_of(config: PipelineConfig) -> float:
     engine, trainer = config.actor_infer, config.actor_train
     if config.weight_sync.canary_band is not None:
         return config.weight_sync.canary_band
-    if getattr(engine.strategy_args.strategy_config, "quantization", None) is not None:
-        return QUANTIZED_BAND
-    return max(BANDS[dtype] for dtype in (engine.model_args.dtype, trainer.model_args.dtype))
+    quantization = getattr(engine.strategy_args.strategy_config, "quantization", None)
+    formats = (engine.model_args.dtype, trainer.model_args.dtype, quantization)
+    return max(BANDS[name] for name in formats if name is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +62,7 @@ class CanaryOptions:
     """Options of the check."""
 
     prompts: int
-    """Number of prompts: the first ones of the training data."""
+    """Number of short rows: the heads of the first prompts of the training data, or of the first trained batch."""
     band: float
     """Largest mean |difference| in nats."""
     stop: bool = False
@@ -67,8 +74,11 @@ class CanaryOptions:
     adapter: bool = False
     """The trainer trains an adapter, which the export merges."""
     timeout_s: float = 60.0
-    max_tokens: int = 256
-    """Tokens of a prompt that are scored; the rest is left out."""
+    depths: tuple[int, ...] = DEPTHS[:1]
+    """Those of DEPTHS that the context has. A short row is cut to the first, the long one goes to the last."""
+    longest: int = DEPTHS[0]
+    """Tokens of a row at most. An engine samples one token after what it scores, so this is one less than the context.
+    """
 
     @classmethod
     def of(cls, config: PipelineConfig) -> CanaryOptions | None:
@@ -76,8 +86,11 @@ class CanaryOptions:
         push = config.weight_sync
         if not push.canary_prompts:
             return None
+        context = config.longest_sequence
         return cls(
             prompts=push.canary_prompts,
+            depths=(DEPTHS[0], *(depth for depth in DEPTHS[1:] if depth <= context)),
+            longest=context - 1,
             band=band_of(config),
             stop=push.on_mismatch == "stop",
             at_once=bool(roles_on_engine_devices(config)),  # engines that sleep in the next step do not answer in it
@@ -92,6 +105,8 @@ class CanaryReport:
 
     difference: Mapping[str, float] = field(default_factory=dict)
     """Replica to mean |its log-prob - the trainer's|, in nats; replicas that did not answer are left out."""
+    by_depth: Mapping[int, float] = field(default_factory=dict)
+    """Depth to the same of its tokens alone, of the replica furthest from the trainer."""
     moved: float | None = None
     """Mean |change| of the trainer's own log-probs since the previous version; None at the first."""
     alarms: tuple[str, ...] = ()
@@ -115,12 +130,30 @@ class Canary:
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], source: WeightSource, options: CanaryOptions) -> None:
-        self._rows, self._source, self._options = [list(row) for row in rows], source, options
+        """`rows`: see `canary_rows`; none = they come with the first batch, and nothing is compared before."""
+        self._source, self._options = source, options
+        self._said_why_not = False
+        self._set_rows(rows)
+        if not rows:
+            logger.info("Weight canary: no prompts yet; its rows come with the first batch, no push before is checked")
         self._trainer: _Scores | None = None
         self._before: _Scores | None = None
         self._engines: dict[str, _Scores] = {}
         self._check: asyncio.Task[CanaryReport] | None = None
         self._scoring: asyncio.Task[None] | None = None
+
+    def taken(self, groups: Sequence[Group]) -> None:
+        """A batch that is trained now. Its texts are the rows, where there are none yet; they are never changed."""
+        if self._rows:
+            return
+        self._set_rows(canary_rows(_texts(groups), self._options))
+        if not self._rows and not self._said_why_not:
+            self._said_why_not = True
+            logger.warning("Weight canary: no text of the first batch has two tokens; no push is checked until one has")
+
+    def _set_rows(self, rows: Sequence[Sequence[int]]) -> None:
+        self._rows = [list(row) for row in rows]
+        self._parts = _parts_by_depth(self._rows, self._options.depths)
 
     async def begin(self, version: WeightVersion) -> None:
         """A push of `version` begins. Engines still hold the weights before: what they are asked about these is
@@ -130,12 +163,12 @@ class Canary:
             if earlier is not None:
                 await asyncio.wait({earlier})
         self._scoring = None
-        if self._options.at_once:
+        if self._rows and self._options.at_once:
             await self._scored(version)
 
     def sent(self, version: WeightVersion) -> None:
         """The trainer has sent `version`, and has nothing to do until the engines serve it: it scores."""
-        if self._scoring is None:
+        if self._rows and self._scoring is None:
             self._scoring = asyncio.create_task(self._score(version), name=f"scores of version {version}")
 
     async def _scored(self, version: WeightVersion) -> None:
@@ -153,14 +186,16 @@ class Canary:
         """Begin the check of replicas that serve `version`; `found` has its result. Waits for the trainer's scores: its
         next step changes the weights.
         """
+        if not self._rows:
+            return
         await self._scored(version)
         self._check = asyncio.create_task(self._compare(version, tuple(replicas)), name=f"canary of version {version}")
         if self._options.stop or self._options.at_once:
             await self._check
 
     async def found(self) -> CanaryReport | None:
-        """The result of the check that `start` began last; None before the first. Waits for it, and cancels it when it
-        is cancelled.
+        """The result of the check that `start` began last; None before the first, or before there are rows. Waits for
+        it, and cancels it when it is cancelled.
         """
         return None if self._check is None else await self._check
 
@@ -172,15 +207,17 @@ class Canary:
         assert trainer is not None and trainer.version == version, "compared with scores of another version"
         scores = await self._scores_of(replicas)
         difference = {name: _distance(values, trainer.values) for name, values in scores.items()}
+        apart = {name: self._apart(values, trainer.values) for name, values in scores.items()}
         moved = None if self._before is None else _distance(trainer.values, self._before.values)
-        alarms = [self._judge(name, scores, difference, moved) for name in scores]
+        alarms = [self._judge(name, scores, apart, moved) for name in scores]
         if moved == 0:
             alarms.append(
                 f"the trainer's log-probs did not change since version {self._before.version}: its optimizer changed "  # type: ignore[union-attr]
                 "no weight (learning rate 0, or no row with a gradient)"
             )
         self._engines = {name: _Scores(version=version, values=values) for name, values in scores.items()}
-        report = CanaryReport(difference=difference, moved=moved, alarms=tuple(filter(None, alarms)))
+        by_depth = {depth: max(mine[depth] for mine in apart.values()) for depth in self._parts if apart}
+        report = CanaryReport(difference=difference, by_depth=by_depth, moved=moved, alarms=tuple(filter(None, alarms)))
         for alarm in report.alarms:
             logger.warning("Weight canary, version %d: %s", version, alarm)
         if self._options.stop and any(alarms[: len(scores)]):
@@ -191,16 +228,16 @@ class Canary:
         """With the option `stop`: compare replicas that were given the trainer's present weights between two pushes,
         `version` or later ones. What is known of the last push stays. Raises EngineMismatch.
         """
-        if not self._options.stop or not replicas:
+        if not self._options.stop or not replicas or not self._rows:
             return
         trainer = _flat(await self._source.score(self._rows))
         for name, values in (await self._scores_of(replicas)).items():
-            if (difference := _distance(values, trainer)) <= self._options.band:
+            apart = self._apart(values, trainer)
+            if (depth := self._beyond(apart)) is None:
                 continue
             raise EngineMismatch(
-                f"version {version}: {name}, which returned between two pushes, differs from the trainer by "
-                f"{difference:.2g} nats on average (band {self._options.band:g}). Suspect: weights of this replica "
-                "(weight_sync.on_mismatch: stop)"
+                f"version {version}: {name}, which returned between two pushes, {self._found(apart, depth)}. Suspect: "
+                "weights of this replica (weight_sync.on_mismatch: stop)"
             )
 
     async def _scores_of(self, replicas: Sequence[UpdatedReplica]) -> dict[str, array]:
@@ -216,10 +253,29 @@ class Canary:
             logger.warning("Weight canary: %s did not score: %s", replica.name, str(error) or type(error).__name__)
             return None
 
+    def _apart(self, one: array, other: array) -> dict[int, float]:
+        """Mean |difference| by depth."""
+        return {
+            depth: fsum(abs(a - b) for part in parts for a, b in zip(one[part], other[part], strict=True))
+            / sum(part.stop - part.start for part in parts)
+            for depth, parts in self._parts.items()
+        }
+
+    def _beyond(self, apart: Mapping[int, float]) -> int | None:
+        """The first depth whose difference is not within the band."""
+        return next((depth for depth, difference in apart.items() if difference > self._options.band), None)
+
+    def _found(self, apart: Mapping[int, float], depth: int) -> str:
+        before = _depth_before(depth, self._options.depths)
+        where = f"tokens {before} to {depth}" if before else f"the first {depth} tokens"
+        return (
+            f"differs from the trainer by {apart[depth]:.2g} nats on average in {where} (band {self._options.band:g})"
+        )
+
     def _judge(
-        self, name: str, scores: Mapping[str, array], difference: Mapping[str, float], moved: float | None
+        self, name: str, scores: Mapping[str, array], apart: Mapping[str, Mapping[int, float]], moved: float | None
     ) -> str | None:
-        """The alarm for one replica, with the suspected cause; None when it agrees."""
+        """The alarm for one replica, with the depth and the suspected cause; None when it agrees."""
         mine, band = scores[name], self._options.band
         earlier, before = self._engines.get(name), self._before
         weights = "adapter" if self._options.adapter else "weights"
@@ -228,13 +284,15 @@ class Canary:
                 f"{name} scores exactly as at version {earlier.version}, while the trainer moved by {moved:.2g} nats. "
                 f"Suspect: {weights} that arrived and are not the ones it computes with"
             )
-        if difference[name] <= band:
+        if (depth := self._beyond(apart[name])) is None:
             return None
-        found = f"{name} differs from the trainer by {difference[name]:.2g} nats on average (band {band:g})"
-        if before is not None and (old := _distance(mine, before.values)) < difference[name] / 4:
+        found, difference = f"{name} {self._found(apart[name], depth)}", apart[name][depth]
+        if before is not None and (old := self._apart(mine, before.values)[depth]) < difference / 4:
             return f"{found}, from version {before.version} by {old:.2g}. Suspect: {weights} of an earlier version"
-        if len(scores) > 1 and all(d <= band for other, d in difference.items() if other != name):
+        if len(scores) > 1 and all(theirs[depth] <= band for other, theirs in apart.items() if other != name):
             return f"{found}; the other engines agree with it. Suspect: weights of this replica"
+        if _depth_before(depth, self._options.depths):
+            return f"{found}, and agrees before. Suspect: numerics of long texts (rope scaling, a sliding window)"
         if moved is None:
             return f"{found} at the first push. Suspect: numerics (dtype, rope scaling, norms) or the order of weights"
         return (
@@ -242,9 +300,62 @@ class Canary:
         )
 
 
-def canary_rows(prompts: Sequence[Sequence[int]], options: CanaryOptions) -> list[list[int]]:
-    """The rows to score: the prompts of at least two tokens, truncated to `max_tokens`."""
-    return [list(p[: options.max_tokens]) for p in prompts if len(p) > 1]
+def canary_rows(texts: Iterable[Sequence[int]], options: CanaryOptions) -> list[list[int]]:
+    """The rows to score: the heads of `prompts` texts that differ, of two tokens at least, and one long row, of texts
+    one after the other. A depth has to have as many tokens as a short row, or it is left out, which is logged; a text
+    that was there before adds none, because a model copies what it has read.
+
+    Worked example, depths 256 and 2048, 16 prompts, 30 texts of 100 tokens: 16 rows of 100 tokens and one of 2048.
+    """
+    width, size = min(options.depths[0], options.longest), min(options.depths[-1], options.longest)
+    heads: dict[tuple[int, ...], None] = {}
+    seen: set[tuple[int, ...]] = set()
+    long: list[int] = []
+    if len(options.depths) == 1:
+        size = 0
+    for text in texts:
+        if (whole := tuple(text)) in seen:
+            continue
+        seen.add(whole)
+        if len(whole) > 1 and len(heads) < options.prompts:
+            heads[whole[:width]] = None
+        long += whole[: size - len(long)]
+        if len(heads) == options.prompts and len(long) == size:
+            break
+    if not heads:
+        return []
+    reached = 0
+    for before, depth in pairwise(options.depths):
+        if len(long) - before < width:
+            logger.warning("Weight canary: %d tokens of text; deeper than %d nothing is compared", len(long), before)
+            break
+        reached = depth
+    return [*map(list, heads), *([long[:reached]] if reached else [])]
+
+
+def _texts(groups: Sequence[Group]) -> Iterator[array]:
+    """Prompt and response of the first row of each group, then of each second row."""
+    for rows in zip_longest(*(group.samples for group in groups)):
+        yield from (row.prompt_token_ids + row.response_token_ids for row in rows if row is not None)
+
+
+def _parts_by_depth(rows: Sequence[Sequence[int]], depths: Sequence[int]) -> dict[int, list[slice]]:
+    """Where the log-probs of each depth lie in those of all rows, concatenated; depths without any are left out. A row
+    has none of its first token: that of token t is its number t - 1.
+    """
+    parts: dict[int, list[slice]] = {}
+    start = 0
+    for row in rows:
+        for before, depth in pairwise((0, *depths)):
+            low, high = max(before - 1, 0), min(depth, len(row)) - 1
+            if low < high:
+                parts.setdefault(depth, []).append(slice(start + low, start + high))
+        start += len(row) - 1
+    return parts
+
+
+def _depth_before(depth: int, depths: Sequence[int]) -> int:
+    return max((other for other in depths if other < depth), default=0)
 
 
 def _flat(rows: Sequence[array]) -> array:

@@ -50,6 +50,9 @@ def test_frozen_lake_trains_on_what_the_engine_sampled_within_the_staleness_boun
     assert all(1 <= step["reward/metrics/turns"] <= 10 for step in steps)
     assert steps[0]["correction/lag_0/abs_log_rho"] < 1e-4, "trained log-probs are those of the engine, turn by turn"
     assert steps[-1]["weights/version"] == 3
+    canary = {"weights/canary_difference", "weights/canary_difference_256"}
+    assert not canary & steps[0].keys(), "the first batch gives its rows"
+    assert all(step[key] < 1e-4 for step in steps[1:] for key in canary)
     measured = [
         {k: v for k, v in step.items() if k.startswith("validation/") and k not in OF_THE_TIME} for step in steps
     ]

@@ -16,6 +16,7 @@ from roll_async.inference.hf_engine import HfEngine
 from roll_async.inference.settings import EngineSettings
 from roll_async.weight_sync.canary import BANDS, Canary, CanaryOptions
 
+LONG = CONTEXT - 1
 ROWS = [[7 * i % 500 + 3 for i in range(start, start + 24)] for start in range(16)]
 
 
@@ -91,7 +92,7 @@ class Served:
         return [await self.engine.score(row) for row in rows]
 
 
-def after_two_pushes(folder, first, damage, *, engines=2, adapter=False):
+def after_two_pushes(folder, first, damage, *, engines=2, adapter=False, rows=ROWS, **depths):
     """The report of the second push; `damage(engine, old)` works on the last engine, which has taken its weights in."""
     second = trained(first)
 
@@ -100,9 +101,9 @@ def after_two_pushes(folder, first, damage, *, engines=2, adapter=False):
         for engine in served:
             await engine.engine.start()
         try:
-            options = CanaryOptions(prompts=len(ROWS), band=BANDS["fp32"], adapter=adapter)
+            options = CanaryOptions(prompts=len(rows), band=BANDS["fp32"], adapter=adapter, **depths)
             trainer = Trainer(first)
-            canary = Canary(ROWS, trainer, options)
+            canary = Canary(rows, trainer, options)
             await canary.begin(1)
             await canary.start(1, served)
             whole = await canary.found()
@@ -143,6 +144,12 @@ def freed_buffer(model, old):
 
 def without_rope_scaling(model, old):
     model.model.rotary_emb.inv_freq.mul_(4)
+
+
+def without_positions_from_32_on(model, old):
+    rotary = model.model.rotary_emb
+    turned = rotary.forward
+    rotary.forward = lambda x, position_ids: turned(x, position_ids.clamp(max=31))
 
 
 @torch.no_grad()
@@ -188,6 +195,15 @@ def test_a_replica_that_computes_something_else_is_named(tmp_path, make, damage,
 def test_an_engine_alone_that_errs_is_suspected_of_its_numerics(tmp_path, damage):
     (alarm,) = after_two_pushes(tmp_path, dense(1), damage, engines=1).alarms
     assert "Suspect: numerics" in alarm
+
+
+def test_an_engine_that_errs_far_from_the_beginning_alone_is_found_and_the_alarm_says_where(tmp_path):
+    rows = [*ROWS, [7 * i % 500 + 3 for i in range(LONG)]]
+    damage = without_positions_from_32_on
+    report = after_two_pushes(tmp_path, dense(1), damage, engines=1, rows=rows, depths=(32, LONG))
+    (alarm,) = report.alarms
+    assert report.by_depth[32] < 1e-5 < 1e-3 < report.by_depth[LONG]
+    assert f"in tokens 32 to {LONG} " in alarm and "Suspect: numerics of long texts (rope scaling" in alarm, alarm
 
 
 def test_an_adapter_that_was_never_delivered_is_suspected_by_name(tmp_path):

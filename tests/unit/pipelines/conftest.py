@@ -88,9 +88,11 @@ class Run:
         position=None,
         scorer=None,
         canary=None,
+        ids_of=lambda index: (5, 6),
         **plan,
     ):
-        self.build, self.replica_class = build, replica_class
+        self.build, self.replica_class, self.ids_of = build, replica_class, ids_of
+        self.scored = []
         self.learned, self.saved, self.published, self.events = [], [], [], []
         self.positions, self.validations_begun = {}, []
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
@@ -184,7 +186,7 @@ class Run:
         return self.replicas[-1]
 
     def at(self, index):
-        return self.build.prompt(row_id=str(index)) if index < self.size else None
+        return self.build.prompt(row_id=str(index), ids=self.ids_of(index)) if index < self.size else None
 
     async def learn(self, groups, step):
         self.learned.append((step, [int(g.prompt.row_id) for g in groups]))
@@ -196,6 +198,7 @@ class Run:
         )  # fmt: skip
 
     async def score(self, rows):
+        self.scored.append((len(self.learned), rows))
         return [array("f", [-1.0 - len(self.learned)] * (len(row) - 1)) for row in rows]
 
     async def export_weights(self, plan):

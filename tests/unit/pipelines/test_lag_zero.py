@@ -23,7 +23,7 @@ def differs(by, num_tokens=2 * LEAST_TOKENS, share=0.5):
     [
         (CanaryReport(difference={"a": 1e-5}), "the canary agrees. Suspect: template (the trainer scores other ids"),
         (CanaryReport(alarms=("a errs. Suspect: weights",)), "as the canary of that version did: a errs. Suspect: wei"),
-        (None, "Suspect: weights, numerics or template; weight_sync.canary_prompts tells them apart"),
+        (None, ", and no canary told them apart. Suspect: weights, numerics or template"),
     ],
 )
 def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
@@ -104,6 +104,35 @@ def test_engines_answer_the_canary_of_a_push_beside_the_next_step_whose_record_h
     second = done.published[1]
     assert second["time/weight_sync_s"] == pytest.approx(waits_s, abs=0.1)
     assert second["time/step_s"] == pytest.approx(8.0 + waits_s, abs=0.1)
+
+
+def test_where_prompts_have_no_tokens_the_canary_begins_with_the_push_of_the_first_trained_batch(a_run, run, caplog):
+    """As in agentic runs. The trainer scores once a push, and the same rows each time."""
+    options = CanaryOptions(prompts=2, band=0.1, depths=(4, 8), longest=8)
+    done = a_run(canary=options, ids_of=lambda index: ())
+    assert run(done.go()) is RunEnd.FINISHED
+    assert [m.get("weights/canary_difference") for m in done.published] == [None, 0.0, 0.0, 0.0]
+    assert [m.get("weights/canary_moved") for m in done.published] == [None, None, 1.0, 1.0]
+    assert all({"weights/canary_difference_4", "weights/canary_difference_8"} <= m.keys() for m in done.published[1:])
+    assert [step for step, _ in done.scored] == [1, 2, 3, 4], "never twice in a step"
+    assert len({str(rows) for _, rows in done.scored}) == 1 and len(done.scored[0][1][-1]) == 8
+    assert not [r for r in caplog.records if "canary" in r.getMessage()]
+
+
+def test_the_rows_are_of_the_first_prompts_of_the_data(a_run, run):
+    options = CanaryOptions(prompts=2, band=0.1, depths=(4, 8), longest=8)
+    done = a_run(canary=options, ids_of=lambda index: (index, 1, 2))
+    assert run(done.go()) is RunEnd.FINISHED
+    assert done.scored[0] == (0, [[0, 1, 2], [1, 1, 2], [0, 1, 2, 1, 1, 2, 2, 1]])
+
+
+def test_where_prompts_have_tokens_the_canary_begins_with_the_first_push(a_run, run, caplog):
+    """All prompts of this run are the same two tokens, which make no long row; the log says so once."""
+    done = a_run(canary=CanaryOptions(prompts=2, band=0.1, depths=(256, 2048), longest=4095))
+    assert run(done.go()) is RunEnd.FINISHED
+    assert done.scored == [(step, [[5, 6]]) for step in range(5)]
+    assert [m["weights/canary_difference_256"] for m in done.published] == [0.0] * 4
+    assert caplog.text.count("2 tokens of text; deeper than 256 nothing is compared") == 1
 
 
 @pytest.mark.parametrize("end", ["stop", "data", "error"])

@@ -6,9 +6,10 @@ from array import array
 import pytest
 
 from roll_async.config.api import load
-from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch, canary_rows
+from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch, band_of, canary_rows
 
 ROWS = [[1, 2, 3], [4, 5]]
+VLLM = "actor_infer.strategy_args.strategy_config"
 
 
 class Trainer:
@@ -17,7 +18,7 @@ class Trainer:
 
     async def score(self, rows):
         self.asked.append(rows)
-        return _rows(self.values)
+        return _rows(self.values, rows)
 
 
 class Engine:
@@ -27,16 +28,18 @@ class Engine:
     async def score(self, rows):
         if isinstance(self.values, Exception):
             raise self.values
-        return _rows(self.values)
+        return _rows(self.values, rows)
 
 
-def _rows(values):
-    return [array("f", values[:2]), array("f", values[2:])]
+def _rows(values, rows):
+    """Two rows."""
+    first = len(rows[0]) - 1
+    return [array("f", values[:first]), array("f", values[first:])]
 
 
-def history(*versions, **options):
-    """Reports after pushes of 1, 2, ...; each version: (trainer's three log-probs, engines' by name)."""
-    canary = Canary(ROWS, Trainer(None), CanaryOptions(prompts=2, band=0.1, **options))
+def history(*versions, rows=ROWS, **options):
+    """Reports after pushes of 1, 2, ...; each version: (trainer's log-probs of both rows, engines' by name)."""
+    canary = Canary(rows, Trainer(None), CanaryOptions(prompts=2, band=0.1, **options))
 
     async def go():
         reports = []
@@ -111,9 +114,122 @@ def test_a_push_that_is_tried_again_compares_with_the_version_before_not_with_it
     assert asyncio.run(go()).moved == pytest.approx(1)
 
 
-def test_rows_are_the_prompts_with_two_tokens_cut_to_the_limit():
-    options = CanaryOptions(prompts=3, band=1, max_tokens=3)
-    assert canary_rows([array("i", [1]), array("i", range(9)), array("i", [5, 6])], options) == [[0, 1, 2], [5, 6]]
+def by_depth(*depths, longest=10**6, prompts=3):
+    return CanaryOptions(prompts=prompts, band=0.1, depths=depths, longest=longest)
+
+
+def test_rows_are_the_heads_of_texts_with_two_tokens_that_differ():
+    texts = [array("i", ids) for ids in ([1], range(9), range(8), [5, 6], [5, 6])]
+    assert canary_rows(texts, by_depth(3)) == [[0, 1, 2], [5, 6]]
+    assert canary_rows(texts, by_depth(3, longest=2)) == [[0, 1], [5, 6]]
+    assert canary_rows(texts, by_depth(3, prompts=1)) == [[0, 1, 2]]
+    assert canary_rows([array("i", [1]), array("i")], by_depth(3, 6)) == []
+
+
+def test_one_long_row_of_texts_in_a_row_goes_as_deep_as_the_context(caplog):
+    texts = [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
+    assert canary_rows(texts, by_depth(2, 4, 8)) == [[1, 2], [5, 6], [7, 8], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert canary_rows(texts, by_depth(2, 4, 8, longest=7))[-1] == [1, 2, 3, 4, 5, 6, 7]
+    assert not caplog.text
+
+
+def test_a_depth_with_too_little_text_is_left_out_and_the_log_says_so_once(caplog):
+    texts = [[1, 2, 3, 4], [5]]
+    assert canary_rows(texts, by_depth(2, 4, 8)) == [[1, 2], [1, 2, 3, 4]]
+    assert [r.getMessage() for r in caplog.records] == [
+        "Weight canary: 5 tokens of text; deeper than 4 nothing is compared"
+    ]
+    caplog.clear()
+    assert canary_rows(texts, by_depth(4, 9, 12)) == [[1, 2, 3, 4]]
+    assert "5 tokens of text; deeper than 4 nothing is compared" in caplog.text and len(caplog.records) == 1
+
+
+def test_the_rows_of_a_long_context_have_a_bounded_number_of_tokens():
+    options = by_depth(256, 2048, 8192, longest=32767, prompts=16)
+    rows = canary_rows((range(i, i + 30_000) for i in range(10**9)), options)
+    assert sum(map(len, rows)) == 16 * 256 + 8192
+
+
+@pytest.mark.parametrize(
+    ("length", "depths"),
+    [(120, (256,)), (2047, (256,)), (2048, (256, 2048)), (8191, (256, 2048)), (40_000, (256, 2048, 8192))],
+)
+def test_the_depths_are_those_that_the_context_has_beside_the_token_that_an_engine_samples(length, depths):
+    config = load("configs/rlvr_config_async_cpu.yaml", (f"response_length={length - 24}",), "rlvr")
+    options = CanaryOptions.of(config)
+    assert options is not None and (options.depths, options.longest) == (depths, length - 1)
+
+
+def test_a_difference_is_told_by_depth_and_the_alarm_names_the_first_that_is_beyond_the_band(caplog):
+    """Two tokens of the short row and three of the long one are not deeper than 4; two are."""
+    rows, long = [[1, 2, 3], [1, 2, 3, 4, 5, 6]], {"depths": (4, 6), "rows": [[1, 2, 3], [1, 2, 3, 4, 5, 6]]}
+    trainer = [-1.0] * 7
+    late, early = [-1.0] * 5 + [-1.2, -1.4], [-1.0, -1.0, -2.0, -1.0, -1.0, -1.0, -1.0]
+    (report,) = history((trainer, {"a": trainer, "b": late, "c": late}), **long)
+    assert report.by_depth == {4: 0.0, 6: pytest.approx(0.3)} and report.difference["b"] == pytest.approx(0.6 / 7)
+    assert len(report.alarms) == 2, "although the mean of all tokens is within the band"
+    for alarm in report.alarms:
+        assert "differs from the trainer by 0.3 nats on average in tokens 4 to 6 (band 0.1)" in alarm
+        assert "agrees before. Suspect: numerics of long texts (rope scaling" in alarm
+    (report,) = history((trainer, {"a": trainer, "b": early}), **long)
+    (alarm,) = report.alarms
+    assert "by 0.2 nats on average in the first 4 tokens" in alarm and "Suspect: weights of this replica" in alarm
+    with pytest.raises(EngineMismatch, match="in tokens 4 to 6"):
+        history((trainer, {"a": late}), stop=True, **long)
+
+    async def returns():
+        canary = Canary(rows, Trainer(trainer), CanaryOptions(prompts=2, band=0.1, stop=True, depths=(4, 6)))
+        await canary.check_returned(3, [Engine("a", late)])
+
+    with pytest.raises(EngineMismatch, match="a, which returned between two pushes, .* in tokens 4 to 6"):
+        asyncio.run(returns())
+
+
+def test_without_rows_nothing_is_compared_until_a_batch_is_trained_whose_texts_they_are(build, caplog):
+    """Agentic runs: the world gives the first observation. Two groups, of two trajectories and of one."""
+    caplog.set_level("INFO", "roll_async")
+    prompts = build.prompt(ids=(5, 6)), build.prompt(ids=(8, 9))
+    rows_of = [build.sample(prompts[0], (7,)), build.sample(prompts[0], (2,))], [build.sample(prompts[1], (3,))]
+    groups = [build.group(i, samples=tuple(s), prompt=p) for i, (s, p) in enumerate(zip(rows_of, prompts, strict=True))]
+
+    async def go():
+        trainer = Trainer([-1, -2, -3, -4])
+        canary = Canary([], trainer, CanaryOptions(prompts=2, band=0.1, stop=True, at_once=True))
+        engine = Engine("a", [-1, -2, -3, -4])
+        await canary.begin(0)
+        canary.sent(0)
+        await canary.start(0, [engine])
+        await canary.check_returned(0, [engine])
+        assert await canary.found() is None and trainer.asked == []
+        canary.taken([])
+        canary.taken([])
+        canary.taken(groups)
+        canary.taken([build.group(9)])
+        await canary.begin(1)
+        await canary.start(1, [engine])
+        return trainer.asked, await canary.found()
+
+    asked, report = asyncio.run(go())
+    assert asked == [[[5, 6, 7], [8, 9, 3]]], "one of each group before a second of any, and for good"
+    assert report.difference == {"a": 0.0} and report.moved is None and report.alarms == ()
+    assert caplog.text.count("no push is checked until one has") == 1
+    assert caplog.text.count("its rows come with the first batch, no push before is checked") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "band"),
+    [
+        ((), 1e-3),
+        (("actor_infer.model_args.dtype=bf16",), 0.1),
+        ((f"{VLLM}={{quantization: fp8}}",), 0.1),
+        ((f"{VLLM}={{quantization: fp8}}", "weight_sync.canary_band=0.02"), 0.02),
+    ],
+)
+def test_the_band_is_that_of_the_coarsest_format(overrides, band):
+    """fp8: 0.0092 nats were measured, and a band of ten times as much."""
+    on_gpus = ("actor_train.device_mapping=[0]", "actor_infer.device_mapping=[1]", "actor_infer.model_args.dtype=fp32")
+    config = load("configs/rlvr_config_async_cpu.yaml", (*on_gpus, *overrides), "rlvr")
+    assert band_of(config) == band
 
 
 @pytest.mark.parametrize(
