@@ -39,6 +39,12 @@ def test_a_shipped_config_loads_and_round_trips(path, files, capsys):
     assert load(files.text(dump(config), "dumped.yaml")) == config
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_no_key_of_a_shipped_config_is_without_effect(path):
+    """Other warnings may stay: they speak of what the documents chose, such as a truncated distribution."""
+    assert [str(w) for w in load_with_warnings(path).warnings if w.id == "W12"] == []
+
+
 def test_the_seed_paths_are_shipped():
     assert set(SEED_PATHS) <= {str(p.relative_to(REPOSITORY)) for p in SHIPPED}
 
