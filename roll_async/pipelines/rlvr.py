@@ -305,7 +305,7 @@ class TrainLoop:
             parts.observer.step(step, {**metrics, **agreement, **validation})
             trace_step(parts.observer, step, groups, clock)
             if parts.dump is not None:
-                parts.dump(step, groups)
+                parts.dump(step, groups, report.advantages)
         if self._data_ended:
             return RunEnd.END_OF_DATA
         return RunEnd.INTERRUPTED if self._stop.is_set() else None
