@@ -151,6 +151,26 @@ def step_metrics(
     }
 
 
+def ratio_metrics(
+    now: Mapping[str, tuple[float, float]], before: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """Ratios of counters (part, whole): what was counted since `before` under its key, and all since the start with
+    `run/` after the key's first part. A ratio to nothing is not published.
+
+    Worked example: `agent/outcomes/solved` was (1, 4) and is (4, 8): `agent/outcomes/solved` is 3 / 4, and
+    `agent/run/outcomes/solved` 4 / 8.
+    """
+    metrics = {}
+    for key, (part, whole) in now.items():
+        part_before, whole_before = before.get(key, (0.0, 0.0))
+        if whole > whole_before:
+            metrics[key] = (part - part_before) / (whole - whole_before)
+        if whole:
+            first, _, rest = key.partition("/")
+            metrics[f"{first}/run/{rest}"] = part / whole
+    return metrics
+
+
 def _trainer_waits(
     spent: Mapping[str, float], ages: BatchFreshness, report: StepReport, total_s: float
 ) -> dict[str, float]:

@@ -80,6 +80,8 @@ def test_rollout_without_training_writes_what_the_engine_sampled_with_validation
     lines = (tmp_path / "rolled" / "metrics.jsonl").read_text().splitlines()
     first, second = map(json.loads, lines)
     assert (first["agent/attempts"], second["agent/attempts"], second["groups/failed"]) == (8, 16, 0)
+    share = "outcomes/solved"
+    assert second[f"agent/run/{share}"] == (first[f"agent/{share}"] + second[f"agent/{share}"]) / 2, "of 8 attempts each"
     seeds = []
     for batch in (1, 2):
         file = tmp_path / "rolled" / "samples" / f"step_{batch:08d}.jsonl"

@@ -9,7 +9,7 @@ import pytest
 
 from roll_async.observe.recorder import REQUIRED_KEYS
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
-from roll_async.pipelines.metrics import merged_reports
+from roll_async.pipelines.metrics import merged_reports, ratio_metrics
 from roll_async.pipelines.protocol import RunEnd, TrainerState
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryOptions
@@ -299,6 +299,16 @@ def test_the_parts_of_a_step_are_merged_by_samples():
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
     assert (merged.collation_s, merged.roles_s, merged.turn_s) == (1.0, 0.5, 0.25)
     assert [row.tolist() for row in merged.advantages] == [[1.0], [3.0], [3.0], [3.0]]
+
+
+def test_a_ratio_of_counters_is_published_of_the_step_and_of_the_run_and_not_over_nothing():
+    before = {"agent/outcomes/solved": (1.0, 4.0), "agent/turns_mean": (8.0, 4.0)}
+    now = {"agent/outcomes/solved": (4.0, 8.0), "agent/turns_mean": (8.0, 4.0), "agent/b/turns_mean": (3.0, 2.0)}
+    assert ratio_metrics(now, before) == {
+        "agent/outcomes/solved": 0.75, "agent/run/outcomes/solved": 0.5, "agent/run/turns_mean": 2.0,
+        "agent/b/turns_mean": 1.5, "agent/run/b/turns_mean": 1.5,
+    }  # fmt: skip
+    assert ratio_metrics({"agent/turns_mean": (0.0, 0.0)}, {}) == {}
 
 
 @pytest.mark.parametrize("parts", [1, 2])
