@@ -86,6 +86,23 @@ def test_a_validation_does_not_wait_for_worlds_that_wait_for_it():
     assert all(step["validation/samples"] == 2 for step in outcome.steps)
 
 
+def test_worlds_of_a_validation_on_replicas_of_its_own_hold_up_no_step():
+    """Training takes as long as without it, each result is of one version, and no attempt of it counts as training's."""
+    plain = a_world(steps=6, played=replace(PLAYED, max_concurrent=2))
+    plan = replace(plain.plan, validation_mode="replicas", eval_every=1)
+    apart = replace(
+        plain, plan=plan, validation_prompts=3, validation_mode="replicas", validation_engines=(EngineFaults(),)
+    )
+    alone, beside = check(plain).steps, check(apart).steps
+    keys = ("time/step_s", "agent/attempts", "agent/run/outcomes/solved")
+    for key in keys:
+        assert [step[key] for step in beside[:-1]] == [step[key] for step in alone[:-1]], key
+    results = [step for step in beside if "validation/version" in step]
+    # The result of step 5 comes with that of step 6, and a record holds one.
+    assert [step["validation/version"] for step in results] == [1, 2, 3, 4, 6] and not beside[-1]["validation/skipped"]
+    assert all(step["validation/samples"] == 3 and step["validation/other_version"] == 0 for step in results)
+
+
 def test_what_the_end_of_a_run_aborts_is_not_quarantined():
     """Its tasks come again when the run goes on."""
     calm = a_world(ratio=3.0, steps=3, played=replace(PLAYED, seconds=0.1, moves=4))
