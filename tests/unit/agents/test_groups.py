@@ -184,9 +184,8 @@ def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(to
         assert ended["infra_error"][0] > 0 and ended["grader_error"][0] > 0
         assert counts.metrics["agent/retries"] > 0 and counts.metrics["agent/lost_world_processes"] > 0
         attempts = counts.metrics["agent/attempts"]
-        assert sum(part for part, _ in ended.values()) == attempts and {whole for _, whole in ended.values()} == {
-            attempts
-        }
+        assert sum(part for part, _ in ended.values()) == attempts
+        assert {whole for _, whole in ended.values()} == {attempts}
 
     # 12 trajectories that all find a grader: 1 in 4,000; 36 steps or more without hang and crash: rarer.
     values = {"hang_share": 0.05, "crash_share": 0.15, "ungraded_share": 0.5}

@@ -87,7 +87,7 @@ def test_a_validation_does_not_wait_for_worlds_that_wait_for_it():
 
 
 def test_worlds_of_a_validation_on_replicas_of_its_own_hold_up_no_step():
-    """Training takes as long as without it, each result is of one version, and no attempt of it counts as training's."""
+    """Training takes as long as without it, each result is of one version, and its attempts are not training's."""
     plain = a_world(steps=6, played=replace(PLAYED, max_concurrent=2))
     plan = replace(plain.plan, validation_mode="replicas", eval_every=1)
     apart = replace(
