@@ -30,26 +30,34 @@ class AgentCounts:
         self._retries += 1
 
     def metrics(self) -> dict[str, float]:
-        """`agent/outcomes/NAME`: share of all attempts that ended so, with several tags also `agent/TAG/outcomes/NAME`;
-        `agent/branches/REASON`: how many.
-        """
-        total: Counter[Outcome] = Counter()
-        found: dict[str, float] = {}
-        for tag, outcomes in self._outcomes.items():
-            total.update(outcomes)
-            if len(self._outcomes) > 1:
-                found |= _shares(f"agent/{tag}", outcomes)
-        attempts = total.total()
+        """How many since the start; `agent/branches/REASON`: of branches."""
         return {
-            **_shares("agent", total),
-            **found,
             **{f"agent/branches/{reason}": float(count) for reason, count in sorted(self._branches.items())},
-            "agent/attempts": float(attempts),
+            "agent/attempts": float(self._total.total()),
             "agent/retries": float(self._retries),
             "agent/unforeseen_errors": float(self.unforeseen),
-            "agent/turns_mean": self._turns / max(1, attempts),
         }
 
+    def ratios(self) -> dict[str, tuple[float, float]]:
+        """`agent/outcomes/NAME`: (attempts that ended so, attempts), with several tags also `agent/TAG/outcomes/NAME`;
+        `agent/turns_mean`: (turns, attempts).
+        """
+        total = self._total
+        parts = {"agent": total}
+        if len(self._outcomes) > 1:
+            parts |= {f"agent/{tag}": outcomes for tag, outcomes in self._outcomes.items()}
+        return {
+            "agent/turns_mean": (float(self._turns), float(total.total())),
+            **{
+                f"{prefix}/outcomes/{o.value}": (float(outcomes[o]), float(outcomes.total()))
+                for prefix, outcomes in parts.items()
+                for o in Outcome
+            },
+        }
 
-def _shares(prefix: str, outcomes: Counter[Outcome]) -> dict[str, float]:
-    return {f"{prefix}/outcomes/{o.value}": outcomes[o] / max(1, outcomes.total()) for o in Outcome}
+    @property
+    def _total(self) -> Counter[Outcome]:
+        total: Counter[Outcome] = Counter()
+        for outcomes in self._outcomes.values():
+            total.update(outcomes)
+        return total

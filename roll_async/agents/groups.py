@@ -307,6 +307,7 @@ class AgentGroups:
                 "agent/lost_world_processes": float(sum(pool.killed for pool in self._pools)),
                 **({} if self._parts.gateway is None else self._parts.gateway.metrics()),
             },
+            ratios=self._counts.ratios(),
         )
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from roll_async.commands.command_line import (
 from roll_async.config.lookup import resolve_config
 
 if TYPE_CHECKING:
-    from roll_async.config.schema import RLVRConfig
+    from roll_async.config.schema import PipelineConfig, RLVRConfig
     from roll_async.launch.evaluation import Evaluation
     from roll_async.observe.run_folder import RunFolder
 
@@ -51,7 +51,7 @@ class _Arguments:
 
 @click.command(name="eval", context_settings=AS_TYPED, epilog=EXIT_CODES)
 @click.argument("target")
-@click.option("--config", required=True, metavar="NAME_OR_PATH", help="Its `validation`, rewards and engines are used.")
+@click.option("--config", required=True, metavar="NAME_OR_PATH", help="Its validation, rewards or worlds, and engines.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FOLDER", help="For results.json and samples.jsonl.")
 @click.option("--model", metavar="NAME", help="Of an address that serves several.")
 @click.option("--key-env", metavar="VARIABLE", help="Environment variable with the key of an address.")
@@ -60,11 +60,13 @@ def command(**given: object) -> int:
     """Measure TARGET as a validation of the config would.
 
     TARGET: a Hugging Face folder or hub name, a checkpoint of a run (of a run or a folder of several: the newest), or
-    the address of an OpenAI-compatible server. Prints a table on a terminal, SET/NAME VALUE lines in a pipe.
+    the address of an OpenAI-compatible server (rlvr configs). Prints a table on a terminal, SET/NAME VALUE lines in a
+    pipe. Worlds of an agentic config are those of its val_env_manager.
 
     \b
     Example:
       roll-async eval output/addition_demo/hf --config rlvr_config_async_cpu val_batch_size=64
+      roll-async eval output/frozen_lake_demo --config agentic_frozen_lake_async_cpu
       roll-async eval http://127.0.0.1:8100/v1 --config rlvr_config_async_cpu --key-env TOKEN
     """
     from roll_async.commands.run import ended
@@ -76,24 +78,30 @@ def _evaluate(arguments: _Arguments) -> int:
     """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.config.api import load
+    from roll_async.config.schema import RLVRConfig
     from roll_async.config.secrets import with_secrets
     from roll_async.config.user_code import search_beside
     from roll_async.launch.evaluation import for_evaluation
     from roll_async.launch.inputs import resolve_names
     from roll_async.observe.run_folder import RunFolder
 
-    path, overrides = resolve_config(["--config", arguments.config, *arguments.args], "rlvr")
+    path, overrides = resolve_config(["--config", arguments.config, *arguments.args], None)
     search_beside(path)
     config = for_evaluation(with_secrets(load(path, overrides), os.environ), None)
+    if arguments.is_address and not isinstance(config, RLVRConfig):
+        message = "is asked for chats, and worlds need the tokens of a model"
+        raise ValueError(f"{arguments.target}: an address {message}; name a model folder or a checkpoint")
     model = None if arguments.is_address else _model_of(arguments.target)
     default = Path(config.output_dir) / "eval" / _name_of(arguments.target)
     output = (arguments.output or default).absolute()
-    _require_files(config, model_is_used=arguments.is_address)
+    _require_inputs(config, model_is_used=arguments.is_address)
+    config = replace(config, output_dir=str(output.parent), exp_name=output.name)  # trajectories for people go there
     folder = RunFolder(str(output.parent), output.name)
     folder.open_log()
     began_s = time.monotonic()
     with TemporaryDirectory(prefix="model-", dir=output) as converted:
         if arguments.is_address:
+            assert isinstance(config, RLVRConfig)
             found = asyncio.run(_address(absolute_paths(resolve_names(config), Path.cwd()), arguments))
         else:
             found_at = arguments.target if model is None else _as_hf(model, Path(converted), config.pretrain)
@@ -143,10 +151,16 @@ def _as_hf(model: Path, folder: Path, like: str) -> str:
     return str(target)
 
 
-def _require_files(config: RLVRConfig, *, model_is_used: bool) -> None:
-    """Raises ValueError for prompt files that are not there, and for the folder of the tokenizer where it is used."""
+def _require_inputs(config: PipelineConfig, *, model_is_used: bool) -> None:
+    """Raises ValueError for prompt files that are not there, for worlds and tools that do not exist, and for the folder
+    of the tokenizer where it is used.
+    """
+    from roll_async.config.schema import AgenticConfig
+    from roll_async.launch.agents import check_agents
     from roll_async.launch.inputs import missing_inputs
 
+    if isinstance(config, AgenticConfig):
+        check_agents(config)
     for key, message in missing_inputs(config):
         if key.startswith("validation.") or (key == "pretrain" and model_is_used):
             raise ValueError(f"{key}: {message}")
@@ -168,7 +182,7 @@ async def _address(config: RLVRConfig, arguments: _Arguments) -> Evaluation:
         return await evaluate_address(config, options, stack)
 
 
-def _folder(config: RLVRConfig, folder: RunFolder) -> Evaluation:
+def _folder(config: PipelineConfig, folder: RunFolder) -> Evaluation:
     from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.evaluation import evaluate_folder

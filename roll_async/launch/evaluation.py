@@ -1,7 +1,8 @@
 """The measurement of a validation without a run: of a model folder on engines, or of an address.
 
     folder   engines and reward host on Ray  --> ChatCompletionScheduler --\\
-    address  chats over HTTP, reward workers --> EndpointSource -----------+--> wire.wire_validation --> sets, samples
+             engines on Ray, worlds          --> AgentGroups --------------+--> wire.wire_validation --> sets, samples
+    address  chats over HTTP, reward workers --> EndpointSource ----------/
 """
 
 from __future__ import annotations
@@ -9,26 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
+from roll_async.agents.groups import AgentGroups
 from roll_async.cluster.node_pool import NodePool
-from roll_async.config.schema import PipelineConfig, RLVRConfig, SglangConfig, VllmConfig
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, SglangConfig, VllmConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import Endpoint, EndpointOptions, Refused
+from roll_async.launch.agents import agent_parts, group_options, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.roles import place_roles
 from roll_async.launch.rollout import data_options, held_out_of, start_scorer
-from roll_async.pipelines.validation import HeldOut, SetSampling, ValidationPlace
+from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, ValidationPlace
 from roll_async.pipelines.wire import EngineOptions, connect, wire_validation
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rewards.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, Prompt, RewardStatus, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
+C = TypeVar("C", bound=PipelineConfig)
 
 _OF_A_RUN = ("version", "other_version")
 """Metrics that say nothing of weights that are nobody's version."""
@@ -41,7 +47,7 @@ class Evaluation:
     sets: Mapping[str, Mapping[str, float]]
     """Set to its metrics, named as in docs_roll/metrics.md without `validation/`."""
     samples: Sequence[Mapping[str, object]]
-    """One record per answer, with its texts."""
+    """One record per row of an answer, with its texts."""
 
     @property
     def unanswered(self) -> list[str]:
@@ -49,30 +55,33 @@ class Evaluation:
         return [name for name, metrics in self.sets.items() if not metrics["samples"]]
 
 
-def for_evaluation(config: PipelineConfig, model: str | None) -> RLVRConfig:
+def for_evaluation(config: C, model: str | None) -> C:
     """The config of a measurement: one validation, on all engines, and no other model or data than its own. `model`: a
-    folder or hub name; None = `pretrain`, whose tokenizer is all that an address needs. Raises ValueError for a config
-    without `validation`.
+    folder or hub name; None = `pretrain`, whose tokenizer is all that an address needs. Raises ValueError for an rlvr
+    config without `validation`.
     """
-    if not isinstance(config, RLVRConfig):
-        raise ValueError("pipeline agentic has no held-out prompts; eval takes rlvr configs")
-    if config.validation is None:
-        example = "validation={data_args: {file_name: held_out.jsonl}}"
-        raise ValueError(f"validation: it says which prompts are asked and how, and the config has none; add {example}")
-    model, changes = model or config.pretrain, {}
+    model = model or config.pretrain
+    changes: dict[str, object] = {"pretrain": model, "reward_pretrain": model, "eval_steps": 1}
+    held_out = None
+    if isinstance(config, RLVRConfig):
+        if config.validation is None:
+            example = "validation={data_args: {file_name: held_out.jsonl}}"
+            message = f"it says which prompts are asked and how, and the config has none; add {example}"
+            raise ValueError(f"validation: {message}")
+        held_out, changes["validation"] = config.validation.data_args, replace(config.validation, mode="pause")
+    elif isinstance(config, AgenticConfig):
+        changes["val_env_manager"] = replace(config.val_env_manager, mode="pause")
     for name, role in config.roles():
         strategy, arguments = role.strategy_args, replace(role.model_args, model_name_or_path=model)
         if isinstance(strategy.strategy_config, VllmConfig | SglangConfig):  # dummy waits for the first push of a run
             strategy = replace(strategy, strategy_config=replace(strategy.strategy_config, load_format="auto"))
-        data = None if role.data_args is None else config.validation.data_args
+        data = None if role.data_args is None else held_out
         changes[name] = replace(role, model_args=arguments, strategy_args=strategy, data_args=data)
-    validation = replace(config.validation, mode="pause")
-    push = replace(config.weight_sync, adapters="merged")  # nobody pushes adapters to these engines
-    config = replace(config, validation=validation, weight_sync=push)
-    return replace(config, pretrain=model, reward_pretrain=model, eval_steps=1, **changes)
+    changes["weight_sync"] = replace(config.weight_sync, adapters="merged")  # nobody pushes adapters to these engines
+    return replace(config, **changes)
 
 
-async def evaluate_folder(config: RLVRConfig, stack: AsyncExitStack) -> Evaluation:
+async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Evaluation:
     """Measure the model of `config.actor_infer`. Ray runs; what is started closes with the stack. Raises ValueError for
     what the user can fix, RoleFailed and ConnectionError for engines that do not start or are lost.
     """
@@ -81,15 +90,32 @@ async def evaluate_folder(config: RLVRConfig, stack: AsyncExitStack) -> Evaluati
     await pool.reserve(config.fault.stall_timeout)
     stack.callback(pool.release)
     starter = ReplicaStarter(config, placements, pool, stack)
-    held_out = await asyncio.to_thread(held_out_of, config)
-    clients, scorer = await asyncio.gather(starter.start_all(), start_scorer(config, stack))
+    if isinstance(config, AgenticConfig):
+        held_out, starting = validation_tasks(config), _start_worlds(config, stack)
+    else:
+        assert isinstance(config, RLVRConfig)
+        held_out, starting = await asyncio.to_thread(held_out_of, config), _start_rewards(config, stack)
+    clients, source = await asyncio.gather(starter.start_all(), starting)
     engines = connect(clients, starter, EngineOptions.of(config))
     await engines.start(stack)
-    source = ChatCompletionScheduler(engines.manager, scorer, SchedulerOptions.of(config))
     report = Report(config)
     place = ValidationPlace(lambda: 0, on_answers=report.add)
-    measure = wire_validation(source, engines.manager, held_out, _sampling(config), place)
+    measure = wire_validation(source(engines.manager), engines.manager, held_out, _sampling(config), place)
     return report.evaluation(await measure(0))
+
+
+async def _start_rewards(
+    config: RLVRConfig, stack: AsyncExitStack
+) -> Callable[[AsyncLLMServerManager], AnswersPrompts]:
+    scorer = await start_scorer(config, stack)
+    return lambda manager: ChatCompletionScheduler(manager, scorer, SchedulerOptions.of(config))
+
+
+async def _start_worlds(
+    config: AgenticConfig, stack: AsyncExitStack
+) -> Callable[[AsyncLLMServerManager], AnswersPrompts]:
+    parts = await agent_parts(config, stack, trains=False)
+    return lambda manager: AgentGroups(manager, parts, group_options(config, trains=False))
 
 
 async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: AsyncExitStack) -> Evaluation:
@@ -109,7 +135,7 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     return report.evaluation(await measure(0))
 
 
-def _sampling(config: RLVRConfig) -> dict[str, SetSampling]:
+def _sampling(config: PipelineConfig) -> dict[str, SetSampling]:
     return {name: SetSampling.of(args) for name, args in config.validation_sampling.items()}
 
 
@@ -167,29 +193,37 @@ class EndpointSource:
 class Report:
     """Collects the samples of all sets."""
 
-    def __init__(self, config: RLVRConfig) -> None:
-        self._decode = load_tokenizer(config.pretrain).batch_decode
+    def __init__(self, config: PipelineConfig) -> None:
+        self._tokenizer = load_tokenizer(config.pretrain)
         self._samples: list[Mapping[str, object]] = []
 
     def add(self, held_out: HeldOut, answered: Sequence[Answered]) -> None:
         """The answers of a set."""
-        ids = [list(sample.response_token_ids) for _, (sample,) in answered]
-        texts = self._decode(ids, skip_special_tokens=True) if ids else []  # of no rows it makes one text
-        for (prompt, (sample,)), text in zip(answered, texts, strict=True):
-            reward = sample.reward
-            row = {
-                "set": held_out.name or MAIN_SET,
-                "row_id": prompt.row_id,
-                "domain": prompt.domain,
-                "prompt": prompt.text,
-                "ground_truth": prompt.ground_truth,
-                "response": text,
-                "score": None if reward is None else reward.score,
-                "metrics": {} if reward is None else dict(reward.metrics),
-                "finish_reason": sample.finish_reason.value,
-                "tokens": sum(sample.loss_mask),
-            }
-            self._samples.append(row)
+        self._samples += [self._record(held_out, prompt, sample) for prompt, samples in answered for sample in samples]
+
+    def _record(self, held_out: HeldOut, prompt: Prompt, sample: Sample) -> Mapping[str, object]:
+        reward, is_trajectory = sample.reward, sample.outcome is not None
+
+        def text(ids: array) -> str:
+            # The marks of a template tell who says what in a trajectory; around a single answer they say nothing.
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not is_trajectory)
+
+        row: dict[str, object] = {
+            "set": held_out.name or MAIN_SET,
+            "row_id": prompt.row_id,
+            "domain": prompt.domain,
+            "prompt": text(sample.prompt_token_ids) if is_trajectory else prompt.text,
+            "ground_truth": prompt.ground_truth,
+            "response": text(sample.response_token_ids),
+            "score": None if reward is None else reward.score,
+            "metrics": {} if reward is None else dict(reward.metrics),
+            "finish_reason": sample.finish_reason.value,
+            "tokens": sum(sample.loss_mask),
+        }
+        if sample.outcome is not None:
+            turns = [asdict(turn) for turn in sample.turns]
+            row |= {"trajectory": sample.trajectory, "outcome": sample.outcome.value, "turns": turns}
+        return row
 
     def evaluation(self, metrics: Mapping[str, float]) -> Evaluation:
         """With the metrics of all sets."""

@@ -21,7 +21,7 @@ from roll_async.launch.agents import agent_parts, group_options, held_out_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.roles import place_roles
 from roll_async.observe.sample_dump import SampleDump
-from roll_async.pipelines.metrics import sample_rows
+from roll_async.pipelines.metrics import ratio_metrics, sample_rows
 from roll_async.pipelines.validation import validation_metrics
 from roll_async.pipelines.wire import EngineOptions, connect
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -67,6 +67,7 @@ async def rolled_batches(
     groups, tasks = AgentGroups(engines.manager, parts, group_options(config, trains=False)), held_out_tasks(config)
     group_size = config.val_env_manager.group_size
     size = config.val_batch_size // group_size
+    before: Mapping[str, tuple[float, float]] = {}
     for batch in range(num_batches):
         places = range(batch * size, (batch + 1) * size)
         kept = await rolled(groups, tasks, places)
@@ -74,8 +75,9 @@ async def rolled_batches(
         dump.flush()
         answered = [(group.prompt, rows) for group in kept for rows in group.trajectories]
         found = validation_metrics(answered, [tasks.at(place) for place in places], num_samples=group_size)
-        failed = {"groups/failed": float(size - len(kept))}
-        yield {"step": batch + 1.0, **found, **failed, **groups.counts().metrics}
+        failed, counts = {"groups/failed": float(size - len(kept))}, groups.counts()
+        yield {"step": batch + 1.0, **found, **failed, **counts.metrics, **ratio_metrics(counts.ratios, before)}
+        before = counts.ratios
 
 
 async def rolled(groups: AgentGroups, tasks: Tasks, places: Sequence[int]) -> list[Group]:

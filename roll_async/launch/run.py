@@ -139,7 +139,7 @@ async def couple(
         synchronizer=side.synchronizer,
         checkpoint=checkpoint,
         observer=recorder,
-        dump=None if samples is None else lambda step, groups: samples.write(step, sample_rows(groups)),
+        dump=None if samples is None else lambda step, *rows: samples.write(step, sample_rows(*rows)),
         validate=side.validate,
     )
     options = RunOptions(

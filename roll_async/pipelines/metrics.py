@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.pipelines.protocol import Observes
 from roll_async.rollout.rollouter import RollouterStats
-from roll_async.schema import Group, Reward
+from roll_async.schema import Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryReport
 from roll_async.weight_sync.synchronizer import SyncReport
@@ -150,6 +151,26 @@ def step_metrics(
     }
 
 
+def ratio_metrics(
+    now: Mapping[str, tuple[float, float]], before: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """Ratios of counters (part, whole): what was counted since `before` under its key, and all since the start with
+    `run/` after the key's first part. A ratio to nothing is not published.
+
+    Worked example: `agent/outcomes/solved` was (1, 4) and is (4, 8): `agent/outcomes/solved` is 3 / 4, and
+    `agent/run/outcomes/solved` 4 / 8.
+    """
+    metrics = {}
+    for key, (part, whole) in now.items():
+        part_before, whole_before = before.get(key, (0.0, 0.0))
+        if whole > whole_before:
+            metrics[key] = (part - part_before) / (whole - whole_before)
+        if whole:
+            first, _, rest = key.partition("/")
+            metrics[f"{first}/run/{rest}"] = part / whole
+    return metrics
+
+
 def _trainer_waits(
     spent: Mapping[str, float], ages: BatchFreshness, report: StepReport, total_s: float
 ) -> dict[str, float]:
@@ -240,11 +261,16 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
         turn_s=sum(r.turn_s for r in reports),
         num_samples=sum(r.num_samples for r in reports),
         num_tokens=sum(r.num_tokens for r in reports),
+        advantages=tuple(row for r in reports for row in r.advantages),
     )
 
 
-def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
-    """Trained samples as plain JSON values, for a dump."""
+def sample_rows(groups: Sequence[Group], advantages: Sequence[array] = ()) -> list[dict[str, object]]:
+    """Samples as plain JSON values, for a dump. `advantages`: `StepReport.advantages` of the step that trained them;
+    none = nothing was trained.
+    """
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    of_rows = advantages or [None] * len(samples)
     return [
         {
             "group_id": group.group_id,
@@ -259,16 +285,28 @@ def sample_rows(groups: Sequence[Group]) -> list[dict[str, object]]:
             "num_turns": sample.num_turns,
             "trajectory": sample.trajectory,
             "outcome": None if sample.outcome is None else sample.outcome.value,
-            "turns": [asdict(turn) for turn in sample.turns],
+            "advantage": _mean_advantage(sample, trained_with, 0, len(sample.loss_mask)),
+            "turns": [
+                asdict(turn)
+                | {"advantage": _mean_advantage(sample, trained_with, turn.start, turn.start + turn.num_tokens)}
+                for turn in sample.turns
+            ],
             "version_runs": [list(run) for run in sample.version_runs],
             "loss_mask": list(sample.loss_mask),
             "prompt_token_ids": sample.prompt_token_ids.tolist(),
             "response_token_ids": sample.response_token_ids.tolist(),
             "behaviour_logprobs": [round(value, 6) for value in sample.behaviour_logprobs],
         }
-        for group in groups
-        for sample in group.samples
+        for (group, sample), trained_with in zip(samples, of_rows, strict=True)
     ]
+
+
+def _mean_advantage(sample: Sample, advantages: array | None, start: int, end: int) -> float | None:
+    """Over the sampled tokens of a part of the response; None where there are none, or nothing was trained."""
+    if advantages is None:
+        return None
+    sampled = [advantages[i] for i in range(start, end) if sample.loss_mask[i]]
+    return round(mean(sampled), 6) if sampled else None
 
 
 def accuracy(reward: Reward) -> float:

@@ -6,6 +6,7 @@ Queue, rollouter and synchronizer may be the objects themselves, or clients of o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -176,8 +177,8 @@ class PipelineParts:
     checkpoint: Saves
     observer: Observes
     validate: Validates | None = None
-    dump: Callable[[int, Sequence[Group]], None] | None = None
-    """Called with the groups of every step."""
+    dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
+    """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
 
 
 class TrainerState(Enum):

@@ -40,7 +40,14 @@ from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.lag_zero import LagZero
-from roll_async.pipelines.metrics import StepClock, canary_metrics, merged_reports, step_metrics, trace_step
+from roll_async.pipelines.metrics import (
+    StepClock,
+    canary_metrics,
+    merged_reports,
+    ratio_metrics,
+    step_metrics,
+    trace_step,
+)
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
 from roll_async.pipelines.validation_schedule import ValidationSchedule
 from roll_async.schema import Group, WeightVersion
@@ -162,6 +169,7 @@ class TrainLoop:
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
         self._busy_s: Mapping[str, float] = {}
+        self._ratios: Mapping[str, tuple[float, float]] = {}
         self._generated_tokens = 0
         self._validations = ValidationSchedule(parts, plan, self._wait_for_validation, lambda: self.trained)
         self.state = TrainerState.STARTING
@@ -305,7 +313,7 @@ class TrainLoop:
             parts.observer.step(step, {**metrics, **agreement, **validation})
             trace_step(parts.observer, step, groups, clock)
             if parts.dump is not None:
-                parts.dump(step, groups)
+                parts.dump(step, groups, report.advantages)
         if self._data_ended:
             return RunEnd.END_OF_DATA
         return RunEnd.INTERRUPTED if self._stop.is_set() else None
@@ -422,6 +430,8 @@ class TrainLoop:
         before, self._busy_s = self._busy_s, rollout.busy_s_by_server
         busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
         metrics = step_metrics(groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
+        metrics |= ratio_metrics(rollout.ratios, self._ratios)
+        self._ratios = rollout.ratios
         generated, self._generated_tokens = rollout.generated_tokens - self._generated_tokens, rollout.generated_tokens
         devices = max(1, rollout.num_servers) * self._plan.devices_per_engine
         metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]

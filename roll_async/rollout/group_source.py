@@ -56,6 +56,8 @@ class SourceCounts:
     """Tool calls that ended in an error, which the model then read."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of this source, by key; published unchanged."""
+    ratios: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Two counters each, (part, whole), by the key of their ratio (`pipelines/metrics.py: ratio_metrics`)."""
 
 
 class GroupSource(Protocol):

@@ -84,6 +84,8 @@ class RollouterStats:
     """Groups by the filter's verdict; keys of JUDGED."""
     source: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the group source, and of the engines' KV caches and memory, by key."""
+    ratios: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of the group source: `SourceCounts.ratios`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,6 +357,7 @@ class Rollouter:
                 **(self._pool.metrics() if self._pool is not None else {}),
                 **servers.engines,
             },
+            ratios=source.ratios,
         )
 
 

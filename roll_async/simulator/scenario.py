@@ -228,7 +228,7 @@ def _with_validation(calm: Scenario) -> Scenario:
 def _with_validators(calm: Scenario) -> Scenario:
     """Some of the worlds that validate have replicas for it, the first of them healthy."""
     rng = Random(f"validators/{calm.seed}")
-    if not calm.validation_prompts or calm.worlds is not None or rng.random() >= _VALIDATORS_SHARE:
+    if not calm.validation_prompts or rng.random() >= _VALIDATORS_SHARE:
         return calm
     engines = (EngineFaults(), *(_faulty_engine(rng) for _ in range(rng.randint(0, 2))))
     plan = replace(calm.plan, validation_mode="replicas")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -212,6 +213,7 @@ class Learner:
             roles_s=score_wait_s + update_wait_s,
             num_samples=len(batch.lengths),
             num_tokens=int(batch.lengths.sum()),
+            advantages=await asyncio.to_thread(_of_responses, batch, signal.advantages),
         )
 
     async def _scores(self, batch: TrainBatch, rows: TokenRows) -> tuple[list[Tensor | None], float]:
@@ -484,6 +486,12 @@ class Learner:
                 target=self._options.target_kl,
                 horizon=self._options.kl_horizon,
             )
+
+
+def _of_responses(batch: TrainBatch, values: Tensor) -> tuple[array, ...]:
+    """Of each row the [R] values over its response, from [B,T]."""
+    ends = zip(batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
+    return tuple(array("f", row[start:end].tolist()) for row, (start, end) in zip(values, ends, strict=True))
 
 
 def _version_lag(batch: TrainBatch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -85,6 +86,9 @@ class StepReport:
     num_samples: int
     num_tokens: int
     """Prompt and response tokens of the batch, padding excluded."""
+    advantages: tuple[array, ...] = ()
+    """Of each row of the batch, in its order: [R] float32 over the response, as the loss got them; what the policy has
+    not sampled has no meaning. Empty = none were made."""
 
 
 STATE_KINDS = ("weights", "optimizer", "gradients")

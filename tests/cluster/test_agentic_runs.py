@@ -36,10 +36,11 @@ def test_frozen_lake_trains_on_what_the_engine_sampled_within_the_staleness_boun
         sys.executable, "examples/start_agentic_pipeline.py", "--config", "agentic_frozen_lake_async_cpu.yaml",
         f"pretrain={agentic_assets}/model", f"output_dir={tmp_path}", "exp_name=run", "max_steps=3", "eval_steps=1",
         "rollout_batch_size=32", "train_env_manager.group_size=4", "train_env_manager.tags=[FrozenLake]",
+        "custom_envs.FrozenLake.env_config={size: 4, words: short, format_penalty: -0.125}",
         "custom_envs.Small={env_type: frozen_lake, max_steps: 3, env_config: {size: 3, words: short}}",
         "val_batch_size=12", f"val_env_manager={GREEDY}", "actor_train.training_args.learning_rate=1e-12",
         "actor_train.training_args.per_device_train_batch_size=16",
-        "actor_train.training_args.gradient_accumulation_steps=2",
+        "actor_train.training_args.gradient_accumulation_steps=2", f"tracking.rollout_dump_dir={tmp_path}/dump",
     ]  # fmt: skip
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(240))
@@ -67,6 +68,47 @@ def test_frozen_lake_trains_on_what_the_engine_sampled_within_the_staleness_boun
     ledger.close()
     assert integrity == "ok"
     assert list((tmp_path / "run" / "trajectories").iterdir()), "a user can look at what was played"
+    _shares_are_of_the_step(steps)
+    _rows_have_the_advantages_of_their_groups(tmp_path / "dump")
+    _its_folder_is_measured_as_the_run_measured_it(tmp_path, measured[-1], env)
+
+
+def _shares_are_of_the_step(steps):
+    since = [0.0, *(step["agent/attempts"] for step in steps)]
+    for name in ("outcomes/truncated_turns", "turns_mean"):
+        parts = [s[f"agent/{name}"] * (n - m) for s, m, n in zip(steps, since, since[1:], strict=False)]
+        assert steps[-1][f"agent/run/{name}"] == pytest.approx(sum(parts) / since[-1])
+
+
+def _rows_have_the_advantages_of_their_groups(folder):
+    """grpo: what a trajectory has above its group's mean, in every turn."""
+    rows = [json.loads(line) for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
+    assert len(rows) == 3 * 32
+    for row in rows:
+        group = [other["score"] for other in rows if other["group_id"] == row["group_id"]]
+        above = row["score"] - sum(group) / len(group)
+        assert (row["advantage"] > 0, row["advantage"] < 0) == (above > 0, above < 0)
+        assert {turn["advantage"] for turn in row["turns"]} == {row["advantage"]}
+    assert any(row["advantage"] for row in rows)
+
+
+def _its_folder_is_measured_as_the_run_measured_it(tmp_path, last, env):
+    """Of the newest checkpoint: the same weights, worlds, seeds and sampling."""
+    command = [
+        sys.executable, "-m", "roll_async.cli", "eval", str(tmp_path / "run"),
+        "--config", str(tmp_path / "run" / "config.yaml"), "--output", str(tmp_path / "measured"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patient(240))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "measured" / "results.json").read_text())["sets"]["main"]
+    expected = {name: value for name, value in last.items() if name != "validation/other_version"}
+    assert {f"validation/{name}": value for name, value in found.items()} == pytest.approx(expected)
+    lines = (tmp_path / "measured" / "samples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert sorted(row["domain"] for row in rows) == ["FrozenLake"] * 8 + ["Small"] * 4
+    assert all(len(row["turns"]) == row["metrics"]["turns"] and row["outcome"] for row in rows)
+    assert list((tmp_path / "measured" / "trajectories").iterdir())
+    assert not list((tmp_path / "measured").glob("model-*")), "the converted checkpoint is gone"
 
 
 def test_rollout_without_training_writes_what_the_engine_sampled_with_validations_worlds(agentic_assets, tmp_path):
@@ -83,6 +125,9 @@ def test_rollout_without_training_writes_what_the_engine_sampled_with_validation
     lines = (tmp_path / "rolled" / "metrics.jsonl").read_text().splitlines()
     first, second = map(json.loads, lines)
     assert (first["agent/attempts"], second["agent/attempts"], second["groups/failed"]) == (8, 16, 0)
+    share = "outcomes/truncated_turns"
+    of_both = (first[f"agent/{share}"] + second[f"agent/{share}"]) / 2
+    assert second[f"agent/run/{share}"] == of_both, "of 8 attempts each"
     seeds = []
     for batch in (1, 2):
         file = tmp_path / "rolled" / "samples" / f"step_{batch:08d}.jsonl"

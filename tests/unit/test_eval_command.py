@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 from roll_async.cli import main
 from roll_async.config.api import load
 from roll_async.inference.endpoint import EndpointOptions
+from roll_async.launch.agents import validation_tasks
 from roll_async.launch.evaluation import Report, for_evaluation
 from roll_async.pipelines.validation import HeldOut, SetSampling
-from roll_async.schema import SamplingParams
+from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.schema import Outcome, SamplingParams, Turn
 from roll_async.weight_sync.adapters import adapters_of
 
 pytest.importorskip("aiohttp")
@@ -22,6 +25,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "rlvr_config_async_cpu.yaml"
+WORLDS = ROOT / "configs" / "agentic_frozen_lake_async_cpu.yaml"
 BASE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -235,6 +239,48 @@ def test_only_the_measured_model_and_its_prompts_are_left_of_the_config():
     assert config.actor_infer.strategy_args.strategy_config.load_format == "auto"
     assert config.actor_train.data_args == config.validation.data_args
     assert adapters_of(config) is None, "nobody pushes adapters to these engines"
+
+
+def test_of_an_agentic_config_the_worlds_of_validation_are_left_on_all_engines():
+    apart = [
+        "val_env_manager={mode: replicas, generating_args: {temperature: 0}}",
+        "eval_steps=0",
+        "actor_infer.world_size=2",
+        "actor_infer.strategy_args.strategy_config.load_format=dummy",
+    ]
+    config = for_evaluation(load(WORLDS, apart), "some/model")
+    assert config.num_validation_replicas == 0 and config.num_servers == 2
+    assert config.validation_sampling[""].temperature == 0
+    assert len(validation_tasks(config)[""]) == config.val_batch_size
+    assert {role.model_args.model_name_or_path for _, role in config.roles()} == {"some/model"} == {config.pretrain}
+    assert config.actor_infer.strategy_args.strategy_config.load_format == "auto"
+
+
+def test_every_row_of_a_trajectory_is_a_record_that_says_how_it_ended(model, build):
+    prompt = replace(build.prompt(), text="")
+    ended = {"trajectory": "v.1/0", "outcome": Outcome.FAILED}
+    report = Report(load(WORLDS, [f"pretrain={model}"]))
+    end = load_tokenizer(str(model)).eos_token_id
+    rows = [
+        replace(build.sample(prompt, ids=ids, score=0.5), turns=(Turn(index=i, start=0, num_tokens=2),), **ended)
+        for i, ids in enumerate([(7, 8, end), (9, 10)])
+    ]
+    report.add(HeldOut("", [prompt], SetSampling(sampling=SamplingParams(max_new_tokens=9))), [(prompt, rows)])
+    first, second = report.evaluation({}).samples
+    assert first["prompt"] and first["response"] != second["response"], "the task of a world has no text of its own"
+    assert first["response"].endswith("<|end|>"), "marks tell turns apart"
+    assert [record["turns"][0]["index"] for record in (first, second)] == [0, 1]
+    assert (first["trajectory"], first["outcome"], first["score"]) == ("v.1/0", "failed", 0.5)
+
+
+def test_what_an_agentic_config_cannot_measure_is_said_before_anything_starts(model, tmp_path, capsys):
+    def said(target, *more):
+        code = main(["eval", str(target), "--config", str(WORLDS), "--output", str(tmp_path / "results"), *more])
+        assert code == 2 and not (tmp_path / "results").exists()
+        return capsys.readouterr().err
+
+    assert "an address is asked for chats, and worlds need the tokens of a model; name a" in said("http://localhost:1")
+    assert "custom_envs.FrozenLake.env_config" in said(model, "custom_envs.FrozenLake.env_config={sice: 4}")
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,7 @@ def train(name: str, folder: Path, python: str, model: Path, steps: int) -> dict
     found = compare(folder)
     assert found["steps"] == steps, f"{found['steps']} steps"
     last = list(lines(folder / "run" / "metrics.jsonl"))[-1]
-    for kind in ("branches", "outcomes"):
-        start = f"agent/{kind}/"
+    for kind, start in (("branches", "agent/branches/"), ("outcomes", "agent/run/outcomes/")):
         found[kind] = {key.removeprefix(start): value for key, value in last.items() if key.startswith(start) and value}
     return found
 

@@ -280,6 +280,8 @@ def world_keys(config: PipelineConfig) -> Findings:
         return
     used = {*config.train_env_manager.tags, *config.val_env_manager.tags}
     for tag, env in config.custom_envs.items():
+        if tag == "run":
+            yield "C125", "custom_envs.run", "agent/run/ are the metrics of the whole run; choose another tag"
         if tag not in used:
             message = "the tags of neither train_env_manager nor val_env_manager name it; name it, or set it to null"
             yield "C125", f"custom_envs.{tag}", message

@@ -12,15 +12,18 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from roll_async.agents.counts import AgentCounts
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
 from roll_async.agents.limited_turns import TrajectoryEnded
 from roll_async.agents.messages import Message, TurnRequest
 from roll_async.agents.play import PlayOptions
+from roll_async.agents.protocol import Ending
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tasks import Tasks, task_of
 from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, open_tools
+from roll_async.agents.trace_tree import TraceTree
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
@@ -176,11 +179,13 @@ def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(to
         for outcome in outcomes:
             if outcome.fate is GroupFate.FAILED:
                 assert "trajectories ended with trust" in outcome.reason and outcome.group is None
-        metrics = groups.counts().metrics
-        assert metrics["agent/outcomes/infra_error"] > 0 and metrics["agent/outcomes/grader_error"] > 0
-        assert metrics["agent/retries"] > 0 and metrics["agent/lost_world_processes"] > 0
-        shares = [value for key, value in metrics.items() if key.startswith("agent/outcomes/")]
-        assert sum(shares) == pytest.approx(1)
+        counts = groups.counts()
+        ended = {k.removeprefix("agent/outcomes/"): v for k, v in counts.ratios.items() if k.startswith("agent/out")}
+        assert ended["infra_error"][0] > 0 and ended["grader_error"][0] > 0
+        assert counts.metrics["agent/retries"] > 0 and counts.metrics["agent/lost_world_processes"] > 0
+        attempts = counts.metrics["agent/attempts"]
+        assert sum(part for part, _ in ended.values()) == attempts
+        assert {whole for _, whole in ended.values()} == {attempts}
 
     # 12 trajectories that all find a grader: 1 in 4,000; 36 steps or more without hang and crash: rarer.
     values = {"hang_share": 0.05, "crash_share": 0.15, "ungraded_share": 0.5}
@@ -269,11 +274,21 @@ def test_an_agent_that_the_end_of_a_run_stops_is_no_agent_that_failed_and_is_not
     async def work(groups, tasks, manager):
         outcome = await groups.run_group(tasks.at(0), group_id=5)
         assert outcome.fate is GroupFate.REQUEUED and manager.asked <= 6, "two turns of three agents, none again"
-        counts = groups.counts().metrics
-        assert (counts["agent/outcomes/cancelled"], counts["agent/outcomes/agent_error"]) == (1.0, 0.0)
+        counts = groups.counts().ratios
+        assert counts["agent/outcomes/cancelled"] == (3.0, 3.0) and counts["agent/outcomes/agent_error"] == (0.0, 3.0)
 
     manager = Stopping(tokenizer, lambda request: "the")
     run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent", manager=manager)
+
+
+def test_attempts_are_counted_by_tag_where_there_are_several():
+    counts = AgentCounts()
+    counts.ended("A", Ending(outcome=Outcome.SOLVED), TraceTree())
+    assert counts.ratios()["agent/outcomes/solved"] == (1, 1) and "agent/A/outcomes/solved" not in counts.ratios()
+    for outcome in (Outcome.FAILED, Outcome.SOLVED, Outcome.FAILED):
+        counts.ended("B", Ending(outcome=outcome), TraceTree())
+    found = counts.ratios()
+    assert [found[f"agent/{tag}outcomes/solved"] for tag in ("", "A/", "B/")] == [(2, 4), (1, 1), (1, 3)]
 
 
 def test_a_weight_push_that_discards_costs_a_turn_and_not_a_trajectory(tokenizer):

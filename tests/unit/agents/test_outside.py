@@ -34,6 +34,7 @@ from roll_async.envs.pool import WorldPool
 from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
 from roll_async.observe.outside import OutsideError, asked, border, number, text_of
+from roll_async.pipelines.metrics import ratio_metrics
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.requests import Interrupted
 from roll_async.rollout.rollouter import Rollouter
@@ -360,7 +361,8 @@ def played(tokenizer, drawn, texts, tell):
                     await queue.take_batch(step, 1)
                     await queue.step_trained(step)
                     queue.weights_held(step)
-        stats, metrics = queue.stats(), groups.counts().metrics
+        stats, counts = queue.stats(), groups.counts()
+        metrics = {**counts.metrics, **ratio_metrics(counts.ratios, {})}
         await pool.close()
         return rollouter.fates, stats, metrics
 

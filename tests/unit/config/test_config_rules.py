@@ -124,6 +124,7 @@ AGENTIC_CASES = [
     ("C125", {"val_env_manager": {"group_size_redundancy": 1}}, "val_env_manager.group_size_redundancy: 1 would leave out the slowest trajectories, and a validation counts them all; set it to 0"),
     ("C125", {"custom_envs.FrozenLake.history_length": 2}, "custom_envs.FrozenLake.history_length: 2 is for manager: step; with traj all turns are shown, set it to 0"),
     ("C125", {"custom_envs.B": {"env_type": "sokoban"}, **{f"{m}_env_manager": {"tags": ["FrozenLake"]} for m in ("train", "val")}}, "custom_envs.B: the tags of neither train_env_manager nor val_env_manager name it; name it, or set it to null"),
+    ("C125", {"custom_envs.run": {"env_type": "sokoban"}}, "custom_envs.run: agent/run/ are the metrics of the whole run; choose another tag"),
     ("C125", {"custom_envs.FrozenLake.agent_template": "{observation} {turns}"}, f"custom_envs.FrozenLake.agent_template: unknown placeholder {{turns}}; known are: {KNOWN}"),
     ("C125", {"custom_envs.FrozenLake.agent_template": "{}"}, f"custom_envs.FrozenLake.agent_template: unknown placeholder {{}}; known are: {KNOWN}"),
     ("C125", {"custom_envs.FrozenLake.agent_template": "{observation"}, "custom_envs.FrozenLake.agent_template: cannot be filled: expected '}' before end of string; a literal brace is written twice"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from array import array
 from dataclasses import replace
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -63,10 +64,23 @@ def test_a_line_of_a_trajectory_says_how_it_ended_and_what_each_turn_was_given(b
     group = build.group(scores=(1.0,))
     turns = (Turn(index=3, start=0, num_tokens=1, reward=0.25, state=7), Turn(index=4, start=1, num_tokens=1))
     row = replace(group.samples[0], trajectory="4.0/0", outcome=Outcome.TRUNCATED_TURNS, turns=turns)
-    (line,) = sample_rows([replace(group, samples=(row,))])
+    (line,) = sample_rows([replace(group, samples=(row,))], [array("f", [0.5, -1.5])])
     assert (line["trajectory"], line["outcome"]) == ("4.0/0", "truncated_turns")
-    assert line["turns"][0] == {"index": 3, "start": 0, "num_tokens": 1, "reward": 0.25, "state": 7}
+    assert line["turns"][0] == {
+        "index": 3, "start": 0, "num_tokens": 1, "reward": 0.25, "state": 7, "advantage": 0.5,
+    }  # fmt: skip
+    assert (line["advantage"], line["turns"][1]["advantage"]) == (-0.5, -1.5)
     assert [turn["index"] for turn in json.loads(json.dumps(line))["turns"]] == [3, 4]
+
+
+def test_the_advantage_of_a_line_is_the_mean_over_its_sampled_tokens(build):
+    group = build.group(scores=(1.0, 0.0, 0.5))
+    called = build.sample(group.prompt, ids=(7, 8, 9), loss_mask=bytes((1, 0, 1)))
+    silent = build.sample(group.prompt, ids=(7,), loss_mask=bytes(1))
+    group = replace(group, samples=(called, silent))
+    lines = sample_rows([group], [array("f", [1.0, 9.0, 2.0]), array("f", [9.0])])
+    assert [line["advantage"] for line in lines] == [1.5, None]
+    assert [line["advantage"] for line in sample_rows([group])] == [None, None], "nothing was trained"
 
 
 def test_a_dump_that_cannot_be_written_is_not_silent(tmp_path, build):

@@ -94,7 +94,7 @@ class Run:
         self.build, self.replica_class, self.ids_of = build, replica_class, ids_of
         self.scored = []
         self.learned, self.saved, self.published, self.events = [], [], [], []
-        self.positions, self.validations_begun = {}, []
+        self.positions, self.validations_begun, self.dumped = {}, [], []
         self.size, self.version, self.learn_s, self.save_s, self.restart_s = 10**9, 0, 8.0, 0.0, 3.0
         self.collation_s = self.roles_s = self.push_s = self.validation_s = self.answer_s = 0.0
         self.push_bytes = 0
@@ -142,6 +142,7 @@ class Run:
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
             observer=self, validate=None if self.side.validate is None else SlowValidation(self, self.side.validate),
+            dump=lambda *step: self.dumped.append(step),
         )  # fmt: skip
         first = 1 if position is None else position["step"] + 1
         plan = {"first_step": first, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
@@ -195,6 +196,7 @@ class Run:
         return StepReport(
             metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=self.collation_s, roles_s=self.roles_s,
             num_samples=2 * len(groups), num_tokens=40,
+            advantages=tuple(array("f", [2 * group.group_id + i]) for group in groups for i in range(2)),
         )  # fmt: skip
 
     async def score(self, rows):

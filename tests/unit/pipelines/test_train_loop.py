@@ -2,13 +2,14 @@
 
 import asyncio
 import re
+from array import array
 from pathlib import Path
 
 import pytest
 
 from roll_async.observe.recorder import REQUIRED_KEYS
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
-from roll_async.pipelines.metrics import merged_reports
+from roll_async.pipelines.metrics import merged_reports, ratio_metrics
 from roll_async.pipelines.protocol import RunEnd, TrainerState
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryOptions
@@ -288,7 +289,7 @@ def test_the_parts_of_a_step_are_merged_by_samples():
     def report(samples, **metrics):
         return StepReport(
             metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, roles_s=0.25, turn_s=0.125,
-            num_samples=samples, num_tokens=10,
+            num_samples=samples, num_tokens=10, advantages=(array("f", [samples]),) * samples,
         )  # fmt: skip
 
     peak = "memory/trainer_peak_bytes"
@@ -297,6 +298,27 @@ def test_the_parts_of_a_step_are_merged_by_samples():
     assert dict(merged.metrics) == {"a": 1.0, "x_max": 5.0, "x_min": 1.0, "b": 7.0, peak: 9.0}
     assert (merged.train_s, merged.logprobs_s, merged.num_samples, merged.num_tokens) == (4.0, 2.0, 4, 20)
     assert (merged.collation_s, merged.roles_s, merged.turn_s) == (1.0, 0.5, 0.25)
+    assert [row.tolist() for row in merged.advantages] == [[1.0], [3.0], [3.0], [3.0]]
+
+
+def test_a_ratio_of_counters_is_published_of_the_step_and_of_the_run_and_not_over_nothing():
+    before = {"agent/outcomes/solved": (1.0, 4.0), "agent/turns_mean": (8.0, 4.0)}
+    now = {"agent/outcomes/solved": (4.0, 8.0), "agent/turns_mean": (8.0, 4.0), "agent/b/turns_mean": (3.0, 2.0)}
+    assert ratio_metrics(now, before) == {
+        "agent/outcomes/solved": 0.75, "agent/run/outcomes/solved": 0.5, "agent/run/turns_mean": 2.0,
+        "agent/b/turns_mean": 1.5, "agent/run/b/turns_mean": 1.5,
+    }  # fmt: skip
+    assert ratio_metrics({"agent/turns_mean": (0.0, 0.0)}, {}) == {}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_row_of_a_step_is_dumped_with_its_own_advantages(run, a_run, parts):
+    done = a_run(steps=2, parts=parts)
+    run(done.go())
+    assert [step for step, _, _ in done.dumped] == [1, 2]
+    for _, groups, advantages in done.dumped:
+        own = [[2.0 * group.group_id + i] for group in groups for i in range(2)]
+        assert len(own) == 8 and [row.tolist() for row in advantages] == own
 
 
 @pytest.mark.parametrize("every", [2, 3])

@@ -3,6 +3,7 @@ trained that was not sampled, and no failure of a world is a reward.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -50,7 +51,20 @@ def test_trajectories_cross_weight_pushes_and_stay_what_was_sampled(played, inte
 def test_worlds_that_hang_crash_or_are_not_judged_cost_time_and_are_no_reward(blocking):
     faulty = replace(PLAYED, hang_share=0.1, crash_share=0.1, ungraded_share=0.1, timeout_s=5.0, blocking=blocking)
     outcome = check(a_world(played=faulty))
-    assert outcome.steps[-1]["agent/outcomes/infra_error"] > 0 and outcome.steps[-1]["agent/retries"] > 0
+    assert outcome.steps[-1]["agent/run/outcomes/infra_error"] > 0 and outcome.steps[-1]["agent/retries"] > 0
+
+
+def test_the_shares_of_a_record_are_those_of_its_step_and_the_run_has_its_own():
+    """Weighed with the attempts of each step, the shares of the steps are those of the run."""
+    steps = check(a_world(played=replace(PLAYED, crash_share=0.2), steps=5)).steps
+    since = [0.0, *(step["agent/attempts"] for step in steps)]
+    attempts = [until - before for before, until in pairwise(since)]
+    assert min(attempts) > 0, "each step has some"
+    for name in ("outcomes/infra_error", "outcomes/solved", "turns_mean"):
+        shares = [step[f"agent/{name}"] for step in steps]
+        whole = sum(share * count for share, count in zip(shares, attempts, strict=True)) / steps[-1]["agent/attempts"]
+        assert steps[-1][f"agent/run/{name}"] == pytest.approx(whole) and len(set(shares)) > 1
+    assert steps[0]["agent/run/outcomes/solved"] == steps[0]["agent/outcomes/solved"]
 
 
 def test_tools_and_deaths_of_engines_change_no_token():
@@ -70,6 +84,23 @@ def test_a_validation_does_not_wait_for_worlds_that_wait_for_it():
     plan = replace(calm.plan, eval_every=1)
     outcome = check(replace(calm, plan=plan, validation_prompts=2))
     assert all(step["validation/samples"] == 2 for step in outcome.steps)
+
+
+def test_worlds_of_a_validation_on_replicas_of_its_own_hold_up_no_step():
+    """Training takes as long as without it, each result is of one version, and its attempts are not training's."""
+    plain = a_world(steps=6, played=replace(PLAYED, max_concurrent=2))
+    plan = replace(plain.plan, validation_mode="replicas", eval_every=1)
+    apart = replace(
+        plain, plan=plan, validation_prompts=3, validation_mode="replicas", validation_engines=(EngineFaults(),)
+    )
+    alone, beside = check(plain).steps, check(apart).steps
+    keys = ("time/step_s", "agent/attempts", "agent/run/outcomes/solved")
+    for key in keys:
+        assert [step[key] for step in beside[:-1]] == [step[key] for step in alone[:-1]], key
+    results = [step for step in beside if "validation/version" in step]
+    # The result of step 5 comes with that of step 6, and a record holds one.
+    assert [step["validation/version"] for step in results] == [1, 2, 3, 4, 6] and not beside[-1]["validation/skipped"]
+    assert all(step["validation/samples"] == 3 and step["validation/other_version"] == 0 for step in results)
 
 
 def test_what_the_end_of_a_run_aborts_is_not_quarantined():

@@ -188,6 +188,17 @@ def test_the_better_answer_of_a_group_is_pushed_up_and_the_other_down(build):
     assert torch.allclose(per_row[0], -per_row[1]) and per_row[2].abs().max() == per_row[3].abs().max() == 0
 
 
+def test_a_step_reports_the_advantages_that_it_trained_with_row_by_row(build):
+    prompt = build.prompt(ids=(5, 6))
+    called = build.sample(prompt, (7, 8, 9), ((0, 3),), 1.0, loss_mask=bytes((1, 0, 1)))
+    trial = Trial(advantage_clip=0.25)
+    rows = trial.step([build.group(0, prompt=prompt, samples=(called, build.sample(prompt, (7,), ((0, 1),), 0.0)))])
+    found = [found.tolist() for found in trial.report.advantages]
+    assert [len(row) for row in found] == [3, 1], "one for each token of a response"
+    assert found == [rows.advantages[0, 2:5].tolist(), rows.advantages[1, 2:3].tolist()]
+    assert (found[0][0], found[0][2], found[1][0]) == (0.25, 0.25, -0.25), "as the loss gets them"
+
+
 def test_the_actor_replays_the_engines_experts_and_the_reference_does_not(build):
     prompt = build.prompt(ids=(5, 6))
     record = ExpertRecord(ids=array("B", [0, 1, 1, 2]), num_layers=1, top_k=2)
