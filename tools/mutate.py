@@ -1,5 +1,4 @@
-"""One-line faults in the asynchronous core, the agents and the algorithms, one by one, against the tests that should see
-them.
+"""One-line faults in the asynchronous core, agents and algorithms, one by one, against the tests that should see them.
 
     python tools/mutate.py --list                                  # the catalogue
     python tools/mutate.py --sample 100 --seed 1 --log mutants.jsonl [--part 1/4]
@@ -10,11 +9,11 @@ The catalogue has two halves: the faults with a name (`named_mutants.py`), all o
 source, one per line and kind, of which `--sample` are drawn: a comparison turned round, `and` for `or`, a `not` left
 out, plus for minus, a call or a count left out, a value not returned.
 
-Each is written into a copy of the package whose tests are green without one, and the tests of its file run against it, the nearest first, up to the first
-that fails; then those marked `slow`, and, where the simulator runs the file, some of its worlds. `--quick` leaves the
-last two out, so what survives must be run again without it. A test process is forked from one that has imported the libraries but
-nothing of the package. What takes more processor time than its limit, or hangs, counts as seen. One JSON line per
-fault; exit code 1 when one survives that is not in EQUIVALENT.
+Each is written into a copy of the package whose tests are green without one, and the tests of its file run against it,
+the nearest first, up to the first that fails; then those marked `slow`, and, where the simulator runs the file, some
+of its worlds. `--quick` leaves the last two out, so what survives must be run again without it. A test process is
+forked from one that has imported the libraries but nothing of the package. What takes more processor time than its
+limit, or hangs, counts as seen. One JSON line per fault; exit code 1 when one survives that is not in EQUIVALENT.
 """
 
 from __future__ import annotations
@@ -74,7 +73,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "agents/book.py": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/launch/test_agent_parts.py"),
     "agents/beside.py": (f"{UNIT}/agents/test_session.py", f"{UNIT}/agents/test_gateway.py", f"{UNIT}/agents"),
     **{
-        f"agents/{name}.py": (f"{UNIT}/agents/test_session.py", f"{UNIT}/agents", f"{UNIT}/simulator/test_agent_worlds.py")
+        f"agents/{name}.py": (
+            f"{UNIT}/agents/test_session.py",
+            f"{UNIT}/agents",
+            f"{UNIT}/simulator/test_agent_worlds.py",
+        )
         for name in ("session", "trace_tree", "rendering", "messages", "limited_turns", "policies")
     },
     "agents/": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/agents", f"{UNIT}/simulator/test_agent_worlds.py"),
@@ -332,7 +335,9 @@ def main() -> int:
         print(table(options.table))
         return 0
     part, parts = map(int, options.part.split("/"))
-    chosen = [m for m in catalogue(options.sample, options.seed, options.files) if options.only in m.name][part - 1 :: parts]
+    chosen = [m for m in catalogue(options.sample, options.seed, options.files) if options.only in m.name][
+        part - 1 :: parts
+    ]
     if options.list:
         print("\n".join(mutant.name for mutant in chosen))
         return 0

@@ -354,6 +354,24 @@ def test_turns_are_limited_and_the_state_at_the_end_is_graded(tokenizer):
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", max_turns=2)
 
 
+@pytest.mark.parametrize("env_type", ["faulty_worlds.Quick", "faulty_worlds.Clocked", "faulty_worlds.StubbornAgent"])
+@pytest.mark.parametrize(("said", "is_solved"), [("the", True), ("ab", False)])
+def test_what_is_solved_with_its_last_turn_is_solved_and_not_truncated(tokenizer, env_type, said, is_solved):
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        missed = Outcome.FAILED if env_type == "faulty_worlds.Quick" else Outcome.TRUNCATED_TURNS
+        assert {s.outcome for s in group.samples} == {Outcome.SOLVED if is_solved else missed}
+        assert (
+            {s.reward.score for s in group.samples}
+            == {float(is_solved)}
+            == {s.reward.metrics["acc"] for s in group.samples}
+        )
+
+    agent = env_type.endswith("Agent")
+    values = {} if agent else {"turns": 3}
+    run_groups(tokenizer, work, env_type=env_type, values=values, say=lambda r: said, max_turns=2 if agent else 3)
+
+
 def test_tools_of_one_turn_run_together_and_malformed_calls_are_told(tokenizer):
     calls = [
         '<tool_call>{"name": "calculator", "arguments": {"expression": "12*12"}}</tool_call>'
@@ -592,3 +610,19 @@ def test_a_session_ends_with_its_trajectory_also_for_an_agent_that_keeps_its_key
         assert len(kept) == 3 and manager.asked == asked
 
     run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent")
+
+
+def test_a_request_that_an_agent_leaves_under_way_ends_with_its_trajectory(tokenizer):
+    class Slow(Manager):
+        async def generate(self, request, *, conversation, foreground):
+            self._delay_s = 0.5 if self.sampled.values() and conversation in self.sampled.values() else 0.0
+            return await super().generate(request, conversation=conversation, foreground=foreground)
+
+    async def work(groups, tasks, manager):
+        await groups.run_group(tasks.at(0), group_id=0)
+        assert (manager.asked, len(manager.sampled)) == (6, 3)
+        await asyncio.sleep(0.6)
+        assert len(manager.sampled) == 3, "nothing is sampled for a trajectory that is over"
+
+    manager = Slow(tokenizer, lambda request: "the")
+    run_groups(tokenizer, work, env_type="faulty_worlds.LeavingAgent", manager=manager)

@@ -1,7 +1,10 @@
 """What is trained is what was sampled, however the agent repeats its history."""
 
 import asyncio
+import itertools
+from array import array
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +12,7 @@ from roll_async.agents.limited_turns import BadRequest, LimitedTurns, Trajectory
 from roll_async.agents.messages import Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.trace_tree import TraceTree
 from roll_async.rollout.tools import ToolCall
-from roll_async.schema import Completion, Outcome, SamplingParams
+from roll_async.schema import Completion, Outcome, Reward, SamplingParams
 
 TOOL = {
     "type": "function",
@@ -208,11 +211,20 @@ def test_a_chat_that_the_template_refuses_is_no_turn(sessions, request_of):
     assert session.num_turns == 0
 
 
-def test_misaligned_log_probs_are_refused():
-    from array import array
-    from dataclasses import replace
+@pytest.mark.parametrize("branches", itertools.permutations([((1,), (2,)), ((1, 2, 3),), ((1,), (2, 9)), ((1, 2),)]))
+def test_a_text_begins_at_the_deepest_node_whose_tokens_it_begins_with_whatever_their_order(branches):
+    tree = TraceTree()
+    for branch in branches:
+        node = None
+        for tokens in branch:
+            node = tree.add_request(node, array("i", tokens), role="user", started_s=0)
+    node, covered = tree.deepest_prefix(array("i", [1, 2, 3, 4]))
+    assert covered == 3 and tree.token_ids(node) == array("i", [1, 2, 3])
+    assert tree.deepest_prefix(array("i", [2])) == (None, 0)
 
-    good = Completion(
+
+def two_tokens():
+    return Completion(
         request_id="r",
         token_ids=array("i", [1, 2]),
         logprobs=array("f", [-1, -1]),
@@ -220,6 +232,19 @@ def test_misaligned_log_probs_are_refused():
         finish_reason="stop",
         generation_s=0,
     )
+
+
+def test_what_a_world_gives_for_the_calls_of_one_turn_is_added_and_its_state_stays():
+    tree = TraceTree()
+    turn = tree.add_turn(None, two_tokens(), started_s=0)
+    tree.judge(turn, reward=0.5, state=7)
+    tree.judge(turn, reward=0.25)
+    (row,) = tree.rows("t", reward=Reward(score=0.75), outcome=Outcome.SOLVED)
+    assert [(t.reward, t.state) for t in row.turns] == [(0.75, 7)]
+
+
+def test_misaligned_log_probs_are_refused():
+    good = two_tokens()
     tree = TraceTree()
     tree.add_turn(None, good, started_s=0)
     object.__setattr__(good, "logprobs", array("f", [-1]))
