@@ -161,6 +161,13 @@ class HangingAgent(TwoTurnAgent):
         await asyncio.Event().wait()
 
 
+class DeafAgent:
+    """Waits from the beginning for something that never comes."""
+
+    async def run(self, task, endpoint):
+        await asyncio.Event().wait()
+
+
 class ImpatientAgent(TwoTurnAgent):
     """A client of its own gives up."""
 

@@ -198,13 +198,14 @@ def test_a_reward_that_is_no_finite_number_is_a_failure_of_the_grader(tokenizer,
 
 
 @pytest.mark.slow
-def test_an_agent_that_hangs_is_no_failure_of_the_policy(tokenizer):
+@pytest.mark.parametrize("agent", ["HangingAgent", "DeafAgent"])
+def test_an_agent_that_hangs_is_no_failure_of_the_policy(tokenizer, agent):
     async def work(groups, tasks, manager):
         outcome = await groups.run_group(tasks.at(0), group_id=0)
         assert outcome.fate is GroupFate.FAILED
         assert "infra_error: the agent asked the policy nothing for 0.3 s (fault.env_timeout)" in outcome.reason
 
-    run_groups(tokenizer, work, env_type="faulty_worlds.HangingAgent", retries=1, silence_s=0.3)
+    run_groups(tokenizer, work, env_type=f"faulty_worlds.{agent}", retries=1, silence_s=0.3)
 
 
 def test_a_time_out_of_the_agents_own_is_no_limit_of_ours_and_gives_no_reward(tokenizer):
@@ -352,6 +353,35 @@ def test_turns_are_limited_and_the_state_at_the_end_is_graded(tokenizer):
         assert {s.reward.score for s in group.samples} == {0.0} and {len(s.turns) for s in group.samples} == {2}
 
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", max_turns=2)
+
+
+def test_the_story_of_a_trajectory_is_all_that_was_said_in_its_order(tokenizer):
+    def story_of(**options):
+        told = []
+
+        async def work(groups, tasks, manager):
+            tell = lambda name, task, ending, rows: told.append(ending.story)  # noqa: E731
+            groups._parts = replace(groups._parts, tell=tell)
+            await groups.run_group(tasks.at(0), group_id=0)
+
+        run_groups(tokenizer, work, **options)
+        return told[0]
+
+    (_, seed), *rest = story_of(env_type="faulty_worlds.Quick", say=lambda request: "the")
+    said = ("assistant", "the")
+    assert seed.startswith("seed ") and rest == [
+        said,
+        ("user", "2 left"),
+        said,
+        ("user", "1 left"),
+        said,
+        ("user", "0 left"),
+    ]
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "12*12"}}</tool_call>'
+    say = lambda request: "done" if "144" in tokenizer.decode(request.prompt_token_ids) else call  # noqa: E731
+    story = story_of(env_type="math", say=say, tools=(ToolSpec(tool_id="calculator", values={}),))
+    assert [role for role, _ in story if role != "system"] == ["user", "assistant", "tool", "assistant", "user"]
+    assert ("assistant", call) in story and ("tool", "144") in story
 
 
 @pytest.mark.parametrize("env_type", ["faulty_worlds.Quick", "faulty_worlds.Clocked", "faulty_worlds.StubbornAgent"])

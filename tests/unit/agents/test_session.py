@@ -10,6 +10,7 @@ import pytest
 
 from roll_async.agents.limited_turns import BadRequest, LimitedTurns, TrajectoryEnded
 from roll_async.agents.messages import Message, TurnReply, TurnRequest, parse_calls
+from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.trace_tree import TraceTree
 from roll_async.rollout.tools import ToolCall
 from roll_async.schema import Completion, Outcome, Reward, SamplingParams
@@ -397,6 +398,35 @@ def test_remembered_replies_are_bounded_in_number_and_in_size(request_of):
     assert asked(["ab"] * 65, 0) == 66, "not the one before them"
     assert asked(["a" * (3 << 20)] * 2, 1) == 2, "the newest, whatever its size"
     assert asked(["a" * (3 << 20)] * 2, 0) == 3
+
+
+def test_a_turn_that_fails_or_has_no_key_is_not_remembered_and_its_end_is_told(sessions, request_of):
+    session, policy, _ = sessions([RuntimeError("no replica"), "ab", "the"])
+    told = []
+    session.on_activity = told.append
+
+    async def work():
+        with pytest.raises(RuntimeError):
+            await session.turn(request_of(("user", "x")), "key")
+        await session.turn(request_of(("user", "x")))
+        assert told == [True, False] * 2 and not session._replies
+        await session.turn(request_of(("user", "x")), "key")
+        assert list(session._replies) == ["key"] and len(policy.requests) == 3
+
+    asyncio.run(work())
+
+
+def test_what_a_tokenizer_does_not_know_ends_no_turn(sessions):
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    from tokenizers import models
+
+    _, _, tokenizer = sessions([])
+    eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert TemplateRenderer(tokenizer).end_ids == {eos, end}
+    words = tokenizers.Tokenizer(models.WordLevel({"?": 0, "</s>": 1}, unk_token="?"))
+    other = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="</s>")
+    other.chat_template = "{{ messages[0].content }}"
+    assert other.convert_tokens_to_ids("<|im_end|>") == 0 and TemplateRenderer(other).end_ids == {1}
 
 
 def test_an_engine_that_refuses_a_request_says_so_to_its_client(sessions, request_of):
