@@ -199,6 +199,23 @@ def test_arguments_that_are_no_object_stay_the_text_that_they_were(arguments):
     assert message.tool_calls[0].arguments == {"text": arguments}
 
 
+def test_calls_that_responses_sends_one_by_one_are_those_of_one_message():
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1}'}
+    output = {"type": "function_call_output", "call_id": "1", "output": "2"}
+    user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "well"}
+    thought = {"type": "reasoning", "summary": []}
+
+    def read_as(*items):
+        turn = asked("responses", input=list(items)).turn
+        return [(m.role, m.content, [c.name for c in m.tool_calls], m.call_id) for m in turn.messages]
+
+    first, last = ("user", "x", [], ""), ("tool", "2", [], "1")
+    assert read_as(user, thought, call, output) == [first, ("assistant", "", ["add"], ""), last]
+    assert read_as(user, call, call, output) == [first, ("assistant", "", ["add"] * 2, ""), last]
+    assert read_as(user, said, call, output) == [first, ("assistant", "well", ["add"], ""), last]
+    assert read_as(call) == [("assistant", "", ["add"], "")]
+
+
 def test_the_digest_is_of_the_whole_body():
     long = "x" * 50_000
     first, second = (asked("chat", messages=[{"role": "user", "content": long + end}]).digest for end in "ab")

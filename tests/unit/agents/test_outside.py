@@ -1,4 +1,4 @@
-"""Nothing that is said ends a run: what worlds, tools, agents, tasks, rewards, callbacks give is drawn, of every type."""
+"""Nothing that is said ends a run: what worlds, tools, agents, tasks, rewards and callbacks say is drawn, of any type."""
 
 import asyncio
 import decimal

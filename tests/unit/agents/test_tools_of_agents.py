@@ -4,9 +4,11 @@ import asyncio
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from roll_async.agents.tools.mcp import McpTools
 from roll_async.agents.tools.python import Python, PythonOptions
 from roll_async.agents.tools.search import Search, SearchOptions
 from roll_async.rewards.sandbox.confine import missing
@@ -76,5 +78,25 @@ def test_a_program_of_the_policy_says_what_it_prints_and_what_went_wrong():
                 await tool.call("python", {"code": 1})
         finally:
             await tool.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("field", ["is_error", "isError"])
+def test_a_tool_of_an_mcp_server_says_its_texts_and_its_error_is_raised(field):
+    class Session:
+        async def call_tool(self, name, arguments):
+            content = [SimpleNamespace(type="text", text=text) for text in arguments["says"]]
+            content.append(SimpleNamespace(type="image"))
+            return SimpleNamespace(content=content, **{field: name == "fails"})
+
+    async def work():
+        tool = McpTools(None)
+        tool._session = Session()
+        assert await tool.call("speaks", {"says": ["a", "b"]}) == "a\nb"
+        with pytest.raises(RuntimeError, match="^no such row$"):
+            await tool.call("fails", {"says": ["no such row"]})
+        with pytest.raises(RuntimeError, match="^the tool failed$"):
+            await tool.call("fails", {"says": []})
 
     asyncio.run(work())
