@@ -107,6 +107,9 @@ _SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "
               "agents/play.py", "agents/session.py", "agents/limited_turns.py", "agents/trace_tree.py")  # fmt: skip
 """What worlds of the simulator run."""
 EQUIVALENT: dict[str, str] = {
+    "algorithms/policy_losses.py: turned: tau = torch.where(terms.advantages > 0, positive, torch.full_like(ratio,"
+    " options.tau_negative))": "where the advantage is 0 so are the loss and its gradient, whatever tau is",
+    "agents/beside.py: left out: process.stdout.close()": "the pipe is closed with the object, whose process has ended",
     "rollout/chat_scheduler.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
     " same groups to a tally that nobody reads any more",
 }

@@ -1,4 +1,4 @@
-"""Nothing that is said ends a run: what worlds, tools, agents, tasks, rewards and callbacks say is drawn, of any type."""
+"""Nothing that is said ends a run: what worlds, tools, agents, tasks, rewards and hooks give is drawn, of any type."""
 
 import asyncio
 import decimal
