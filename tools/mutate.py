@@ -109,6 +109,8 @@ _SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "
 EQUIVALENT: dict[str, str] = {
     "algorithms/policy_losses.py: turned: tau = torch.where(terms.advantages > 0, positive, torch.full_like(ratio,"
     " options.tau_negative))": "where the advantage is 0 so are the loss and its gradient, whatever tau is",
+    'agents/gateway/server.py: turned: return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <='
+    " _INLINE_VALUES": "a body of exactly that size is the same request, read here or in another process",
     "agents/beside.py: left out: process.stdout.close()": "the pipe is closed with the object, whose process has ended",
     "rollout/chat_scheduler.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
     " same groups to a tally that nobody reads any more",
