@@ -12,15 +12,18 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from roll_async.agents.counts import AgentCounts
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
 from roll_async.agents.limited_turns import TrajectoryEnded
 from roll_async.agents.messages import Message, TurnRequest
 from roll_async.agents.play import PlayOptions
+from roll_async.agents.protocol import Ending
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tasks import Tasks, task_of
 from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, open_tools
+from roll_async.agents.trace_tree import TraceTree
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
@@ -604,6 +607,19 @@ def test_rollout_alone_goes_on_without_a_group_whose_attempts_are_used_up(tokeni
         assert "a group gave no trajectories: 0 of 3 trajectories ended with trust" in caplog.text
 
     run_groups(tokenizer, work, env_type="faulty_worlds.BrokenAgent", retries=0, trains=False)
+
+
+def test_outcomes_are_counted_by_tag_where_there_are_several():
+    counts, tree = AgentCounts(), TraceTree()
+    counts.ended("A", Ending(outcome=Outcome.SOLVED), tree)
+    counts.ended("A", Ending(outcome=Outcome.FAILED), tree)
+    alone = counts.metrics()
+    assert alone["agent/outcomes/solved"] == 0.5 and not any(name.startswith("agent/A/") for name in alone)
+    counts.ended("B", Ending(outcome=Outcome.SOLVED), tree)
+    counts.ended("B", Ending(outcome=Outcome.SOLVED), tree)
+    both = counts.metrics()
+    shares = [both[f"agent/{tag}outcomes/solved"] for tag in ("", "A/", "B/")]
+    assert shares == [0.75, 0.5, 1.0] and both["agent/attempts"] == 4
 
 
 def test_tasks_follow_the_partition_and_the_seed():

@@ -416,6 +416,22 @@ def test_a_turn_that_fails_or_has_no_key_is_not_remembered_and_its_end_is_told(s
     asyncio.run(work())
 
 
+def test_a_caller_that_is_cancelled_is_cancelled_also_when_the_trajectory_is_over(sessions, request_of):
+    session, policy, _ = sessions(["ab"], delay_s=0.2)
+
+    async def work():
+        asked = asyncio.ensure_future(session.turn(request_of(("user", "x"))))
+        await asyncio.sleep(0.05)
+        session.stop(Outcome.CANCELLED, "over")
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.sleep(0.3)
+        assert len(policy.sampled) == 1 and len(session.tree.turns) == 1, "what runs goes on"
+
+    asyncio.run(work())
+
+
 def test_what_a_tokenizer_does_not_know_ends_no_turn(sessions):
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     from tokenizers import models
