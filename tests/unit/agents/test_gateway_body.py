@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_async.agents.gateway.body import DIALECTS, read
-from roll_async.agents.gateway.bounds import MAX_DEPTH, MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, MAX_VALUES
+from roll_async.agents.gateway.bounds import (
+    MAX_DEPTH,
+    MAX_MESSAGES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_VALUES,
+)
 from roll_async.agents.gateway.fields import Use, page
 from roll_async.agents.limited_turns import BadRequest
 
@@ -176,6 +183,14 @@ def test_faults_of_the_client_are_named(dialect, fields, said):
 def test_what_is_no_object_of_json_in_utf8_is_refused(raw):
     with pytest.raises(BadRequest, match="JSON|UTF-8"):
         read("chat", raw)
+
+
+def test_as_many_as_the_bounds_say_are_read():
+    tool = {"type": "function", "function": {"name": "f"}}
+    turn = asked("chat", messages=[USER] * MAX_MESSAGES, tools=[tool] * MAX_TOOLS).turn
+    assert (len(turn.messages), len(turn.tools)) == (MAX_MESSAGES, MAX_TOOLS)
+    stops = ["x" * MAX_STOP_CHARACTERS] * MAX_STOPS
+    assert asked("chat", stop=stops).turn.stop == tuple(stops)
 
 
 def test_depth_has_a_bound_in_the_body_and_in_the_arguments_of_its_calls():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll_async.agents.tools.mcp import McpTools
+from roll_async.agents.tools.mcp import McpTools, function_of
 from roll_async.agents.tools.python import Python, PythonOptions
 from roll_async.agents.tools.search import Search, SearchOptions
 from roll_async.rewards.sandbox.confine import missing
@@ -80,6 +80,14 @@ def test_a_program_of_the_policy_says_what_it_prints_and_what_went_wrong():
             await tool.close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("field", ["input_schema", "inputSchema"])
+def test_a_tool_of_an_mcp_server_is_offered_as_it_is_listed(field):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for listed, told in ((None, ""), ("Adds.", "Adds.")):
+        found = function_of(SimpleNamespace(name="add", description=listed, **{field: schema}))
+        assert found["function"] == {"name": "add", "description": told, "parameters": schema}
 
 
 @pytest.mark.parametrize("field", ["is_error", "isError"])
