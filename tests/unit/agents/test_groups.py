@@ -204,7 +204,8 @@ def test_a_reward_that_is_no_finite_number_is_a_failure_of_the_grader(tokenizer,
 @pytest.mark.parametrize("agent", ["HangingAgent", "DeafAgent"])
 def test_an_agent_that_hangs_is_no_failure_of_the_policy(tokenizer, agent):
     async def work(groups, tasks, manager):
-        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        async with asyncio.timeout(patient(30)):
+            outcome = await groups.run_group(tasks.at(0), group_id=0)
         assert outcome.fate is GroupFate.FAILED
         assert "infra_error: the agent asked the policy nothing for 0.3 s (fault.env_timeout)" in outcome.reason
 
