@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -501,6 +501,22 @@ def test_the_run_goes_on_whatever_is_said_and_every_prompt_comes_to_one_end(toke
 def test_the_run_goes_on_whatever_a_reward_says_and_every_prompt_comes_to_one_end(tokenizer, quiet, drawn):
     fates, stats = scored(tokenizer, drawn)
     check_ends(fates, stats, 2 * len(drawn))
+
+
+@pytest.mark.parametrize(
+    ("act", "status"),
+    [
+        (("raise", "ValueError"), "error"),
+        (("raise", "unspeakable"), "error"),
+        (("raise", "ungraded"), "error"),
+        (("give", {"score": 1.0, "reason": "\ud83d", "\ud83d": 2.0}), "ok"),
+        (("give", Judged(score=1.0, acc=1.0, reason=Odd("bytes"), metrics={("a", 1): 2.0})), "ok"),
+        (("give", Judged(score=1.0, acc=1.0, reason=Odd("unspeakable"), metrics={})), "error"),
+    ],
+)
+def test_what_a_reward_says_can_be_written_everywhere(act, status):
+    reward = run_virtual(Scorer([act]).score(Rows(2).at(1), None))
+    assert reward.status.value == status and json.dumps(asdict(reward), ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
