@@ -325,10 +325,12 @@ class Scorer:
         if act[0] == "hang":
             await asyncio.sleep(30)
             return Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="no verdict")
-        answer = reward_worker._judge(
-            Judge(lambda text, truth, extra: doing(act)()), {"text": "", "ground_truth": "", "extra": {}}
-        )
-        return reward_pool._reward(json.loads(json.dumps(answer, allow_nan=False)))
+        judge, task = Judge(lambda text, truth, extra: doing(act)()), {"text": "", "ground_truth": "", "extra": {}}
+        try:
+            line = json.dumps(reward_worker._judge(judge, task), allow_nan=False)
+        except Exception as error:
+            raise Strange("its worker would have died") from error
+        return reward_pool._reward(json.loads(line))
 
 
 class Rows:
