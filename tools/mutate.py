@@ -1,17 +1,19 @@
-"""One-line faults in the asynchronous core, one by one, against the tests that should see them.
+"""One-line faults in the asynchronous core, agents and algorithms, one by one, against the tests that should see them.
 
     python tools/mutate.py --list                                  # the catalogue
     python tools/mutate.py --sample 100 --seed 1 --log mutants.jsonl [--part 1/4]
+    python tools/mutate.py --sample 60 --files agents/ --quick --log mutants.jsonl
     python tools/mutate.py --table mutants.jsonl > docs_roll/mutants.md
 
 The catalogue has two halves: the faults with a name (`named_mutants.py`), all of which are run, and those made from the
 source, one per line and kind, of which `--sample` are drawn: a comparison turned round, `and` for `or`, a `not` left
 out, plus for minus, a call or a count left out, a value not returned.
 
-Each is written into a copy of the package, and the tests of its file run against it, the nearest first, up to the first
-that fails; then some worlds of the simulator. A test process is forked from one that has imported the libraries but
-nothing of the package. What takes more processor time than its limit, or hangs, counts as seen. One JSON line per
-fault; exit code 1 when one survives that is not in EQUIVALENT.
+Each is written into a copy of the package whose tests are green without one, and the tests of its file run against it,
+the nearest first, up to the first that fails; then those marked `slow`, and, where the simulator runs the file, some
+of its worlds. `--quick` leaves the last two out, so what survives must be run again without it. A test process is
+forked from one that has imported the libraries but nothing of the package. What takes more processor time than its
+limit, or hangs, counts as seen. One JSON line per fault; exit code 1 when one survives that is not in EQUIVALENT.
 """
 
 from __future__ import annotations
@@ -38,21 +40,58 @@ from named_mutants import NAMED
 
 ROOT = Path(__file__).resolve().parents[1]
 UNIT = "tests/unit"
+_ALGORITHMS = (f"{UNIT}/algorithms", f"{UNIT}/trainer/test_learner.py", f"{UNIT}/trainer")
 TESTS: dict[str, tuple[str, ...]] = {
     "rollout/": (f"{UNIT}/rollout", f"{UNIT}/agents/test_groups.py"),
+    "buffer/states.py": (f"{UNIT}/config/test_no_inert_key.py", f"{UNIT}/buffer"),
     "buffer/": (f"{UNIT}/buffer", f"{UNIT}/rollout/test_rollouter.py", f"{UNIT}/pipelines"),
     "weight_sync/synchronizer.py": (
         f"{UNIT}/weight_sync/test_synchronizer.py",
         f"{UNIT}/weight_sync/test_synchronizer_stages.py",
+        f"{UNIT}/config/test_no_inert_key.py",
         f"{UNIT}/pipelines",
     ),
     "weight_sync/calls.py": (f"{UNIT}/weight_sync/test_synchronizer.py",),
     "weight_sync/links.py": (f"{UNIT}/weight_sync/test_links.py",),
     "weight_sync/": (f"{UNIT}/weight_sync/test_layout.py", f"{UNIT}/weight_sync"),
+    "pipelines/checkpoint.py": (f"{UNIT}/checkpoint/test_run_checkpoints.py", f"{UNIT}/pipelines"),
     "pipelines/": (f"{UNIT}/pipelines", f"{UNIT}/simulator"),
     "trainer/": (f"{UNIT}/trainer/test_learner.py", f"{UNIT}/trainer"),
     "inference/engine_host.py": (f"{UNIT}/inference/test_engine_host.py",),
     "inference/": (f"{UNIT}/inference/test_vllm_progress.py",),
+    "agents/gateway/": (
+        f"{UNIT}/agents/test_gateway_body.py",
+        f"{UNIT}/agents/test_gateway.py",
+        f"{UNIT}/agents/test_serve_policy.py",
+        f"{UNIT}/agents/test_remote.py",
+        f"{UNIT}/agents",
+    ),
+    "agents/tools/": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/envs/test_question_rows.py", f"{UNIT}/agents"),
+    "agents/external.py": (f"{UNIT}/agents/test_external.py", f"{UNIT}/agents"),
+    "agents/supervisor.py": (f"{UNIT}/agents/test_external.py",),
+    "agents/remote.py": (f"{UNIT}/agents/test_remote.py", f"{UNIT}/agents/test_serve_policy.py"),
+    "agents/book.py": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/launch/test_agent_parts.py"),
+    "agents/beside.py": (f"{UNIT}/agents/test_session.py", f"{UNIT}/agents/test_gateway.py", f"{UNIT}/agents"),
+    **{
+        f"agents/{name}.py": (
+            f"{UNIT}/agents/test_session.py",
+            f"{UNIT}/agents",
+            f"{UNIT}/simulator/test_agent_worlds.py",
+        )
+        for name in ("session", "trace_tree", "rendering", "messages", "limited_turns", "policies")
+    },
+    "agents/": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/agents", f"{UNIT}/simulator/test_agent_worlds.py"),
+    "algorithms/advantages.py": (f"{UNIT}/algorithms/test_worked_advantages.py", *_ALGORITHMS),
+    "algorithms/critic.py": (f"{UNIT}/algorithms/test_worked_losses.py", *_ALGORITHMS),
+    "algorithms/policy_losses.py": (f"{UNIT}/algorithms/test_worked_losses.py", *_ALGORITHMS),
+    "algorithms/group_variance.py": (f"{UNIT}/algorithms/test_group_filter_rule.py", f"{UNIT}/rollout"),
+    "algorithms/logprobs.py": (f"{UNIT}/algorithms/test_token_logprobs.py", *_ALGORITHMS),
+    "algorithms/masked.py": (f"{UNIT}/algorithms/test_masked_statistics.py", *_ALGORITHMS),
+    "algorithms/overlong.py": (f"{UNIT}/algorithms/test_overlong_shaping.py", *_ALGORITHMS),
+    "algorithms/rewards.py": (f"{UNIT}/algorithms/test_reward_shaping.py", *_ALGORITHMS),
+    "algorithms/": _ALGORITHMS,
+    "observe/outside.py": (f"{UNIT}/agents/test_outside.py", f"{UNIT}/observe"),
+    "commands/serve_policy.py": (f"{UNIT}/agents/test_serve_policy.py",),
 }
 """First part of a file's path to the tests that should see its faults; the first that fits. The test file of the same
 name runs before them.
@@ -62,14 +101,23 @@ GENERATED_FROM = (
     "weight_sync/layout.py", "weight_sync/digest.py",
     "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py", "pipelines/validators.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
-    "inference/stop_strings.py",
+    "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip
+_SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "inference/", "agents/groups.py",
+              "agents/play.py", "agents/session.py", "agents/limited_turns.py", "agents/trace_tree.py")  # fmt: skip
+"""What worlds of the simulator run."""
 EQUIVALENT: dict[str, str] = {
+    "algorithms/policy_losses.py: turned: tau = torch.where(terms.advantages > 0, positive, torch.full_like(ratio,"
+    " options.tau_negative))": "where the advantage is 0 so are the loss and its gradient, whatever tau is",
+    'agents/gateway/server.py: turned: return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <='
+    " _INLINE_VALUES": "a body of exactly that size is the same request, read here or in another process",
+    "agents/beside.py: left out: process.stdout.close()": "the pipe is closed with the object, whose process has ended",
     "rollout/chat_scheduler.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
     " same groups to a tally that nobody reads any more",
 }
 """Fault, as `Mutant.name` without the number of its line, to why no test can see it."""
-_LIBRARIES = ("dataclasses_json", "hypothesis", "numpy", "pytest", "torch", "yaml")
+_LIBRARIES = ("aiohttp", "dataclasses_json", "hypothesis", "jinja2", "numpy", "pytest", "tokenizers", "torch",
+              "transformers.tokenization_utils_fast", "yaml")  # fmt: skip
 """What every child needs."""
 _CPU_LIMIT_S = 300
 """Of the processor, so that a busy machine makes no fault look as if it had been seen."""
@@ -159,10 +207,11 @@ def _replaced(text: str, node: ast.AST, new: ast.AST) -> str:
     return "".join([*lines[:start], head + written + tail, *lines[end + 1 :]])
 
 
-def catalogue(sample: int, seed: int) -> list[Mutant]:
-    """All faults with a name, and `sample` of the others, drawn by `seed`."""
-    made = generated()
-    return [*named(), *random.Random(seed).sample(made, min(sample, len(made)))]
+def catalogue(sample: int, seed: int, files: str = "") -> list[Mutant]:
+    """All faults with a name, and `sample` of the others, drawn by `seed`; of files whose path begins with `files`."""
+    made = [mutant for mutant in generated() if mutant.file.startswith(files)]
+    drawn = random.Random(seed).sample(made, min(sample, len(made)))
+    return [*(mutant for mutant in named() if mutant.file.startswith(files)), *drawn]
 
 
 def tests_of(file: str) -> list[str]:
@@ -173,8 +222,8 @@ def tests_of(file: str) -> list[str]:
     return [*([str(nearest.relative_to(ROOT))] if nearest.is_file() else []), *others]
 
 
-def _in_a_child(copy: Path, tests: Sequence[str]) -> str:
-    """Run tests and worlds in a fork; what saw a fault, empty when nothing did."""
+def _in_a_child(copy: Path, tests: Sequence[str], *, quick: bool, worlds: bool) -> str:
+    """Run these tests, and worlds, in a fork; what saw a fault, empty when nothing did."""
     told = copy / "seen_by"
     told.write_text("")
     pid = os.fork()
@@ -188,7 +237,7 @@ def _in_a_child(copy: Path, tests: Sequence[str]) -> str:
         os.environ["PYTHONPATH"] = str(copy)
         code = 1
         try:
-            code = _run(tests, told)
+            code = _run(tests, told, quick=quick, worlds=worlds and not quick)
         finally:
             os._exit(code)
     hangs_at, child = time.monotonic() + _HANGS_S, psutil.Process(pid)
@@ -202,7 +251,7 @@ def _in_a_child(copy: Path, tests: Sequence[str]) -> str:
     return f"no end within {_CPU_LIMIT_S} s"
 
 
-def _run(tests: Sequence[str], told: Path) -> int:
+def _run(tests: Sequence[str], told: Path, *, quick: bool, worlds: bool) -> int:
     """In the child: 0 = nothing was seen."""
     import pytest
 
@@ -211,9 +260,12 @@ def _run(tests: Sequence[str], told: Path) -> int:
             if report.failed:
                 told.write_text(report.nodeid)
 
-    for batch in (tests[:1], tests[1:]):
-        if batch and pytest.main(["-x", "-q", "-p", "no:cacheprovider", *batch], plugins=[Watch()]) != 0:
+    for batch, marked in ((tests[:1], "not slow"), (tests[1:], "not slow"), ([] if quick else tests, "slow")):
+        ended = batch and pytest.main(["-x", "-m", marked, "-p", "no:cacheprovider", *batch], plugins=[Watch()])
+        if ended not in ([], pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return 1
+    if not worlds:
+        return 0
     logging.disable(logging.CRITICAL)
     from roll_async.simulator.scenario import random_killed_scenario, random_scenario
     from roll_async.simulator.world import simulate
@@ -228,14 +280,21 @@ def _run(tests: Sequence[str], told: Path) -> int:
     return 0
 
 
-def seen_by(mutant: Mutant, copy: Path) -> str:
+def seen_by(mutant: Mutant, copy: Path, *, quick: bool = False) -> str:
     """The test or world that notices it; empty = none."""
     target, original = copy / "roll_async" / mutant.file, ROOT / "roll_async" / mutant.file
     target.write_text(mutant.source)
     try:
-        return _in_a_child(copy, tests_of(mutant.file))
+        return _in_a_child(copy, tests_of(mutant.file), quick=quick, worlds=mutant.file.startswith(_SIMULATED))
     finally:
         shutil.copy2(original, target)  # with its time, so what was compiled of it is valid again
+
+
+def check_green(tests: Sequence[str], copy: Path, *, quick: bool) -> None:
+    """Raises RuntimeError when one of them fails without a fault: it would seem to see every one."""
+    if found := _in_a_child(copy, tests, quick=quick, worlds=False):
+        said = (copy / "output").read_text()[-4000:]
+        raise RuntimeError(f"{found} fails without a fault:\n{said}")
 
 
 def table(logs: Sequence[Path]) -> str:
@@ -258,7 +317,7 @@ def table(logs: Sequence[Path]) -> str:
 
 
 def _copied(folder: Path) -> Path:
-    for name in ("roll_async", "tests", "configs", "examples", "tools"):
+    for name in ("roll_async", "tests", "configs", "examples", "tools", "docs_roll"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
@@ -269,6 +328,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", default="", help="part of the fault's name")
+    parser.add_argument("--files", default="", help="how the paths of the faults' files begin, such as agents/")
+    parser.add_argument("--quick", action="store_true", help="without slow tests and worlds")
     parser.add_argument("--sample", type=int, default=100, help="of the faults without a name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="1/1", help="I/N: every N-th fault, from the I-th")
@@ -279,7 +340,9 @@ def main() -> int:
         print(table(options.table))
         return 0
     part, parts = map(int, options.part.split("/"))
-    chosen = [m for m in catalogue(options.sample, options.seed) if options.only in m.name][part - 1 :: parts]
+    chosen = [m for m in catalogue(options.sample, options.seed, options.files) if options.only in m.name][
+        part - 1 :: parts
+    ]
     if options.list:
         print("\n".join(mutant.name for mutant in chosen))
         return 0
@@ -295,9 +358,11 @@ def main() -> int:
     survivors = []
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = _copied(Path(folder))
-        for mutant in [m for m in chosen if m.name not in done]:
+        left = [m for m in chosen if m.name not in done]
+        check_green(list(dict.fromkeys(test for m in left for test in tests_of(m.file))), copy, quick=options.quick)
+        for mutant in left:
             started = time.monotonic()
-            found = seen_by(mutant, copy)
+            found = seen_by(mutant, copy, quick=options.quick)
             survivors += [] if found or mutant.name in EQUIVALENT else [mutant.name]
             row = {"name": mutant.name, "file": mutant.file, "line": mutant.line, "kind": mutant.kind,
                    "text": mutant.text, "named": mutant.kind in names, "seen_by": found,

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from roll_async.config.schema import RewardConfig
 from roll_async.config.schema_rollout import reads_answers
+from roll_async.observe.outside import encodable
 from roll_async.rewards.first_answers import FirstAnswers
 from roll_async.rewards.llm_judge import LlmJudge
 from roll_async.rewards.pool import PoolOptions, RewardPool
@@ -18,6 +20,7 @@ from roll_async.rewards.verdict import reward_of_error
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 _WORKER_MEMORY_MB = 4096
+_LONGEST_REASON = 1000
 
 
 class DomainScorer(Protocol):
@@ -57,6 +60,7 @@ class RewardRouter:
             reward = await self._scorers[prompt.domain].score_response(prompt, text)
         except Exception as error:  # a bug of a scorer must not leave its sample without an answer
             reward = reward_of_error(error)
+        reward = _writable(reward)
         if reward.status is RewardStatus.OUTAGE:
             raise ConnectionError(f"reward {prompt.domain}: {reward.reason}")
         if prompt.domain in self._first:
@@ -68,6 +72,17 @@ class RewardRouter:
     async def close(self) -> None:
         """End all worker processes and connections."""
         await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
+
+
+def _writable(reward: Reward) -> Reward:
+    """Its texts, which are a judge's or a user's, as ledger, logs and metrics can write them."""
+    return replace(
+        reward,
+        reason=encodable(reward.reason[:_LONGEST_REASON]),
+        metrics={encodable(name): value for name, value in reward.metrics.items()},
+        place=encodable(reward.place),
+        traceback=encodable(reward.traceback),
+    )
 
 
 def create_scorer(config: RewardConfig) -> DomainScorer:

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Protocol
 
 from roll_async.config.user_code import place_of, traceback_of
+from roll_async.observe.outside import message_of
 from roll_async.schema import Reward, RewardStatus
 
 
@@ -34,7 +35,7 @@ def no_answer(answer_format: str) -> Verdict:
 
 def reward_of_error(error: BaseException) -> Reward:
     """No score, because a scorer raised."""
-    reason, place = f"{type(error).__name__}: {error}", place_of(error)
+    reason, place = f"{type(error).__name__}: {message_of(error)}", place_of(error)
     return Reward(score=0.0, status=RewardStatus.ERROR, reason=reason, place=place, traceback=traceback_of(error))
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 
 from roll_async.config.user_code import place_of, traceback_of
+from roll_async.observe.outside import message_of, text_of
 from roll_async.rewards.registry import Judge, create_reward, is_rule
 from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, limit_memory
 
@@ -35,6 +36,7 @@ _WARM_UP = {
 """First calls, (stated, reference): they load what is loaded late and fill the caches of the LaTeX parser, seconds that
 must not count against a sample.
 """
+_LONGEST_REASON = 500
 
 
 def main() -> None:
@@ -119,9 +121,12 @@ def _judge(reward: Judge, task: dict) -> dict:
     try:
         verdict = reward(task["text"], task["ground_truth"], task["extra"])
         answer = {
-            "score": verdict.score,
-            "metrics": {"acc": verdict.acc, "format": verdict.format, **verdict.metrics},
-            "reason": verdict.reason,
+            "score": float(verdict.score),
+            "metrics": {
+                str(name): float(value)
+                for name, value in {"acc": verdict.acc, "format": verdict.format, **verdict.metrics}.items()
+            },
+            "reason": text_of(verdict.reason, _LONGEST_REASON),
             "status": "ok",
         }
     except ConnectionError as error:
@@ -135,7 +140,7 @@ def _judge(reward: Judge, task: dict) -> dict:
 
 
 def _no_score(status: str, error: BaseException) -> dict:
-    reason = " ".join(f"{type(error).__name__}: {error}"[:500].split())
+    reason = " ".join(f"{type(error).__name__}: {message_of(error)}".split())
     return {"score": 0.0, "metrics": {}, "reason": reason, "status": status}
 
 

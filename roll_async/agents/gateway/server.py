@@ -69,8 +69,6 @@ class PolicyGateway:
         self._revoked: dict[str, None] = {}
         """The newest of them."""
         self._reader, self._reading = Beside(), asyncio.Lock()
-        self.requests: Counter[str] = Counter()
-        """Number of requests by status."""
         self.ignored: Counter[str] = Counter()
         """Number of requests with a field that had no effect, by its name."""
 
@@ -145,7 +143,6 @@ class PolicyGateway:
                 reply = await turn
             except _ANSWERED as error:
                 return self._failed(error)
-            self.requests["200"] += 1
             return web.json_response(DIALECTS[dialect].write(reply, self._model, int(time.time())))
 
         return handle
@@ -159,7 +156,6 @@ class PolicyGateway:
             count = await session.count_tokens(asked.turn)
         except _ANSWERED as error:
             return self._failed(error)
-        self.requests["200"] += 1
         return web.json_response({"input_tokens": count})
 
     async def _asked(self, dialect: str, request: web.Request, session: LimitedTurns) -> Asked:
@@ -199,10 +195,8 @@ class PolicyGateway:
     def _events(self, dialect: ModuleType, turn: asyncio.Future[TurnReply], include_usage: bool) -> Iterator[str]:
         error = turn.exception()
         if error is None:
-            self.requests["200"] += 1
             yield from dialect.stream(turn.result(), self._model, int(time.time()), include_usage)
             return
-        self.requests["400"] += 1
         yield f"event: error\ndata: {json.dumps(_error(str(error), 'trajectory_ended'))}\n\n"
 
     def _failed(self, error: BaseException) -> web.Response:
@@ -222,7 +216,6 @@ class PolicyGateway:
         return self._refused(401, "unknown API key", "invalid_api_key")
 
     def _refused(self, status: int, message: str, code: str) -> web.Response:
-        self.requests[str(status)] += 1
         return web.json_response(_error(message, code), status=status)
 
 

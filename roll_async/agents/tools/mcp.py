@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,7 @@ class McpTools:
         self._session = await self._stack.enter_async_context(ClientSession(streams[0], streams[1]))
         await self._session.initialize()
         listed = await self._session.list_tools()
-        self.schemas = [
-            {
-                "type": "function",
-                "function": {"name": t.name, "description": t.description or "", "parameters": _schema_of(t)},
-            }
-            for t in listed.tools
-        ]
+        self.schemas = [function_of(tool) for tool in listed.tools]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Raises RuntimeError for what the server calls an error."""
@@ -72,5 +67,8 @@ class McpTools:
         await self._stack.aclose()
 
 
-def _schema_of(tool: object) -> object:
-    return getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None)
+def function_of(tool: Any) -> Mapping[str, object]:
+    """The schema of a tool that a server lists, as of the chat completions API."""
+    parameters = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None)
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}

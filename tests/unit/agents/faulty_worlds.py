@@ -62,6 +62,14 @@ class Ruled(Quick):
         return text, {**info, "instructions": "Say the.", "suffix": "{history}"}
 
 
+class Clocked(Quick):
+    """Its time is over with its last turn, solved or not."""
+
+    def step(self, action):
+        text, reward, ended, _, info = super().step(action)
+        return text, reward, ended and reward > 0, ended, info
+
+
 class Unjudged(Quick):
     """Its grader divided zero by zero."""
 
@@ -102,6 +110,34 @@ class EndlessAgent(TwoTurnAgent):
             await super().run(task, endpoint)
 
 
+class StubbornAgent(TwoTurnAgent):
+    """Asks for one turn more than it may have, and has its result all the same."""
+
+    async def run(self, task, endpoint):
+        result = await super().run(task, endpoint)
+        body = {"messages": [{"role": "user", "content": "one more"}]}
+        async with (
+            aiohttp.ClientSession(headers={"authorization": f"Bearer {endpoint.api_key}"}) as http,
+            http.post(f"{endpoint.base_url}/chat/completions", json=body) as response,
+        ):
+            assert response.status == 400
+        return result
+
+
+class LeavingAgent:
+    """Has its result while a request of it is under way."""
+
+    async def run(self, task, endpoint):
+        body = {"messages": [{"role": "user", "content": f"seed {task.seed}"}]}
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {endpoint.api_key}"}) as http:
+            async with http.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
+                response.raise_for_status()
+            asked = asyncio.ensure_future(http.post(f"{endpoint.base_url}/chat/completions", json=body))
+            await asyncio.wait({asked}, timeout=0.1)
+            asked.cancel()
+        return AgentResult(reward=1.0)
+
+
 class BrokenAgent:
     """Raises before it has done anything."""
 
@@ -122,6 +158,13 @@ class HangingAgent(TwoTurnAgent):
 
     async def run(self, task, endpoint):
         await super().run(task, endpoint)
+        await asyncio.Event().wait()
+
+
+class DeafAgent:
+    """Waits from the beginning for something that never comes."""
+
+    async def run(self, task, endpoint):
         await asyncio.Event().wait()
 
 

@@ -14,6 +14,7 @@ from roll_async.agents.external import PASSED_ON, SUPERVISOR, HttpAgent, result_
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.play import run_agent
 from roll_async.agents.protocol import Task, is_agent
+from roll_async.agents.supervisor import _KEPT_BYTES, Output
 from roll_async.cluster.reaper import MARKER_VARIABLE
 from roll_async.config.schema_rollout import ENV_TYPES
 from roll_async.envs.registry import WORLDS, WorldSpec, build, check
@@ -169,6 +170,28 @@ def test_a_result_is_read_when_its_process_has_ended_and_no_daemon_outlives_a_tr
     assert ending.outcome is (outcome or Outcome.TRUNCATED_TIME), ending.reason
     assert time.monotonic() - started < (30 if outcome in (None, Outcome.TRUNCATED_TIME) else 3.9)
     assert not runs(int(file.read_text())), "it is gone when the trajectory has ended"
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("first\n  last \n\n", "last"),
+        ("20 %\r100 %", "100 %"),
+        ("x" * _KEPT_BYTES, "x" * _KEPT_BYTES),
+        ("x" * (_KEPT_BYTES + 1), f"a line of more than {_KEPT_BYTES} bytes"),
+        ("cut\n" + "x" * (_KEPT_BYTES - 1), "x" * (_KEPT_BYTES - 1)),
+        ("", ""),
+    ],
+    ids=["lines", "carriage", "as long as is kept", "longer", "begins where it is cut", "nothing"],
+)
+def test_the_last_line_of_a_command_is_whole_or_said_to_be_too_long(printed, said):
+    output = Output()
+    for start in range(0, len(printed), 10_000):
+        os.write(output.theirs, printed[start : start + 10_000].encode())
+        assert output.read()
+    assert not output.read() and output.last_line() == said
+    os.close(output.theirs)
+    os.close(output.end)
 
 
 @pytest.mark.slow

@@ -287,6 +287,22 @@ def test_tokens_are_counted_as_a_turn_would_have_them_and_nothing_is_recorded(se
     assert not session.tree.branches
 
 
+def test_a_turn_that_was_cut_says_so_in_every_dialect(sessions):
+    async def work(http, endpoint, gateway, session):
+        said = [{"role": "user", "content": "x"}]
+        _, cut = await post(http, endpoint, "/chat/completions", {"messages": said, "max_tokens": 1})
+        assert cut["choices"][0]["finish_reason"] == "length"
+        for most, status in ((1, "incomplete"), (9, "completed")):
+            _, reply = await post(http, endpoint, "/responses", {"input": "x", "max_output_tokens": most})
+            assert reply["status"] == status == reply["output"][0]["status"]
+        for most, reason in ((1, "max_tokens"), (9, "end_turn")):
+            body = {"model": "m", "messages": said, "max_tokens": most}
+            _, reply = await post(http, endpoint, "/messages", body)
+            assert reply["stop_reason"] == reason
+
+    served(work, ["a b c"] * 5, sessions)
+
+
 def test_a_retry_is_known_by_its_whole_body_whatever_its_id(sessions):
     long = "x" * 10_000
 

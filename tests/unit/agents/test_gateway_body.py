@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_async.agents.gateway.body import DIALECTS, read
-from roll_async.agents.gateway.bounds import MAX_DEPTH, MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, MAX_VALUES
+from roll_async.agents.gateway.bounds import (
+    MAX_DEPTH,
+    MAX_MESSAGES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_VALUES,
+)
 from roll_async.agents.gateway.fields import Use, page
 from roll_async.agents.limited_turns import BadRequest
 
@@ -178,6 +185,14 @@ def test_what_is_no_object_of_json_in_utf8_is_refused(raw):
         read("chat", raw)
 
 
+def test_as_many_as_the_bounds_say_are_read():
+    tool = {"type": "function", "function": {"name": "f"}}
+    turn = asked("chat", messages=[USER] * MAX_MESSAGES, tools=[tool] * MAX_TOOLS).turn
+    assert (len(turn.messages), len(turn.tools)) == (MAX_MESSAGES, MAX_TOOLS)
+    stops = ["x" * MAX_STOP_CHARACTERS] * MAX_STOPS
+    assert asked("chat", stop=stops).turn.stop == tuple(stops)
+
+
 def test_depth_has_a_bound_in_the_body_and_in_the_arguments_of_its_calls():
     def nested(depth):
         return json.loads("[" * depth + "]" * depth)
@@ -197,6 +212,23 @@ def test_arguments_that_are_no_object_stay_the_text_that_they_were(arguments):
     call = {"function": {"name": "f", "arguments": arguments}}
     (message,) = asked("chat", messages=[{"role": "assistant", "tool_calls": [call]}]).turn.messages
     assert message.tool_calls[0].arguments == {"text": arguments}
+
+
+def test_calls_that_responses_sends_one_by_one_are_those_of_one_message():
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1}'}
+    output = {"type": "function_call_output", "call_id": "1", "output": "2"}
+    user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "well"}
+    thought = {"type": "reasoning", "summary": []}
+
+    def read_as(*items):
+        turn = asked("responses", input=list(items)).turn
+        return [(m.role, m.content, [c.name for c in m.tool_calls], m.call_id) for m in turn.messages]
+
+    first, last = ("user", "x", [], ""), ("tool", "2", [], "1")
+    assert read_as(user, thought, call, output) == [first, ("assistant", "", ["add"], ""), last]
+    assert read_as(user, call, call, output) == [first, ("assistant", "", ["add"] * 2, ""), last]
+    assert read_as(user, said, call, output) == [first, ("assistant", "well", ["add"], ""), last]
+    assert read_as(call) == [("assistant", "", ["add"], "")]
 
 
 def test_the_digest_is_of_the_whole_body():

@@ -203,13 +203,15 @@ def test_a_reward_that_is_no_finite_number_is_a_failure_of_the_grader(tokenizer,
 
 
 @pytest.mark.slow
-def test_an_agent_that_hangs_is_no_failure_of_the_policy(tokenizer):
+@pytest.mark.parametrize("agent", ["HangingAgent", "DeafAgent"])
+def test_an_agent_that_hangs_is_no_failure_of_the_policy(tokenizer, agent):
     async def work(groups, tasks, manager):
-        outcome = await groups.run_group(tasks.at(0), group_id=0)
+        async with asyncio.timeout(patient(30)):
+            outcome = await groups.run_group(tasks.at(0), group_id=0)
         assert outcome.fate is GroupFate.FAILED
         assert "infra_error: the agent asked the policy nothing for 0.3 s (fault.env_timeout)" in outcome.reason
 
-    run_groups(tokenizer, work, env_type="faulty_worlds.HangingAgent", retries=1, silence_s=0.3)
+    run_groups(tokenizer, work, env_type=f"faulty_worlds.{agent}", retries=1, silence_s=0.3)
 
 
 def test_a_time_out_of_the_agents_own_is_no_limit_of_ours_and_gives_no_reward(tokenizer):
@@ -367,6 +369,53 @@ def test_turns_are_limited_and_the_state_at_the_end_is_graded(tokenizer):
         assert {s.reward.score for s in group.samples} == {0.0} and {len(s.turns) for s in group.samples} == {2}
 
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick", max_turns=2)
+
+
+def test_the_story_of_a_trajectory_is_all_that_was_said_in_its_order(tokenizer):
+    def story_of(**options):
+        told = []
+
+        async def work(groups, tasks, manager):
+            tell = lambda name, task, ending, rows: told.append(ending.story)  # noqa: E731
+            groups._parts = replace(groups._parts, tell=tell)
+            await groups.run_group(tasks.at(0), group_id=0)
+
+        run_groups(tokenizer, work, **options)
+        return told[0]
+
+    (_, seed), *rest = story_of(env_type="faulty_worlds.Quick", say=lambda request: "the")
+    said = ("assistant", "the")
+    assert seed.startswith("seed ") and rest == [
+        said,
+        ("user", "2 left"),
+        said,
+        ("user", "1 left"),
+        said,
+        ("user", "0 left"),
+    ]
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "12*12"}}</tool_call>'
+    say = lambda request: "done" if "144" in tokenizer.decode(request.prompt_token_ids) else call  # noqa: E731
+    story = story_of(env_type="math", say=say, tools=(ToolSpec(tool_id="calculator", values={}),))
+    assert [role for role, _ in story if role != "system"] == ["user", "assistant", "tool", "assistant", "user"]
+    assert ("assistant", call) in story and ("tool", "144") in story
+
+
+@pytest.mark.parametrize("env_type", ["faulty_worlds.Quick", "faulty_worlds.Clocked", "faulty_worlds.StubbornAgent"])
+@pytest.mark.parametrize(("said", "is_solved"), [("the", True), ("ab", False)])
+def test_what_is_solved_with_its_last_turn_is_solved_and_not_truncated(tokenizer, env_type, said, is_solved):
+    async def work(groups, tasks, manager):
+        group = (await groups.run_group(tasks.at(0), group_id=0)).group
+        missed = Outcome.FAILED if env_type == "faulty_worlds.Quick" else Outcome.TRUNCATED_TURNS
+        assert {s.outcome for s in group.samples} == {Outcome.SOLVED if is_solved else missed}
+        assert (
+            {s.reward.score for s in group.samples}
+            == {float(is_solved)}
+            == {s.reward.metrics["acc"] for s in group.samples}
+        )
+
+    agent = env_type.endswith("Agent")
+    values = {} if agent else {"turns": 3}
+    run_groups(tokenizer, work, env_type=env_type, values=values, say=lambda r: said, max_turns=2 if agent else 3)
 
 
 def test_tools_of_one_turn_run_together_and_malformed_calls_are_told(tokenizer):
@@ -573,6 +622,19 @@ def test_rollout_alone_goes_on_without_a_group_whose_attempts_are_used_up(tokeni
     run_groups(tokenizer, work, env_type="faulty_worlds.BrokenAgent", retries=0, trains=False)
 
 
+def test_outcomes_are_counted_by_tag_where_there_are_several():
+    counts, tree = AgentCounts(), TraceTree()
+    counts.ended("A", Ending(outcome=Outcome.SOLVED), tree)
+    counts.ended("A", Ending(outcome=Outcome.FAILED), tree)
+    alone = counts.metrics()
+    assert alone["agent/outcomes/solved"] == 0.5 and not any(name.startswith("agent/A/") for name in alone)
+    counts.ended("B", Ending(outcome=Outcome.SOLVED), tree)
+    counts.ended("B", Ending(outcome=Outcome.SOLVED), tree)
+    both = counts.metrics()
+    shares = [both[f"agent/{tag}outcomes/solved"] for tag in ("", "A/", "B/")]
+    assert shares == [0.75, 0.5, 1.0] and both["agent/attempts"] == 4
+
+
 def test_tasks_follow_the_partition_and_the_seed():
     tasks = Tasks(("A", "B"), (3, 1), seed=42)
     assert Counter(tasks.at(i).domain for i in range(40)) == {"A": 30, "B": 10}
@@ -607,3 +669,19 @@ def test_a_session_ends_with_its_trajectory_also_for_an_agent_that_keeps_its_key
         assert len(kept) == 3 and manager.asked == asked
 
     run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent")
+
+
+def test_a_request_that_an_agent_leaves_under_way_ends_with_its_trajectory(tokenizer):
+    class Slow(Manager):
+        async def generate(self, request, *, conversation, foreground):
+            self._delay_s = 0.5 if self.sampled.values() and conversation in self.sampled.values() else 0.0
+            return await super().generate(request, conversation=conversation, foreground=foreground)
+
+    async def work(groups, tasks, manager):
+        await groups.run_group(tasks.at(0), group_id=0)
+        assert (manager.asked, len(manager.sampled)) == (6, 3)
+        await asyncio.sleep(0.6)
+        assert len(manager.sampled) == 3, "nothing is sampled for a trajectory that is over"
+
+    manager = Slow(tokenizer, lambda request: "the")
+    run_groups(tokenizer, work, env_type="faulty_worlds.LeavingAgent", manager=manager)

@@ -1,4 +1,4 @@
-"""Nothing that is said ends a run: what worlds, tools, agents, tasks and callbacks give is drawn, of every type."""
+"""Nothing that is said ends a run: what worlds, tools, agents, tasks, rewards and hooks give is drawn, of any type."""
 
 import asyncio
 import decimal
@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -35,10 +35,16 @@ from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
 from roll_async.observe.outside import OutsideError, asked, border, number, text_of
 from roll_async.pipelines.metrics import ratio_metrics
+from roll_async.rewards import pool as reward_pool
+from roll_async.rewards import worker as reward_worker
+from roll_async.rewards.registry import Judge
+from roll_async.rewards.router import RewardRouter
+from roll_async.rewards.verdict import Verdict
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.requests import Interrupted
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.schema import Completion, FinishReason, Prompt, SamplingParams
+from roll_async.schema import Completion, FinishReason, Prompt, Reward, RewardStatus, SamplingParams
 from roll_async.simulator.clock import run_virtual
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -149,10 +155,23 @@ class Result:
     metrics: object
 
 
+@dataclass(frozen=True)
+class Judged:
+    """A Verdict of such values."""
+
+    score: object
+    acc: object
+    reason: object
+    metrics: object
+
+
 def made(value):
     match value:
         case Odd():
             return ODD[value.name]()
+        case Judged():
+            score, acc, reason, metrics = map(made, (value.score, value.acc, value.reason, value.metrics))
+            return Verdict(score=score, acc=acc, reason=reason, metrics=metrics)
         case Result():
             return AgentResult(reward=made(value.reward), solved=made(value.solved), metrics=made(value.metrics))
         case list() | tuple():
@@ -189,6 +208,12 @@ STEPS = (
 )
 RESULTS = VALUES | st.builds(
     Result, VALUES | st.floats(-1, 1), VALUES, VALUES | st.dictionaries(st.sampled_from(["acc", "turns", "f1"]), VALUES)
+)
+
+SCORES = (
+    VALUES
+    | st.dictionaries(st.sampled_from(["score", "acc", "format", "reason", "f1", "\ud83d"]), VALUES | st.floats(0, 1))
+    | st.builds(Judged, VALUES | st.floats(0, 1), VALUES | st.just(1.0), VALUES, VALUES | st.just({}))
 )
 
 
@@ -253,7 +278,7 @@ class Policy:
     def __init__(self, tokenizer, texts):
         self._tokenizer, self._texts, self._asked = tokenizer, texts, 0
 
-    async def generate(self, request, *, conversation, foreground):
+    async def generate(self, request, *, conversation, foreground, affinity=None):
         await asyncio.sleep(1)
         self._asked += 1
         seed = re.search(r"seed (\d+)", self._tokenizer.decode(request.prompt_token_ids))
@@ -277,6 +302,48 @@ class Policy:
 
     def forget_affinity(self, key):
         pass
+
+    def scheduled_by(self, scheduler):
+        pass
+
+    async def abort(self, request_ids):
+        pass
+
+
+class Scorer:
+    """The reward's function and what a worker, its pool and the router make of it, without the processes."""
+
+    def __init__(self, drawn):
+        self._drawn, self._router = drawn, RewardRouter({})
+        self._router._scorers["math"] = self
+
+    async def score(self, prompt, sample):
+        return await self._router.score(prompt, "the")
+
+    async def score_response(self, prompt, text):
+        index = int(prompt.row_id)
+        act = self._drawn[index // 2] if index % 2 else ("give", 1.0)
+        if act[0] == "hang":
+            await asyncio.sleep(30)
+            return Reward(score=0.0, status=RewardStatus.TIMEOUT, reason="no verdict")
+        judge, task = Judge(lambda text, truth, extra: doing(act)()), {"text": "", "ground_truth": "", "extra": {}}
+        try:
+            line = json.dumps(reward_worker._judge(judge, task), allow_nan=False)
+        except Exception as error:
+            raise Strange("its worker would have died") from error
+        return reward_pool._reward(json.loads(line))
+
+
+class Rows:
+    """Prompts by number, so many."""
+
+    def __init__(self, count):
+        self._count = count
+
+    def at(self, index):
+        if index >= self._count:
+            return None
+        return Prompt(row_id=str(index), token_ids=array("i", [5]), domain="math", ground_truth="42")
 
 
 class Source:
@@ -317,7 +384,7 @@ class Recorded(Rollouter):
     async def _deliver(self, slot, outcome):
         self.fates.append((slot.prompt_index, outcome.fate.value, outcome.reason))
         if outcome.group is not None:
-            assert decode_group(*encode_group(outcome.group)) == outcome.group
+            assert decode_group(*encode_group(outcome.group)) == replace(outcome.group, generated_s=None)
         await super()._deliver(slot, outcome)
 
 
@@ -353,20 +420,53 @@ def played(tokenizer, drawn, texts, tell):
         groups = AgentGroups(manager, parts, GroupOptions(group_size=2, retries=1, filter=GroupFilter()))
         rollouter = Recorded(queue, groups, manager, Source(drawn))
         rollouter.drawn, rollouter.fates = drawn, []
-        queue.weights_held(0)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(rollouter.run())
-            with suppress(EndOfData):
-                for step in range(1, 10**6):
-                    await queue.take_batch(step, 1)
-                    await queue.step_trained(step)
-                    queue.weights_held(step)
+        await trained(queue, rollouter)
         stats, counts = queue.stats(), groups.counts()
         metrics = {**counts.metrics, **ratio_metrics(counts.ratios, {})}
         await pool.close()
         return rollouter.fates, stats, metrics
 
     return run_virtual(main())
+
+
+async def trained(queue, rollouter):
+    """All groups, one a step."""
+    queue.weights_held(0)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(rollouter.run())
+        with suppress(EndOfData):
+            for step in range(1, 10**6):
+                await queue.take_batch(step, 1)
+                await queue.step_trained(step)
+                queue.weights_held(step)
+
+
+def scored(tokenizer, drawn):
+    """(fates by prompt, counts of the queue) of a run whose reward says of every other prompt what is drawn."""
+
+    async def main():
+        queue = MessageQueue(QueueOptions(groups_per_batch=1), MemoryLedger())
+        manager = Policy(tokenizer, ["the"])
+        options = SchedulerOptions(samples_per_group=2, sampling=SamplingParams(max_new_tokens=9), filter=GroupFilter())
+        rollouter = Recorded(
+            queue, ChatCompletionScheduler(manager, Scorer(drawn), options), manager, Rows(2 * len(drawn))
+        )
+        rollouter.drawn, rollouter.fates = [(None, None, None)] * len(drawn), []
+        await trained(queue, rollouter)
+        return rollouter.fates, queue.stats()
+
+    return run_virtual(main())
+
+
+def check_ends(fates, stats, count):
+    """Every prompt came to one end, and those that did not offend to that of their scores."""
+    assert Counter(index for index, _, _ in fates) == Counter(range(count)), "exactly once"
+    for index, fate, reason in fates:
+        assert reason.encode() is not None and len(reason) < 2000
+        if index % 2 == 0:
+            assert fate in ("kept", "filtered"), (index, reason)
+    ended = stats.trained + stats.filtered + stats.failed + stats.dropped
+    assert (stats.in_flight, stats.buffered, stats.training) == (0, 0, 0) and stats.admitted == ended, stats
 
 
 @pytest.fixture
@@ -395,14 +495,32 @@ def quiet():
 )
 def test_the_run_goes_on_whatever_is_said_and_every_prompt_comes_to_one_end(tokenizer, quiet, drawn, texts, tell):
     fates, stats, metrics = played(tokenizer, drawn, texts, tell)
-    assert Counter(index for index, _, _ in fates) == Counter(range(2 * len(drawn))), "exactly once"
-    for index, fate, reason in fates:
-        assert reason.encode() is not None and len(reason) < 2000
-        if index % 2 == 0:
-            assert fate in ("kept", "filtered"), (index, reason)
-    ended = stats.trained + stats.filtered + stats.failed + stats.dropped
-    assert (stats.in_flight, stats.buffered, stats.training) == (0, 0, 0) and stats.admitted == ended, stats
+    check_ends(fates, stats, 2 * len(drawn))
     assert all(map(math.isfinite, metrics.values()))
+
+
+@pytest.mark.slow
+@settings(max_examples=DRAWS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(drawn=st.lists(acts(SCORES), min_size=1, max_size=6))
+def test_the_run_goes_on_whatever_a_reward_says_and_every_prompt_comes_to_one_end(tokenizer, quiet, drawn):
+    fates, stats = scored(tokenizer, drawn)
+    check_ends(fates, stats, 2 * len(drawn))
+
+
+@pytest.mark.parametrize(
+    ("act", "status"),
+    [
+        (("raise", "ValueError"), "error"),
+        (("raise", "unspeakable"), "error"),
+        (("raise", "ungraded"), "error"),
+        (("give", {"score": 1.0, "reason": "\ud83d", "\ud83d": 2.0}), "ok"),
+        (("give", Judged(score=1.0, acc=1.0, reason=Odd("bytes"), metrics={("a", 1): 2.0})), "ok"),
+        (("give", Judged(score=1.0, acc=1.0, reason=Odd("unspeakable"), metrics={})), "error"),
+    ],
+)
+def test_what_a_reward_says_can_be_written_everywhere(act, status):
+    reward = run_virtual(Scorer([act]).score(Rows(2).at(1), None))
+    assert reward.status.value == status and json.dumps(asdict(reward), ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def ended(server):
     return said
 
 
-def ask(url, key):
+def ask(url, key, **more):
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(chat(("user", "hi"))).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(chat(("user", "hi"), **more)).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=patient(30)) as reply:
             return reply.status
@@ -78,15 +78,17 @@ def test_in_front_of_a_remote_each_turn_is_written_at_once_and_the_key_never_sho
 
 
 @pytest.mark.slow
-def test_with_an_engine_of_its_own_rows_are_written_at_the_end(tiny_model, tmp_path):
+def test_with_an_engine_of_its_own_rows_are_written_at_the_end_and_requests_choose_their_sampling(tiny_model, tmp_path):
     folder, record = tiny_model[0], tmp_path / "rows.jsonl"
     options = ["--dtype", "fp32", "--max-model-len", 200, "--max-new-tokens", 8, "--record", record]
     with serving(folder, *options) as (url, first, server):
-        assert f"serving {folder} at {url[:21]}" in first and ask(url, "our-token/a") == 200
+        assert f"serving {folder} at {url[:21]}" in first and ask(url, "our-token/a", temperature=0) == 200
+        assert ask(url, "our-token/b", temperature=0) == 200
         assert f"warning: the tokenizer of {folder} loses spaces, line breaks; no run takes it" in first
         ended(server)
-    (line,) = map(json.loads, record.read_text().splitlines())
+    line, again = map(json.loads, record.read_text().splitlines())
     assert line["trajectory"] == "a" and sum(line["loss_mask"]) == len(line["behaviour_logprobs"]) > 0
+    assert line["response_token_ids"] == again["response_token_ids"], "both are greedy"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,8 @@ def test_without_a_dtype_an_engine_on_a_cpu_that_emulates_bf16_takes_fp32(monkey
         (["--remote", "https://me:sk-1@host/v1"], "a key inside the address"),
         (["--remote", "https://host/v1", "--remote-key-env", "NOT_SET_AT_ALL"], "that variable is not set"),
         (["--remote-key-env", "HOME"], "no effect without --remote"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached by others: give a token"),
+        (["--host", "localhost.net"], "--host localhost.net can be reached by others: give a token"),
         (["--remote", "https://host/v1", "--record", "/nowhere/at/all.jsonl"], "--record /nowhere/at/all.jsonl"),
     ],
 )

@@ -1,15 +1,19 @@
 """What is trained is what was sampled, however the agent repeats its history."""
 
 import asyncio
+import itertools
+from array import array
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from roll_async.agents.limited_turns import BadRequest, LimitedTurns, TrajectoryEnded
 from roll_async.agents.messages import Message, TurnReply, TurnRequest, parse_calls
+from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.trace_tree import TraceTree
 from roll_async.rollout.tools import ToolCall
-from roll_async.schema import Completion, Outcome, SamplingParams
+from roll_async.schema import Completion, Outcome, Reward, SamplingParams
 
 TOOL = {
     "type": "function",
@@ -208,11 +212,20 @@ def test_a_chat_that_the_template_refuses_is_no_turn(sessions, request_of):
     assert session.num_turns == 0
 
 
-def test_misaligned_log_probs_are_refused():
-    from array import array
-    from dataclasses import replace
+@pytest.mark.parametrize("branches", itertools.permutations([((1,), (2,)), ((1, 2, 3),), ((1,), (2, 9)), ((1, 2),)]))
+def test_a_text_begins_at_the_deepest_node_whose_tokens_it_begins_with_whatever_their_order(branches):
+    tree = TraceTree()
+    for branch in branches:
+        node = None
+        for tokens in branch:
+            node = tree.add_request(node, array("i", tokens), role="user", started_s=0)
+    node, covered = tree.deepest_prefix(array("i", [1, 2, 3, 4]))
+    assert covered == 3 and tree.token_ids(node) == array("i", [1, 2, 3])
+    assert tree.deepest_prefix(array("i", [2])) == (None, 0)
 
-    good = Completion(
+
+def two_tokens():
+    return Completion(
         request_id="r",
         token_ids=array("i", [1, 2]),
         logprobs=array("f", [-1, -1]),
@@ -220,6 +233,19 @@ def test_misaligned_log_probs_are_refused():
         finish_reason="stop",
         generation_s=0,
     )
+
+
+def test_what_a_world_gives_for_the_calls_of_one_turn_is_added_and_its_state_stays():
+    tree = TraceTree()
+    turn = tree.add_turn(None, two_tokens(), started_s=0)
+    tree.judge(turn, reward=0.5, state=7)
+    tree.judge(turn, reward=0.25)
+    (row,) = tree.rows("t", reward=Reward(score=0.75), outcome=Outcome.SOLVED)
+    assert [(t.reward, t.state) for t in row.turns] == [(0.75, 7)]
+
+
+def test_misaligned_log_probs_are_refused():
+    good = two_tokens()
     tree = TraceTree()
     tree.add_turn(None, good, started_s=0)
     object.__setattr__(good, "logprobs", array("f", [-1]))
@@ -372,6 +398,51 @@ def test_remembered_replies_are_bounded_in_number_and_in_size(request_of):
     assert asked(["ab"] * 65, 0) == 66, "not the one before them"
     assert asked(["a" * (3 << 20)] * 2, 1) == 2, "the newest, whatever its size"
     assert asked(["a" * (3 << 20)] * 2, 0) == 3
+
+
+def test_a_turn_that_fails_or_has_no_key_is_not_remembered_and_its_end_is_told(sessions, request_of):
+    session, policy, _ = sessions([RuntimeError("no replica"), "ab", "the"])
+    told = []
+    session.on_activity = told.append
+
+    async def work():
+        with pytest.raises(RuntimeError):
+            await session.turn(request_of(("user", "x")), "key")
+        await session.turn(request_of(("user", "x")))
+        assert told == [True, False] * 2 and not session._replies
+        await session.turn(request_of(("user", "x")), "key")
+        assert list(session._replies) == ["key"] and len(policy.requests) == 3
+
+    asyncio.run(work())
+
+
+def test_a_caller_that_is_cancelled_is_cancelled_also_when_the_trajectory_is_over(sessions, request_of):
+    session, policy, _ = sessions(["ab"], delay_s=0.2)
+
+    async def work():
+        asked = asyncio.ensure_future(session.turn(request_of(("user", "x"))))
+        await asyncio.sleep(0.05)
+        session.stop(Outcome.CANCELLED, "over")
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.sleep(0.3)
+        assert len(policy.sampled) == 1 and len(session.tree.turns) == 1, "what runs goes on"
+
+    asyncio.run(work())
+
+
+def test_what_a_tokenizer_does_not_know_ends_no_turn(sessions):
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    from tokenizers import models
+
+    _, _, tokenizer = sessions([])
+    eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert TemplateRenderer(tokenizer).end_ids == {eos, end}
+    words = tokenizers.Tokenizer(models.WordLevel({"?": 0, "</s>": 1}, unk_token="?"))
+    other = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="</s>")
+    other.chat_template = "{{ messages[0].content }}"
+    assert other.convert_tokens_to_ids("<|im_end|>") == 0 and TemplateRenderer(other).end_ids == {1}
 
 
 def test_an_engine_that_refuses_a_request_says_so_to_its_client(sessions, request_of):

@@ -1,11 +1,15 @@
-"""Masked mean, whitening, segment numbers and the value loss."""
+"""Masked mean, whitening, segment numbers and the value loss; masks are boolean everywhere."""
 
+import importlib
+import inspect
 import math
+import pkgutil
 import statistics
 
 import pytest
 import torch
 
+from roll_async import algorithms
 from roll_async.algorithms.critic import value_loss
 from roll_async.algorithms.masked import dense_segments, masked_mean, segment_ids_from_mask, whiten
 
@@ -23,6 +27,28 @@ def test_mean_and_whitening_match_a_loop(seed, make_batch):
     scale = math.sqrt(statistics.variance(valid) + 1e-8)
     assert white[batch.mask].tolist() == pytest.approx([(x - statistics.mean(valid)) / scale for x in valid])
     assert not white.requires_grad and torch.equal(white[~batch.mask], torch.zeros(int((~batch.mask).sum())).double())
+
+
+def functions_of_masks():
+    """Public, and not those that hand the mask on or take only its runs."""
+    others = ("kl_in_reward", "dense_segments", "segment_sums", "valid_positions_first")
+    for module in pkgutil.iter_modules(algorithms.__path__):
+        for name, function in vars(importlib.import_module(f"{algorithms.__name__}.{module.name}")).items():
+            is_own = inspect.isfunction(function) and function.__module__.endswith(f".{module.name}")
+            if (
+                is_own
+                and not name.startswith("_")
+                and name not in others
+                and "mask_BT" in inspect.signature(function).parameters
+            ):
+                yield function
+
+
+@pytest.mark.parametrize("function", functions_of_masks(), ids=lambda function: function.__name__)
+def test_a_mask_of_numbers_is_refused_before_anything_is_computed(function):
+    required = [name for name, p in inspect.signature(function).parameters.items() if p.default is p.empty]
+    with pytest.raises(ValueError, match="mask has dtype torch.int64; expected torch.bool"):
+        function(**{**dict.fromkeys(required), "mask_BT": torch.ones(2, 3, dtype=torch.int64)})
 
 
 def test_too_few_values_to_whiten_or_average():

@@ -145,6 +145,43 @@ def test_a_lost_reply_is_missed_after_two_heartbeats_though_its_replica_works(ru
     run(go())
 
 
+def test_a_load_says_nothing_of_requests_that_came_after_it_was_asked_for(run, telling, make, managed, start):
+    class Slow(telling):
+        """What it holds is looked up at once, the answer takes 3 s; a reply is on its way for 4 s."""
+
+        async def load(self):
+            held = await super().load()
+            await asyncio.sleep(3)
+            return held
+
+        def reply(self, completion):
+            asyncio.get_running_loop().call_later(4, super().reply, completion)
+
+    async def go():
+        async with managed(Slow("slow"), **PATIENT) as manager:
+            await asyncio.sleep(6)
+            (task,) = start(manager, [make(tokens=6)])
+            assert len((await task).token_ids) == 6
+            assert now() == pytest.approx(6 + 6 + 4) and manager.stats().retried == 0
+
+    run(go())
+
+
+def test_a_load_says_nothing_of_requests_that_have_not_arrived(run, telling, make, managed, start):
+    class Far(telling):
+        async def submit(self, requests):
+            await asyncio.sleep(17)
+            await super().submit(requests)
+
+    async def go():
+        async with managed(Far("far"), **PATIENT) as manager:
+            (task,) = start(manager, [make()])
+            assert list((await task).token_ids) == WHOLE
+            assert now() == pytest.approx(17 + 10) and manager.stats().retried == 0
+
+    run(go())
+
+
 def test_an_abort_that_nobody_asked_for_is_a_failure_of_its_replica(run, replica_class, make, managed, start):
     async def go():
         spoiled, good = replica_class("spoiled"), replica_class("good")
