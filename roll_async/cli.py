@@ -12,6 +12,7 @@ COMMANDS = {
     "validate": ("roll_async.commands.validate", "check configs, one line each"),
     "show": ("roll_async.commands.show", "a config with all defaults and derived values; --memory: GB per device"),
     "plan": ("roll_async.commands.plan", "where a config's processes run, how weights travel, what a step consumes"),
+    "port": ("roll_async.commands.port", "a config of ROLL or verl in the keys of this project, with the reasons"),
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
     "runs": ("roll_async.commands.runs", "the runs of a folder: id, steps, last reward, state"),
     "scale": ("roll_async.commands.scale", "more or fewer engine replicas for a run under way"),
