@@ -32,6 +32,9 @@ def main(folder: Path) -> int:
                 rows.append(_row(file, name, Path(target) / f"{number}.yaml"))
             except AnotherPipeline as other:
                 skipped.append((name, str(other)))
+            if not file.read_text().strip():
+                rows.pop()
+                skipped.append((name, "it is empty"))
     print("| file | by itself | after port | first message |\n|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(row) + " |")

@@ -9,7 +9,9 @@ import click
 from roll_async.commands.command_line import EXIT_USAGE, HELP
 from roll_async.commands.validate import print_escaped, report
 from roll_async.config.api import ConfigError, Diagnostic
+from roll_async.config.loading.diagnostics import printable
 from roll_async.config.loading.emit import to_yaml
+from roll_async.config.loading.names import LOST
 from roll_async.config.porting import AnotherPipeline, Port, port
 from roll_async.launch.gate import admit
 
@@ -76,25 +78,37 @@ def ported(path: Path, pipeline: str | None = None) -> tuple[Port, list[Diagnost
 def _taken_out(found: Port, problem: Diagnostic) -> bool:
     """Whether the key of a problem was one to take out, and is gone now."""
     path = problem.key.split(".")
-    settings = len(path) > 3 and path[0] == "custom_envs" and path[2] == "env_config" and "unknown key" in problem.message
+    settings = (
+        len(path) > 3 and path[0] == "custom_envs" and path[2] == "env_config" and "unknown key" in problem.message
+    )
     if problem.id not in _OUT and not settings:
         return False
     above = found.get(*path[:-1])
     if not isinstance(above, dict) or path[-1] not in above:
         return False
-    del above[path[-1]]
+    value = above.pop(path[-1])
     if path[0] in found.referenced and len(path) == 1:
         found.note("dropped", problem.key, "a value for ${...}; it is where it was used")
-    else:
-        message = problem.message.removeprefix("not a key of roll_async: ").partition("; ")
-        why = problem.message.removeprefix("not a key of roll_async: ") if problem.id == "C002" else message[0]
-        found.note("dropped" if problem.id != "C001" else "refused", problem.key, why)
+    elif settings:
+        turns = path[-1] == "max_steps"
+        why = "turns are those of custom_envs.TAG.max_steps" if turns else "the world has no such setting"
+        found.note("dropped" if turns else "refused", problem.key, why)
+    elif value != {}:
+        why = problem.message.removeprefix("not a key of roll_async: ")
+        is_lost = problem.id == "C001" or (path[-1] in LOST and value)
+        found.note(
+            "refused" if is_lost else "dropped", problem.key, why if problem.id == "C002" else why.partition("; ")[0]
+        )
     return True
 
 
 def text_of(found: Port, source: str) -> str:
     """The new file; with a `source`, the table is its head."""
-    head = [f"# From {source} by `roll-async port`. What became of its keys:", *(f"#   {x}" for x in _table(found)), ""]
+    head = [
+        f"# From {printable(source)} by `roll-async port`. What became of its keys:",
+        *(f"#   {x}" for x in _table(found)),
+        "",
+    ]
     text = to_yaml({"pipeline": found.kind, **found.tree})
     return ("\n".join(head) if source else "") + text
 
@@ -103,4 +117,4 @@ def _table(found: Port) -> list[str]:
     """One line per key."""
     order = ("renamed", "changed", "dropped", "refused")
     rows = sorted(dict.fromkeys(found.changes), key=lambda change: (order.index(change.what), change.key))
-    return [f"{row.what:<8} {row.key}: {row.why}" for row in rows]
+    return [printable(f"{row.what:<8} {row.key}: {row.why}") for row in rows]

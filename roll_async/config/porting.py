@@ -4,6 +4,7 @@ Names and the reasons against keys that have no counterpart are those of `loadin
 answers the same keys. Here is what a rename cannot say: keys whose value changes, and defaults of ROLL that differ.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,15 +12,20 @@ from pathlib import Path
 from typing import cast
 
 from roll_async.config.api import kind_of
-from roll_async.config.loading.compose import read_sources
+from roll_async.config.loading.compose import Sources, read_sources
+from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.diagnostics import ConfigError
 from roll_async.config.loading.node import Node, Plain, drop, find, leaves, plain
 from roll_async.config.loading.references import resolve_references
 from roll_async.config.loading.rename import compose, rename
 from roll_async.config.schema import ROLES
 from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES
+from roll_async.config.schema_worker import TRAINED_ROLES
 
 Tree = dict[str, Plain]
+_LISTED = re.compile(r"(?:list\()?\[([0-9, ]+)\]\)?")
+_RESOLVER = re.compile(r"\$\{[a-z._]+:[^}]*\}")
+"""A value that OmegaConf takes from the clock or the environment."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_-]*)")
 
 _REWARDS = {
@@ -31,6 +37,9 @@ _REWARDS = {
 }
 """Class of ROLL's reward workers to `rewards.NAME.type`."""
 _IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker", "VLTrajEnvManager")
+_TOWERS = ("vision_model", "audio_model")
+_NO_WORLDS = ("webshop", "code")
+"""Names of `env_type` whose worlds are not there yet."""
 _STRATEGIES = {"fsdp2_train": "megatron_train", "deepspeed_train": "megatron_train"}
 _SCORERS = ("hf_infer", "fsdp2_infer", "deepspeed_infer")
 _NO_PIPELINE_KEYS = (
@@ -104,8 +113,8 @@ def port(path: Path, pipeline: str | None = None) -> Port:
     kind, _ = kind_of(written, pipeline)
     found = Port(kind=kind, tree={}, referenced=frozenset(_references(written)))
     for name in missing:
-        found.note("dropped", "defaults", f"{name} is not there")
-    composed = compose(_one_clip(sources.files, written, found, sources), kind)
+        found.note("dropped", "defaults", f"{name} is not there, or empty")
+    composed = compose(_one_clip(sources.files, written, found), kind)
     if composed.errors:
         raise ConfigError(tuple(composed.errors))
     root, _ = resolve_references(composed.root, composed.moved, composed.doubts)
@@ -125,11 +134,13 @@ def _require_this_pipeline(root: Node) -> None:
         if found := names & keys:
             raise AnotherPipeline(f"{what} ({min(found)}) is not what this project does")
     texts = {leaf.value for _, leaf in leaves(root, "") if isinstance(leaf.value, str)}
-    if any(text.endswith(_IMAGES) for text in texts):
-        raise AnotherPipeline("training on images and video is not what this project does")
-    if "actor_train" not in keys:
-        what = "a rollout without training" if "actor_infer" in keys else "a part of configs, or neither RLVR nor agentic"
-        raise AnotherPipeline(f"actor_train is not there: this is {what}")
+    if any(text.endswith(_IMAGES) or text.startswith(_TOWERS) for text in texts):
+        raise AnotherPipeline("training on images, video and sound is not what this project does")
+    if "actor_train" not in keys or ("actor_infer" in keys and find(root, ("actor_train", "strategy_args")) is None):
+        what = (
+            "a rollout without training" if "actor_infer" in keys else "a part of configs, or neither RLVR nor agentic"
+        )
+        raise AnotherPipeline(f"actor_train has no strategy: this is {what}")
     if "actor_infer" not in keys:
         raise AnotherPipeline("actor_infer is not there: this trains without sampling, which this project does not do")
 
@@ -141,7 +152,7 @@ def _references(root: Node) -> Iterator[str]:
                 yield from _REFERENCE.findall(value.value)
 
 
-def _one_clip(files: tuple[Node, ...], root: Node, found: Port, sources):  # noqa: ANN001, ANN202
+def _one_clip(files: tuple[Node, ...], root: Node, found: Port) -> Sources:
     """ROLL reads pg_clip, or with use_pg_clip_range the two others; its files may have all three."""
     by_range = find(root, ("use_pg_clip_range",))
     is_range = by_range is not None and by_range.value is True
@@ -152,13 +163,31 @@ def _one_clip(files: tuple[Node, ...], root: Node, found: Port, sources):  # noq
             if find(file, (name,)) is not None:
                 file = drop(file, (name,))
                 found.note("dropped", name, f"use_pg_clip_range is {str(is_range).lower()}: ROLL reads the other one")
-        kept.append(file)
-    return type(sources)(files=tuple(kept), overrides=())
+        kept.append(_without_resolvers(file, file, "", found))
+    return Sources(files=tuple(kept), overrides=())
+
+
+def _without_resolvers(node: Node, file: Node, path: str, found: Port) -> Node:
+    """A map without the keys whose value a resolver gives; the same word for all of them would be wrong."""
+    assert isinstance(node.value, dict)
+    kept: dict[str, Node] = {}
+    for name, child in node.value.items():
+        if isinstance(child.value, dict):
+            child = _without_resolvers(child, file, f"{path}{name}.", found)
+        if isinstance(child.value, str) and _RESOLVER.search(child.value):
+            found.note(
+                "changed", f"{path}{name}", f"{_RESOLVER.search(child.value)[0]} is not read here; left out of the text"
+            )
+            child = Node(_RESOLVER.sub("", child.value).strip("-_/") or None, child.file, child.line)
+        kept[name] = child
+    return Node(kept, node.file, node.line)
 
 
 def _losses(found: Port) -> None:
     """What ROLL and this project name alike with other values, and other defaults."""
-    if found.get("algorithm", "adv_estimator") is None:
+    if found.get("algorithm", "adv_estimator") in (None, "gae") and found.get("critic", "strategy_args") is None:
+        found.put("algorithm.adv_estimator", "reinforce", "gae, which is ROLL's default, needs a critic: there is none")
+    elif found.get("algorithm", "adv_estimator") is None:
         found.put("algorithm.adv_estimator", "gae", "ROLL's default, grpo is that of this project")
     variant = found.get("algorithm", "pg_variant") or "ppo"
     dual = found.pop("dual_clip_loss")
@@ -166,11 +195,11 @@ def _losses(found: Port) -> None:
         clip = found.get("algorithm", "pg_options", "clip_low")
         clip = clip if isinstance(clip, int | float) else 0.2
         why = "dual_clip_loss is false, or not set, which is ROLL's default"
-        found.put(
-            "algorithm.pg_options.dual_clip", *((1 + 2 * clip, "1 + 2 * pg_clip") if dual else (None, why))
-        )
+        found.put("algorithm.pg_options.dual_clip", *((1 + 2 * clip, "1 + 2 * pg_clip") if dual else (None, why)))
     if variant == "cispo" and found.get("algorithm", "pg_options", "cispo_epsilon_low") is None:
-        found.put("algorithm.pg_options.cispo_epsilon_low", 0.1, "ROLL's default; that of this project is 1, as the paper")
+        found.put(
+            "algorithm.pg_options.cispo_epsilon_low", 0.1, "ROLL's default; that of this project is 1, as the paper"
+        )
     ratio = found.pop("importance_sampling") or found.pop("ratio_type")
     if ratio in ("seq", "sequence", "segment"):
         found.put("algorithm.pg_options.ratio_level", "segment" if ratio == "segment" else "sequence", f"was {ratio}")
@@ -200,7 +229,9 @@ def _kl(found: Port) -> None:
     if not in_loss and found.pop("algorithm", "kl_loss_coef"):
         found.note("dropped", "kl_loss_coef", "use_kl_loss is false")
     if in_reward:
-        found.put("algorithm.token_kl_coef", 0.2 if start is None else start, "add_token_level_kl is true: init_kl_coef")
+        found.put(
+            "algorithm.token_kl_coef", 0.2 if start is None else start, "add_token_level_kl is true: init_kl_coef"
+        )
         if not in_loss:
             found.put("algorithm.kl_estimator", estimators.get(str(estimator or "kl"), "k1"), "it is kl_penalty")
     elif start is not None:
@@ -252,13 +283,25 @@ def _roles(found: Port) -> None:
                 found.pop(role)
                 found.note("dropped", role, "it has no strategy")
             continue
+        for key in ("lora_rank", "lora_alpha", "lora_target") if role not in TRAINED_ROLES else ():
+            if found.pop(role, "model_args", key) is not None:
+                found.note("dropped", f"{role}.model_args.{key}", "the adapters are those of actor_train")
+        for key in ("lora_target", "freeze_module_prefix"):
+            if isinstance(text := found.get(role, "model_args", key), str):
+                names = [part.strip() for part in text.split(",")]
+                found.put(f"{role}.model_args.{key}", names, "a list instead of one text")
+        devices = found.get(role, "device_mapping")
+        if isinstance(devices, str) and (ids := _LISTED.fullmatch(devices)):
+            found.put(f"{role}.device_mapping", [int(n) for n in ids[1].split(",")], "the list itself")
         name = found.get(role, "strategy_args", "strategy_name")
         wanted = _STRATEGIES.get(str(name))
         if role in ("reference", "teacher") and name in _SCORERS:
             wanted = "megatron_infer"
         if wanted is not None:
             found.pop(role, "strategy_args", "strategy_config")
-            found.put(f"{role}.strategy_args.strategy_name", wanted, f"was {name}, which is not there; set its parallel sizes")
+            found.put(
+                f"{role}.strategy_args.strategy_name", wanted, f"was {name}, which is not there; set its parallel sizes"
+            )
         _batching(found, role)
 
 
@@ -284,7 +327,9 @@ def _lengths(found: Port) -> None:
         limit = found.get("actor_infer", "strategy_args", "strategy_config", key)
         if isinstance(limit, int) and limit < _longest(found):
             found.pop("actor_infer", "strategy_args", "strategy_config", key)
-            found.note("dropped", f"actor_infer.strategy_args.strategy_config.{key}", f"{limit} is below the longest row")
+            found.note(
+                "dropped", f"actor_infer.strategy_args.strategy_config.{key}", f"{limit} is below the longest row"
+            )
 
 
 def _rewards(found: Port) -> None:
@@ -299,7 +344,9 @@ def _rewards(found: Port) -> None:
         kind = _REWARDS.get(worker) or (name if name in REWARD_TYPES else None)
         if kind is None:
             del rewards[name]
-            found.note("refused", f"rewards.{name}", f"{worker or 'no class'}: write a function and give its dotted path")
+            found.note(
+                "refused", f"rewards.{name}", f"{worker or 'no class'}: write a function and give its dotted path"
+            )
             continue
         if kind != name:
             found.put(f"rewards.{name}.type", kind, f"was worker_cls {worker}")
@@ -308,8 +355,11 @@ def _rewards(found: Port) -> None:
             found.put(f"rewards.{name}.num_workers", num, "was world_size")
         if kind == "llm_judge" and "judge" not in reward:
             model = found.get("rewards", name, "model_args", "model_name_or_path")
-            found.put(f"rewards.{name}.judge", {"api_url": _JUDGE_URL, "model": model or found.get("pretrain")},
-                      "start a server of the judge's model, on devices that no role has, and give its address here")
+            found.put(
+                f"rewards.{name}.judge",
+                {"api_url": _JUDGE_URL, "model": model or found.get("pretrain")},
+                "start a server of the judge's model, on devices that no role has, and give its address here",
+            )
         filters = reward.pop("query_filter_config", None)
         if isinstance(filters, dict) and filters.get("type") not in (None, "no_filter"):
             found.put("algorithm.filter_groups.enable", True, f"rewards.{name}.query_filter_config, for all domains")
@@ -320,9 +370,26 @@ def _worlds(found: Port) -> None:
     worlds = found.get("custom_envs")
     if found.kind != "agentic" or not isinstance(worlds, dict):
         return
+    used = set()
+    for name in ("train_env_manager", "val_env_manager"):
+        tags = found.get(name, "tags")
+        used |= set(map(str, tags)) if isinstance(tags, list) else set(worlds)
+    there = {tag for tag in used & set(worlds) if _is_there(worlds[tag])}
     for tag, world in list(worlds.items()):
-        if isinstance(world, dict):
-            _world(found, worlds, tag, world)
+        if tag not in used:
+            del worlds[tag]
+            found.note("dropped", f"custom_envs.{tag}", "no tags name it")
+        elif not _is_there(world):
+            kind = world.get("env_type") if isinstance(world, dict) else None
+            found.note(
+                "refused",
+                f"custom_envs.{tag}",
+                f"world {kind} is not there; write a class, env_type is its dotted path",
+            )
+            if there:  # else it stays: a file without worlds would get the default one
+                del worlds[tag]
+        elif isinstance(world, dict):
+            _world(found, tag, world)
     for name in ("train_env_manager", "val_env_manager"):
         manager = found.get(name)
         tags = manager.get("tags") if isinstance(manager, dict) else None
@@ -335,7 +402,14 @@ def _worlds(found: Port) -> None:
         found.put("actor_infer.generating_args", sampling, "was train_env_manager.generating_args")
 
 
-def _world(found: Port, worlds: Tree, tag: str, world: Tree) -> None:
+def _is_there(world: Plain) -> bool:
+    """Whether this project has the world, under its own name or that of ROLL."""
+    kind = str(world.get("env_type")) if isinstance(world, dict) else ""
+    known = (*(name for name in ENV_TYPES if name not in _NO_WORLDS), "roll_math", "roll_qa")
+    return kind in known or kind.startswith(("rg:", "game:"))
+
+
+def _world(found: Port, tag: str, world: Tree) -> None:
     key, manager = f"custom_envs.{tag}", str(world.pop("env_manager_cls", ""))
     kind = str(world.get("env_type"))
     settings = world.get("env_config")
@@ -346,20 +420,22 @@ def _world(found: Port, worlds: Tree, tag: str, world: Tree) -> None:
         found.note("changed", f"{key}.env_type", f"{kind} is reasoning_gym with dataset {name}")
     elif family == "game" and name:
         world["env_type"], settings = "textarena", {"id": name}
-        found.note("changed", f"{key}.env_type", f"{kind} is textarena with id {name}, whose rewards are TextArena's own")
+        found.note(
+            "changed", f"{key}.env_type", f"{kind} is textarena with id {name}, whose rewards are TextArena's own"
+        )
     elif kind.startswith("roll_") and kind[5:] in ("math", "qa"):
         world["env_type"], settings = kind[5:], {}
-        found.note("changed", f"{key}.env_type", f"{kind} is {kind[5:]}; give env_config.file, JSON lines with its rows")
-    elif kind not in ENV_TYPES:
-        del worlds[tag]
-        found.note("refused", key, f"world {kind} is not there; write a class and give its dotted path as env_type")
-        return
+        found.note(
+            "changed", f"{key}.env_type", f"{kind} is {kind[5:]}; give env_config.file, JSON lines with its rows"
+        )
     if kind == "sokoban" and isinstance(room := settings.pop("dim_room", None), list) and room:
         settings["size"] = max(n for n in room if isinstance(n, int))
         found.note("changed", f"{key}.env_config.dim_room", f"size {settings['size']}, rooms are square")
     if "StepEnvManager" in manager:
         world["manager"] = "step"
         found.note("changed", f"{key}.env_manager_cls", "manager: step")
+    elif world.pop("history_length", None) is not None:
+        found.note("dropped", f"{key}.history_length", "manager traj shows all turns")
     world["env_config"] = settings
     most = found.get("actor_infer", "generating_args", "max_new_tokens") or 512
     if isinstance(limit := world.get("max_tokens_per_step"), int) and isinstance(most, int) and limit > most:
@@ -371,6 +447,46 @@ def _validation(found: Port) -> None:
     steps = found.pop("validation", "eval_steps")
     if isinstance(steps, int) and found.get("eval_steps") is None:
         found.put("eval_steps", steps, "was validation.eval_steps")
+    if found.kind == "rlvr" and found.get("eval_steps") and found.get("validation") is None:
+        found.put("eval_steps", 0, "there is no validation section")
 
 
-_CONVERSIONS = (_losses, _kl, _agentic_norm, _validation, _rewards, _worlds, _roles, _lengths)
+def _shares(found: Port) -> None:
+    """Shares of domains, which ROLL does not ask to sum to 1."""
+    shares, rewards = found.get("actor_train", "data_args", "domain_interleave_probs"), found.get("rewards")
+    if not isinstance(shares, dict) or not isinstance(rewards, dict):
+        return
+    left = {name: share for name, share in shares.items() if name in rewards and isinstance(share, int | float)}
+    total = sum(left.values())
+    if total > 0 and (left != shares or abs(total - 1) > 1e-6):
+        even = {name: round(share / total, 6) for name, share in left.items()}
+        even[next(iter(even))] += 1 - sum(even.values())
+        found.put(
+            "actor_train.data_args.domain_interleave_probs", cast(Tree, even), f"{even}: of sum 1, over the rewards"
+        )
+
+
+def _mini_batch(found: Port) -> None:
+    """ROLL drops or repeats samples until a batch is whole optimizer steps; here the steps must divide it."""
+    ids, _ = parse_devices(found.get("actor_train", "device_mapping"))
+    layout = ("actor_train", "strategy_args", "strategy_config")
+    sizes = [found.get(*layout, f"{part}_parallel_size") for part in ("tensor_model", "pipeline_model", "context")]
+    copies = len(ids or (0,)) // math.prod(size for size in sizes if isinstance(size, int))
+    samples = found.get("rollout_batch_size")
+    if found.kind == "rlvr":
+        each = found.get("num_return_sequences_in_group")
+        samples = samples * (each if isinstance(each, int) else 8) if isinstance(samples, int) else None
+    rows = found.get("actor_train", "training_args", "per_device_train_batch_size")
+    steps = found.get("actor_train", "training_args", "gradient_accumulation_steps")
+    if not isinstance(samples, int) or not isinstance(steps, int) or not copies:
+        return
+    least = (rows if isinstance(rows, int) else 1) * copies
+    fitting = [n for n in range(1, steps + 1) if samples % (n * least) == 0]
+    if fitting and fitting[-1] != steps:
+        key = "actor_train.training_args.gradient_accumulation_steps"
+        found.put(key, fitting[-1], f"{steps} micro-batches of {least} rows do not divide {samples} samples")
+
+
+_CONVERSIONS = (
+    _losses, _kl, _agentic_norm, _validation, _rewards, _shares, _worlds, _roles, _lengths, _mini_batch,
+)  # fmt: skip

@@ -39,7 +39,7 @@ class Sources:
 
 def read_sources(path: Path, overrides: Sequence[str], missing: list[str] | None = None) -> Sources:
     """The file with its includes, and the overrides. Raises ConfigError; with a list `missing`, names of includes that
-    are not there are added to it instead.
+    are not there, or are empty, are added to it instead.
     """
     files = tuple(_Reader(missing=missing).read(path, ()))
     return Sources(files=files, overrides=_parsed(overrides))
@@ -54,7 +54,7 @@ class _Reader:
     """Files without their `defaults`; a file that is included twice is the same object."""
     num_includes: int = 0
     missing: list[str] | None = None
-    """Includes that were not found, if they may be missing."""
+    """Includes that were not found or are empty, if they may be missing."""
 
     def read(self, path: Path, chain: tuple[str, ...]) -> list[Node]:
         """The file and its includes in the order of merging. `chain`: the files that led here."""
@@ -84,7 +84,7 @@ class _Reader:
         if os.path.isabs(target):
             raise refused("absolute path")
         found = _existing(Path(os.path.normpath(path.parent / target)))
-        if found is None:
+        if found is None or (self.missing is not None and _is_empty(found)):
             if self.missing is None:
                 raise refused("not found")
             self.missing.append(name)
@@ -102,6 +102,10 @@ class _Reader:
             message = f"too large: number of includes exceeds {_MAX_INCLUDES}"
             raise refuse("C010", f"defaults.{index}", item.file, item.line, message)
         return self.read(found, chain)
+
+
+def _is_empty(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size == 0
 
 
 def _existing(target: Path) -> Path | None:

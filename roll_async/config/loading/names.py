@@ -131,7 +131,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "use custom_envs.TAG.manager: traj or step": ("agent_runner_cls",),
     "use actor_infer.generating_args": ("train_env_manager.generating_args",),
     "set the top-level eval_steps": ("validation.eval_steps",),
-    "use num_workers": ("rewards.*.world_size",),
+    "use rewards.NAME.num_workers": ("rewards.*.world_size",),
     "rewards load no model here; an LLM judge is a server, rewards.NAME.judge": tuple(
         f"rewards.*.{key}" for key in (
             "model_args", "data_args", "generating_args", "strategy_args", "device_mapping", "infer_batch_size",
@@ -146,6 +146,12 @@ _REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 REFUSED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 """Key, or last two parts of its path, to the reason. Known keys are looked up in the schema first."""
+
+LOST = frozenset((
+    "judge_prompt", "difficulty_loss_weight", "length_loss_weight", "error_max_len_clip", "reward_type",
+    "response_length_penalty_coef", "train_infer_correction", "rollout_correction", "response_filter_config",
+))  # fmt: skip
+"""Refused keys that say something which the rest of a ported config does not, unless they are switched off."""
 
 FOREIGN_SECTIONS = ("actor_rollout_ref", "data", "trainer", "rollout", "reward_model")
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from roll_async.config.loading.compose import Sources, merge
 from roll_async.config.loading.diagnostics import Diagnostic
-from roll_async.config.loading.names import ALGORITHM_FIELDS, ALIAS_VALUES, LOSS_PREFIXES, PG_OPTIONS, SGLANG_ALIASES, alias_table
+from roll_async.config.loading.names import (
+    ALGORITHM_FIELDS,
+    ALIAS_VALUES,
+    LOSS_PREFIXES,
+    PG_OPTIONS,
+    SGLANG_ALIASES,
+    alias_table,
+)
 from roll_async.config.loading.node import Node, diagnostic, drop, find, put
 from roll_async.config.loading.references import Doubt, find_resolved
 from roll_async.config.loading.resources import BLOCK_KEYS, BLOCKS
