@@ -58,7 +58,7 @@ def command(config: str, output: str | None, pipeline: str | None) -> int:
 
 
 def ported(path: Path, pipeline: str | None = None) -> tuple[Port, list[Diagnostic]]:
-    """The config in keys of this project, and the errors that are left in it. Raises ConfigError and AnotherPipeline."""
+    """The config in keys of this project, and the errors left in it. Raises ConfigError and AnotherPipeline."""
     found = port(path, pipeline)
     errors: list[Diagnostic] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -174,10 +174,8 @@ def _without_resolvers(node: Node, file: Node, path: str, found: Port) -> Node:
     for name, child in node.value.items():
         if isinstance(child.value, dict):
             child = _without_resolvers(child, file, f"{path}{name}.", found)
-        if isinstance(child.value, str) and _RESOLVER.search(child.value):
-            found.note(
-                "changed", f"{path}{name}", f"{_RESOLVER.search(child.value)[0]} is not read here; left out of the text"
-            )
+        if isinstance(child.value, str) and (match := _RESOLVER.search(child.value)):
+            found.note("changed", f"{path}{name}", f"{match[0]} is not read here; left out of the text")
             child = Node(_RESOLVER.sub("", child.value).strip("-_/") or None, child.file, child.line)
         kept[name] = child
     return Node(kept, node.file, node.line)
@@ -288,7 +286,7 @@ def _roles(found: Port) -> None:
                 found.note("dropped", f"{role}.model_args.{key}", "the adapters are those of actor_train")
         for key in ("lora_target", "freeze_module_prefix"):
             if isinstance(text := found.get(role, "model_args", key), str):
-                names = [part.strip() for part in text.split(",")]
+                names: list[Plain] = [part.strip() for part in text.split(",")]
                 found.put(f"{role}.model_args.{key}", names, "a list instead of one text")
         devices = found.get(role, "device_mapping")
         if isinstance(devices, str) and (ids := _LISTED.fullmatch(devices)):
@@ -412,8 +410,8 @@ def _is_there(world: Plain) -> bool:
 def _world(found: Port, tag: str, world: Tree) -> None:
     key, manager = f"custom_envs.{tag}", str(world.pop("env_manager_cls", ""))
     kind = str(world.get("env_type"))
-    settings = world.get("env_config")
-    settings = settings if isinstance(settings, dict) else {}
+    given = world.get("env_config")
+    settings: Tree = given if isinstance(given, dict) else {}
     family, _, name = kind.partition(":")
     if family == "rg" and name:
         world["env_type"], settings = "reasoning_gym", {"dataset": name}

@@ -110,13 +110,16 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "max_new_tokens is the limit": ("generating_args.max_length",),
     "no beam search": ("length_penalty",),
     "max_steps ends the run": ("num_train_epochs",),
-    "use model_args.dtype": ("training_args.bf16", "training_args.fp16", "strategy_config.bf16", "strategy_config.fp16"),
+    "use model_args.dtype": (
+        "training_args.bf16", "training_args.fp16", "strategy_config.bf16", "strategy_config.fp16",
+    ),
     "use norm_mean_type and norm_std_type (batch or group), or adv_estimator grpo": (
         "reward_normalization", "reward_norm",
     ),
     "use algorithm.adv_options": ("step_reward_gamma", "episode_reward_weight", "step_reward_weight"),
     "follows from the model": (
-        "model_args.model_type", "apply_rope_fusion", "bias_activation_fusion", "moe_grouped_gemm", "moe_layer_recompute",
+        "model_args.model_type", "apply_rope_fusion", "bias_activation_fusion", "moe_grouped_gemm",
+        "moe_layer_recompute",
         "moe_shared_expert_overlap", "moe_router_dtype", "moe_router_fusion", "moe_permute_fusion", "moe_use_upcycling",
         "variable_seq_lengths", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     ),
@@ -138,7 +141,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
             "judge_model_type", "training_args", "num_gpus_per_worker",
         )
     ),
-    "use rewards.NAME.judge.prompt, which is the text of the prompt": ("judge_prompt",),
+    "use rewards.NAME.judge, whose prompt is a text": ("judge_prompt",),
     "use rewards.NAME.sandbox": ("use_local", "test_case_type"),
     "scores are those of the reward; use algorithm.overlong_buffer for length": (
         "reward_type", "response_length_penalty_coef", "format_pattern",

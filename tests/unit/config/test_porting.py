@@ -32,16 +32,20 @@ OF_ROLL = edited(
         "actor_train.data_args.dataset_dir": "data",
         "actor_train.model_args": {"attn_implementation": "sdpa", "model_type": None},
         "actor_infer.data_args": {"template": "qwen2_5"},
-        "reference": {"strategy_args": {"strategy_name": "hf_infer", "strategy_config": None}, "device_mapping": "range(0,4)"},
+        "reference.strategy_args": {"strategy_name": "hf_infer", "strategy_config": None},
+        "reference.device_mapping": "range(0,4)",
         "rewards": {
-            "cross": {"worker_cls": f"{WORKER_CLS}.a.CrossThinkQARuleRewardWorker", "world_size": 3, "tag_included": ["q"]},
+            "cross": {
+                "worker_cls": f"{WORKER_CLS}.a.CrossThinkQARuleRewardWorker", "world_size": 3, "tag_included": ["q"],
+            },
             "llm_judge": {
-                "worker_cls": f"{WORKER_CLS}.b.LLMJudgeRewardWorker", "judge_prompt": "some-name", "tag_included": ["j"],
+                "worker_cls": f"{WORKER_CLS}.b.LLMJudgeRewardWorker", "judge_prompt": "name", "tag_included": ["j"],
                 "model_args": {"model_name_or_path": "judge"}, "device_mapping": "range(6,8)",
             },
         },
     },
 )  # fmt: skip
+CLIPS = {"dual_clip_loss": True, "pg_clip": 0.5, "pg_clip_low": 0.1, "pg_clip_high": 0.3}
 
 
 def write(folder, tree, name="roll.yaml"):
@@ -165,8 +169,8 @@ def test_an_attention_kernel_that_cannot_act_is_a_warning(tmp_path, role, given,
 @pytest.mark.parametrize(
     ("edits", "dual"),
     [({}, None), ({"dual_clip_loss": False}, None), ({"dual_clip_loss": True}, 1.4),
-     ({"dual_clip_loss": True, "pg_clip": 0.5, "pg_clip_low": 0.1, "pg_clip_high": 0.3}, 2.0),
-     ({"dual_clip_loss": True, "pg_clip": 0.5, "pg_clip_low": 0.1, "pg_clip_high": 0.3, "use_pg_clip_range": True}, 1.2)],
+     (CLIPS, 2.0),
+     ({**CLIPS, "use_pg_clip_range": True}, 1.2)],
 )  # fmt: skip
 def test_the_dual_clip_is_that_of_roll(tmp_path, edits, dual):
     assert port_of(tmp_path, {"adv_estimator": "grpo", **edits})[0].get("algorithm", "pg_options", "dual_clip") == dual
