@@ -29,7 +29,12 @@ def command(args: tuple[str, ...]) -> int:
     Example:
       roll-async plan configs/rlvr_config_async.yaml async_generation_ratio=2
     """
-    if (loaded := one_config("plan", list(args))) is None:
+    return run_plan(list(args))
+
+
+def run_plan(args: list[str]) -> int:
+    """Print the plan of one config; exit 2 if it is not valid."""
+    if (loaded := one_config("plan", args)) is None:
         return 2
     print_pairs([*placement(loaded.config), *weight_push(loaded.config), *batches(loaded.config)])
     return 0

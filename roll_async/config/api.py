@@ -63,7 +63,7 @@ def load_with_warnings(path: str | Path, overrides: Sequence[str] = (), pipeline
 
 def _load(path: Path, overrides: Sequence[str], pipeline: str | None) -> Loaded:
     sources = read_sources(path, overrides)
-    kind, reason = _kind(sources.as_written(), pipeline)
+    kind, reason = kind_of(sources.as_written(), pipeline)
     composed = compose(sources, kind)
     warnings = composed.warnings
     _stop_if(composed.errors, warnings)
@@ -91,13 +91,18 @@ def _stop_if(errors: list[Diagnostic], warnings: list[Diagnostic]) -> None:
         raise ConfigError(tuple([*warnings, *errors]))
 
 
-def _kind(root: Node, pipeline: str | None) -> tuple[str, str]:
+def kind_of(root: Node, pipeline: str | None) -> tuple[str, str]:
     """Kind of run and why. An unreadable `pipeline` is reported by the check."""
     if pipeline is not None:
         return pipeline, f"the command fixes pipeline {pipeline}"
     written = find_resolved(root, ("pipeline",))
     if written is not None and written.value in ("rlvr", "agentic"):
         return str(written.value), f"pipeline is {written.value}"
+    # Worlds decide before prompt files: configs of ROLL name a template in `data_args` beside their worlds.
+    for name in ("custom_envs", "train_env_manager"):
+        worlds = find_resolved(root, (name,))
+        if worlds is not None and worlds.value is not None:
+            return "agentic", f"{name} is set"
     data = find_resolved(root, ("actor_train", "data_args"))
     if data is not None and data.value is not None:
         return "rlvr", "actor_train.data_args is set"

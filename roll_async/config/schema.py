@@ -78,7 +78,7 @@ class PipelineConfig:
     """Keys of both kinds of run."""
 
     pipeline: Literal["rlvr", "agentic"] = derived()
-    """Kind of run; default: rlvr if actor_train.data_args is present, else agentic."""
+    """Kind of run; default: agentic with custom_envs, train_env_manager or no actor_train.data_args, else rlvr."""
     exp_name: str = derived()
     """Names folders and tracker runs; default: the file's name without suffix."""
     seed: int = bounded(42, ">= 0")

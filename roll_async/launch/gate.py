@@ -167,12 +167,6 @@ def _roles(config: PipelineConfig) -> list[str]:
 def _without_effect(name: str, role: WorkerConfig) -> list[str]:
     """Settings of a role that have no effect."""
     problems = []
-    attention, strategy = role.model_args.attn_implementation, role.strategy_args.strategy_name
-    flash = attention == "fa2" and (_on_transformer_engine(role) or _on_flash_attention(role))
-    if attention != "auto" and strategy != "hf_infer" and not flash:
-        problems.append(
-            f"{name}.model_args.attn_implementation={attention} has no effect, {strategy} chooses its own; use auto"
-        )
     trains = isinstance(role.strategy_args.strategy_config, MegatronTrainConfig)
     plain, given = ModelArguments(), role.model_args
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "freeze_module_prefix"):
@@ -186,18 +180,6 @@ def _without_effect(name: str, role: WorkerConfig) -> list[str]:
 def tuple_free(value: object) -> object:
     """A value with its tuples as lists, so that loaded values and defaults compare equal."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _on_transformer_engine(role: WorkerConfig) -> bool:
-    """Whether the layers may be Transformer Engine's, whose flash attention can be chosen."""
-    strategy = role.strategy_args.strategy_config
-    megatron = isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
-    return megatron and strategy.transformer_impl != "local" and role.device_mapping is not None
-
-
-def _on_flash_attention(role: WorkerConfig) -> bool:
-    """Whether the engine uses flash attention by default, as vLLM does on GPUs."""
-    return isinstance(role.strategy_args.strategy_config, VllmConfig) and role.device_mapping is not None
 
 
 def _megatron(name: str, role: WorkerConfig, strategy: MegatronTrainConfig | MegatronInferConfig) -> list[str]:

@@ -87,8 +87,6 @@ HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
 REFUSED = [
     (SEVEN, ["actor_train.logits_in_fp32=false"]),
     (SEVEN, [*SYNCHRONOUS, "actor_infer.generating_args.logprobs=false"]),
-    (SEVEN, ["actor_train.model_args.attn_implementation=sdpa"]),
-    (CPU, ["actor_train.model_args.attn_implementation=fa2"]),
     (SEVEN, ["weight_sync.transport=shm"]),
     (SEVEN, ["weight_sync.transport=nccl"]),
     (SEVEN, [VLLM, "weight_sync.transport=cuda_ipc"]),

@@ -42,21 +42,6 @@ def test_router_replay_with_vllm_on_cpu_is_refused_before_the_engine_starts():
     assert not unsupported(load(str(CPU), ["actor_train.router_replay=true", hf]))
 
 
-@pytest.mark.parametrize("role", ["actor_train", "actor_infer"])
-def test_an_attention_kernel_is_refused_where_the_strategy_takes_another(role):
-    found = refused(f"{role}.model_args.attn_implementation=sdpa")
-    assert found.startswith(f"{role}.model_args.attn_implementation=sdpa has no effect, ")
-    assert found.endswith("chooses its own; use auto")
-
-
-def test_flash_attention_is_accepted_where_it_is_what_happens_anyway():
-    assert not refused(
-        "actor_train.model_args.attn_implementation=fa2", "actor_infer.model_args.attn_implementation=fa2"
-    )
-    (problem,) = unsupported(load(str(CPU), ["actor_train.model_args.attn_implementation=fa2"]))
-    assert "attn_implementation=fa2 has no effect" in problem
-
-
 @pytest.mark.parametrize(("given", "taken"), [("auto", "sdpa"), ("sdpa", "sdpa"), ("fa2", "flash_attention_2")])
 def test_the_hf_engine_attends_as_asked(given, taken):
     asked = (

@@ -37,9 +37,11 @@ class Sources:
         return root
 
 
-def read_sources(path: Path, overrides: Sequence[str]) -> Sources:
-    """The file with its includes, and the overrides. Raises ConfigError."""
-    files = tuple(_Reader().read(path, ()))
+def read_sources(path: Path, overrides: Sequence[str], missing: list[str] | None = None) -> Sources:
+    """The file with its includes, and the overrides. Raises ConfigError; with a list `missing`, names of includes that
+    are not there, or are empty, are added to it instead.
+    """
+    files = tuple(_Reader(missing=missing).read(path, ()))
     return Sources(files=files, overrides=_parsed(overrides))
 
 
@@ -51,6 +53,8 @@ class _Reader:
     own: dict[str, Node] = field(default_factory=dict)
     """Files without their `defaults`; a file that is included twice is the same object."""
     num_includes: int = 0
+    missing: list[str] | None = None
+    """Includes that were not found or are empty, if they may be missing."""
 
     def read(self, path: Path, chain: tuple[str, ...]) -> list[Node]:
         """The file and its includes in the order of merging. `chain`: the files that led here."""
@@ -80,8 +84,11 @@ class _Reader:
         if os.path.isabs(target):
             raise refused("absolute path")
         found = _existing(Path(os.path.normpath(path.parent / target)))
-        if found is None:
-            raise refused("not found")
+        if found is None or (self.missing is not None and _is_empty(found)):
+            if self.missing is None:
+                raise refused("not found")
+            self.missing.append(name)
+            return []
         key = os.path.abspath(found)
         if key in chain:
             cycle = [*chain[chain.index(key) :], key]
@@ -95,6 +102,10 @@ class _Reader:
             message = f"too large: number of includes exceeds {_MAX_INCLUDES}"
             raise refuse("C010", f"defaults.{index}", item.file, item.line, message)
         return self.read(found, chain)
+
+
+def _is_empty(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size == 0
 
 
 def _existing(target: Path) -> Path | None:

@@ -31,6 +31,11 @@ def dump(config: PipelineConfig) -> str:
     return "".join(_map(tree, 0))
 
 
+def to_yaml(tree: dict[str, Plain]) -> str:
+    """YAML of plain maps, lists and scalars, in the same style."""
+    return "".join(_map(tree, 0))
+
+
 def derived_comments(config: PipelineConfig) -> str:
     """The derived properties of the config, as comment lines."""
     lines = ["# derived"]

@@ -49,6 +49,9 @@ for _place in ("", "algorithm."):
 for _role in ROLES:
     _ALIASES[f"{_role}.model_args.flash_attn"] = (f"{_role}.model_args.attn_implementation",)
 
+ALIAS_VALUES: dict[str, dict[bool, str | None]] = {"resume_from_checkpoint": {False: None, True: "latest"}}
+"""Values of another name that are written in another way under the canonical one."""
+
 _SGLANG = "actor_infer.strategy_args"
 SGLANG_ALIASES = {
     f"{_SGLANG}.strategy_config.tp_size": (f"{_SGLANG}.strategy_config.tensor_parallel_size",),
@@ -107,10 +110,51 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "max_new_tokens is the limit": ("generating_args.max_length",),
     "no beam search": ("length_penalty",),
     "max_steps ends the run": ("num_train_epochs",),
-    "use model_args.dtype": ("training_args.bf16", "training_args.fp16"),
+    "use model_args.dtype": (
+        "training_args.bf16", "training_args.fp16", "strategy_config.bf16", "strategy_config.fp16",
+    ),
+    "use norm_mean_type and norm_std_type (batch or group), or adv_estimator grpo": (
+        "reward_normalization", "reward_norm",
+    ),
+    "use algorithm.adv_options": ("step_reward_gamma", "episode_reward_weight", "step_reward_weight"),
+    "follows from the model": (
+        "model_args.model_type", "apply_rope_fusion", "bias_activation_fusion", "moe_grouped_gemm",
+        "moe_layer_recompute",
+        "moe_shared_expert_overlap", "moe_router_dtype", "moe_router_fusion", "moe_permute_fusion", "moe_use_upcycling",
+        "variable_seq_lengths", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    ),
+    "weights are not weighed by length or difficulty; difficulty_low and difficulty_high take groups out": (
+        "difficulty_loss_weight", "length_loss_weight",
+    ),
+    "max_len_mask takes responses that were cut out of the loss": ("error_max_len_clip", "error_max_len_threshold"),
+    "prompts use actor_train.data_args.template": ("global_template",),
+    "engines sleep whenever the trainer takes their devices": ("sleep_level",),
+    "use custom_envs.TAG.max_concurrent": ("max_env_step_concurrent",),
+    "worlds run in processes of their own": ("use_thread_lock",),
+    "use custom_envs.TAG.manager: traj or step": ("agent_runner_cls",),
+    "use actor_infer.generating_args": ("train_env_manager.generating_args",),
+    "set the top-level eval_steps": ("validation.eval_steps",),
+    "use rewards.NAME.num_workers": ("rewards.*.world_size",),
+    "rewards load no model here; an LLM judge is a server, rewards.NAME.judge": tuple(
+        f"rewards.*.{key}" for key in (
+            "model_args", "data_args", "generating_args", "strategy_args", "device_mapping", "infer_batch_size",
+            "judge_model_type", "training_args", "num_gpus_per_worker",
+        )
+    ),
+    "use rewards.NAME.judge, whose prompt is a text": ("judge_prompt",),
+    "use rewards.NAME.sandbox": ("use_local", "test_case_type"),
+    "scores are those of the reward; use algorithm.overlong_buffer for length": (
+        "reward_type", "response_length_penalty_coef", "format_pattern",
+    ),
 }  # fmt: skip
 REFUSED = {key: reason for reason, keys in _REASONS.items() for key in keys}
 """Key, or last two parts of its path, to the reason. Known keys are looked up in the schema first."""
+
+LOST = frozenset((
+    "judge_prompt", "difficulty_loss_weight", "length_loss_weight", "error_max_len_clip", "reward_type",
+    "response_length_penalty_coef", "train_infer_correction", "rollout_correction", "response_filter_config",
+))  # fmt: skip
+"""Refused keys that say something which the rest of a ported config does not, unless they are switched off."""
 
 FOREIGN_SECTIONS = ("actor_rollout_ref", "data", "trainer", "rollout", "reward_model")
 
@@ -120,7 +164,8 @@ def refusal(path: str) -> str | None:
     parts = path.split(".")
     if parts[-1].startswith("profiler_"):
         return _NO_CHOICE
-    return REFUSED.get(".".join(parts[-2:])) or REFUSED.get(parts[-1])
+    free = f"rewards.*.{parts[2]}" if parts[0] == "rewards" and len(parts) > 2 else ""
+    return REFUSED.get(free) or REFUSED.get(".".join(parts[-2:])) or REFUSED.get(parts[-1])
 
 
 def alias_table(kind: str) -> dict[str, tuple[str, ...]]:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from roll_async.config.loading.compose import Sources, merge
 from roll_async.config.loading.diagnostics import Diagnostic
-from roll_async.config.loading.names import ALGORITHM_FIELDS, LOSS_PREFIXES, PG_OPTIONS, SGLANG_ALIASES, alias_table
+from roll_async.config.loading.names import (
+    ALGORITHM_FIELDS,
+    ALIAS_VALUES,
+    LOSS_PREFIXES,
+    PG_OPTIONS,
+    SGLANG_ALIASES,
+    alias_table,
+)
 from roll_async.config.loading.node import Node, diagnostic, drop, find, put
 from roll_async.config.loading.references import Doubt, find_resolved
 from roll_async.config.loading.resources import BLOCK_KEYS, BLOCKS
@@ -106,6 +113,8 @@ def _table(root: Node, kind: str, is_sglang: bool) -> dict[str, tuple[str, ...]]
 def _move(result: Composed, written: str, targets: tuple[str, ...], node: Node, *, warn: bool) -> None:
     result.root = drop(result.root, written.split("."))
     result.moved[written] = targets
+    if isinstance(node.value, bool) and written in ALIAS_VALUES:
+        node = Node(ALIAS_VALUES[written][node.value], node.file, node.line)
     for target in targets:
         if warn:
             message = f"'{written}' is another name of '{target}'"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 _MAX_LENGTH = 80
 
 
-def closest(name: str, candidates: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The nearest candidate; None if none is near, or the name is too long to be a typing error."""
+def closest(name: str, candidates: Sequence[str], cutoff: float = 0.75) -> str | None:
+    """The nearest candidate; None if none is near, or the name is too long to be a typing error. A share of equal
+    letters below 0.75 is another word, and the wrong key is a worse hint than none.
+    """
     if len(name) > _MAX_LENGTH:
         return None
     found = difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)

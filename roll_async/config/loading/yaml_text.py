@@ -187,7 +187,7 @@ class _Parser:
         merged: dict[str, Node] = {}
         height = 0
         while not isinstance(event := self._next(), CollectionEndEvent):
-            key = self._key(event)
+            key = self._key(event, is_top=depth == 1)
             is_merge = key == "<<" and isinstance(event, ScalarEvent) and not event.style
             self._path.append(key)
             if key in own:
@@ -204,10 +204,14 @@ class _Parser:
             height = max(height, below)
         return Node({**merged, **own}, self._file, self._line(start)), height + 1
 
-    def _key(self, event: yaml.Event) -> str:
-        """A map key. An anchor on it names a string like any other value."""
+    def _key(self, event: yaml.Event, *, is_top: bool) -> str:
+        """A map key. An anchor on it names a string like any other value. Below the top a whole number is read as its
+        text: settings of worlds have such keys, and one error here would hide all others of the file.
+        """
         key = self._node(event, 1)[0].value if isinstance(event, ScalarEvent | AliasEvent) else None
         self._num_values -= 1  # keys are not values
+        if isinstance(key, int) and not isinstance(key, bool) and not is_top:
+            return str(key)
         if not isinstance(key, str):
             what = (
                 f"key {event.value[:80]!r} is not a string; quote it"

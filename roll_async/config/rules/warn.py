@@ -6,9 +6,9 @@ from roll_async.config.loading.node import Node, find
 from roll_async.config.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
 from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
-from roll_async.config.schema import PipelineConfig, RLVRConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_async import InterruptConfig
-from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
+from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig, VllmConfig
 
 _AT_THE_START = ("auto", "recompute", "reuse")
 """Sources of proximal log-probs that are those of the weights before the step."""
@@ -157,6 +157,19 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
     for key, ignored, why in cases:
         if ignored and find(root, key.split(".")) is not None:
             yield "W12", key, f"no effect: {why}"
+    for role, worker in config.roles():
+        attention, strategy = worker.model_args.attn_implementation, worker.strategy_args.strategy_name
+        if attention != "auto" and strategy != "hf_infer" and not (attention == "fa2" and _has_flash_attention(worker)):
+            key = f"{role}.model_args.attn_implementation"
+            yield "W12", key, f"no effect: {attention} cannot be chosen, {strategy} takes its own; use auto"
+
+
+def _has_flash_attention(role: WorkerConfig) -> bool:
+    """Whether fa2 chooses something, or names what is there: Transformer Engine's layers, and vLLM, on devices."""
+    strategy = role.strategy_args.strategy_config
+    megatron = isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
+    has_choice = isinstance(strategy, VllmConfig) or (megatron and strategy.transformer_impl != "local")
+    return has_choice and role.device_mapping is not None
 
 
 def on_cpu(config: PipelineConfig) -> Findings:

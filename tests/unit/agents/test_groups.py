@@ -626,13 +626,13 @@ def test_outcomes_are_counted_by_tag_where_there_are_several():
     counts, tree = AgentCounts(), TraceTree()
     counts.ended("A", Ending(outcome=Outcome.SOLVED), tree)
     counts.ended("A", Ending(outcome=Outcome.FAILED), tree)
-    alone = counts.metrics()
-    assert alone["agent/outcomes/solved"] == 0.5 and not any(name.startswith("agent/A/") for name in alone)
+    alone = counts.ratios()
+    assert alone["agent/outcomes/solved"] == (1, 2) and not any(name.startswith("agent/A/") for name in alone)
     counts.ended("B", Ending(outcome=Outcome.SOLVED), tree)
     counts.ended("B", Ending(outcome=Outcome.SOLVED), tree)
-    both = counts.metrics()
+    both = counts.ratios()
     shares = [both[f"agent/{tag}outcomes/solved"] for tag in ("", "A/", "B/")]
-    assert shares == [0.75, 0.5, 1.0] and both["agent/attempts"] == 4
+    assert shares == [(3, 4), (1, 2), (2, 2)] and counts.metrics()["agent/attempts"] == 4
 
 
 def test_tasks_follow_the_partition_and_the_seed():

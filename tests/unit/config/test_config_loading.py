@@ -67,7 +67,7 @@ RLVR_CASES = [
     ("C018", {"actor_train.device_mapping": "range(-1,3)"}, 'actor_train.device_mapping: "range(-1,3)": negative device -1'),
     ("C018", {"actor_train.device_mapping": "range(99999999)"}, 'actor_train.device_mapping: "range(99999999)": more than 65536 devices'),
     ("C018", {"actor_train.device_mapping": [65536]}, "actor_train.device_mapping: [65536]: device 65536 is above 65535"),
-    ("C019", {"custom_envs": {}}, "custom_envs: is a key of agentic configs; this one is rlvr because actor_train.data_args is set"),
+    ("C019", {"pipeline": "rlvr", "custom_envs": {}}, "custom_envs: is a key of agentic configs; this one is rlvr because pipeline is rlvr"),
     ("C019", {"pipeline": "rlvr", "train_env_manager": {}}, "train_env_manager: is a key of agentic configs; this one is rlvr because pipeline is rlvr"),
     ("C020", {"actor_infer.training_args": {}}, "actor_infer.training_args: has no effect on role actor_infer; remove it"),
     ("C020", {"actor_train.generating_args": {}}, "actor_train.generating_args: has no effect on role actor_train; remove it"),
@@ -78,7 +78,7 @@ RLVR_CASES = [
     ("C020", {"rewards": {"math_rule": {"sandbox": {}}}}, "rewards.math_rule.sandbox: has no effect on role math_rule; remove it"),
 ]  # fmt: skip
 AGENTIC_CASES = [
-    ("C019", {"prompt_length": 3}, "prompt_length: is a key of rlvr configs; this one is agentic because actor_train.data_args is not set"),
+    ("C019", {"prompt_length": 3}, "prompt_length: is a key of rlvr configs; this one is agentic because custom_envs is set"),
     ("C004", {"custom_envs": {"A": {"env_type": "frozen_lak"}}}, 'custom_envs.A.env_type: "frozen_lak" is not one of frozen_lake | sokoban | countdown | math | qa | text_game | gymnasium | minigrid | textarena | reasoning_gym | command | http_agent | webshop | code; did you mean \'frozen_lake\'?'),
     ("C006", {"custom_envs": {"A": {}}}, "custom_envs.A.env_type: required and not set; add it"),
     ("C019", {"pipeline": "agentic", "actor_train.data_args": {}}, "actor_train.data_args: is a key of rlvr configs; this one is agentic because pipeline is agentic"),
