@@ -123,7 +123,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "moe_shared_expert_overlap", "moe_router_dtype", "moe_router_fusion", "moe_permute_fusion", "moe_use_upcycling",
         "variable_seq_lengths", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     ),
-    "weights are not weighed by length or difficulty; difficulty_low and difficulty_high take groups out": (
+    "the loss is not weighed by length or difficulty; difficulty_low and difficulty_high take groups out": (
         "difficulty_loss_weight", "length_loss_weight",
     ),
     "max_len_mask takes responses that were cut out of the loss": ("error_max_len_clip", "error_max_len_threshold"),
