@@ -5,12 +5,8 @@ import sys
 import click
 
 from roll_async.commands.command_line import AS_TYPED, POSITIVE
-from roll_async.commands.show_memory import show_memory
 from roll_async.commands.validate import one_config
-from roll_async.commands.weights import plan_of
 from roll_async.config.loading.emit import derived_comments, dump
-from roll_async.launch.device_memory import GB
-from roll_async.weight_sync.traffic import Links
 
 
 @click.command(context_settings=AS_TYPED, options_metavar="[--pipeline rlvr|agentic]")
@@ -34,8 +30,14 @@ def command(args: tuple[str, ...], memory: bool, device_gb: float, weights: bool
         return 2
     try:
         if memory:
+            from roll_async.commands.show_memory import show_memory  # imports torch, seconds that a config is not worth
+
             return show_memory(loaded.config, device_gb)
         if weights:
+            from roll_async.commands.weights import plan_of
+            from roll_async.launch.device_memory import GB
+            from roll_async.weight_sync.traffic import Links
+
             print("\n".join(plan_of(loaded.config, Links(network=network_gb_s * GB))))
             return 0
     except ValueError as error:

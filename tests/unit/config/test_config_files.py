@@ -324,6 +324,15 @@ def test_loading_does_not_try_to_import_heavy_libraries():
     assert run_python(code) == "[]\n"
 
 
+@pytest.mark.parametrize("command", ["show", "plan", "validate"])
+def test_a_look_at_a_config_imports_nothing_heavy(command):
+    code = (
+        f"import sys\nfrom roll_async.cli import main\nassert main([{command!r}, {str(SHIPPED[0])!r}]) == 0\n"
+        f"print(sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    assert run_python(code).splitlines()[-1] == "[]"
+
+
 def test_loading_reads_only_the_file_and_its_includes(tmp_path):
     path = REPOSITORY / "examples/qwen2.5-7B-rlvr-offpolicy/rlvr_config.yaml"
     code = (
