@@ -18,7 +18,8 @@ from tests.patience import patient
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     "README.md", "docs_roll/agentic.md", "docs_roll/fully_async.md", "examples/async_dapo/README.md",
-    "examples/dapo/README.md",
+    "examples/dapo/README.md", "docs_roll/docs/English/UserGuide/algorithms/offpolicy_setting.md",
+    "docs_roll/docs/简体中文/使用指南/algorithms/offpolicy_setting.md",
 )  # fmt: skip
 PROGRAMS = ("python", "python3", "pip", "ray", "roll-async", "make", "curl")
 STARTS = re.compile(r"^(export |bash |nohup |[A-Z_]+=\S* |python3? |pip |ray |roll-async |make )")
