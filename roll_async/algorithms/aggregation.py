@@ -70,7 +70,7 @@ def aggregate(
     """
     check_mask(mask_BT)
     if mode not in AGGREGATION_MODES:
-        raise ValueError(f"aggregation mode {mode!r} is not one of {' | '.join(AGGREGATION_MODES)}")
+        raise ValueError(f"Invalid loss_agg_mode: {mode!r} is not one of {' | '.join(AGGREGATION_MODES)}")
     dtype = working_dtype(loss_BT, weights_BT)
     count = denominators.global_tokens if mode in ("token-mean", "token-sum") else denominators.global_sequences
     used = mask_BT if count else torch.zeros_like(mask_BT)
