@@ -206,7 +206,7 @@ class Report:
 
         def text(ids: array) -> str:
             # The marks of a template tell who says what in a trajectory; around a single answer they say nothing.
-            return self._tokenizer.decode(list(ids), skip_special_tokens=not is_trajectory)
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=not is_trajectory))
 
         row: dict[str, object] = {
             "set": held_out.name or MAIN_SET,

@@ -65,6 +65,7 @@ def simulated(config: RLVRConfig, steps: int) -> dict[str, float]:
     if outcome.findings:
         raise SystemExit(f"the simulation broke an invariant: {outcome.findings[0]}")
     figures, servers = figures_of(outcome), outcome.servers
+    assert servers is not None
     return {
         "step_s": figures.step_s,
         "engines_busy": figures.engines_busy,
