@@ -491,7 +491,9 @@ class Learner:
 def _of_responses(batch: TrainBatch, values: Tensor) -> tuple[array, ...]:
     """Of each row the [R] values over its response, from [B,T]."""
     ends = zip(batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
-    return tuple(array("f", row[start:end].tolist()) for row, (start, end) in zip(values, ends, strict=True))
+    return tuple(
+        array("f", row[start:end].float().numpy().tobytes()) for row, (start, end) in zip(values, ends, strict=True)
+    )
 
 
 def _version_lag(batch: TrainBatch) -> Tensor:
