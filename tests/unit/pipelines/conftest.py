@@ -81,6 +81,8 @@ class Run:
         validator_speeds=(),
         validation_sets=("",),
         oversample_groups=0,
+        staleness=None,
+        classes=Classes(),
         trainer=TrainLoop,
         custom_monitor=None,
         turns_of=lambda replicas: None,
@@ -128,6 +130,7 @@ class Run:
             async_generation_ratio=ratio,
             oversample_groups=oversample_groups,
             trigger_parameter_sync_step=plan.get("sync_every", 1),
+            **(staleness or {}),
         )
         options = RolloutOptions(
             queue=queue,
@@ -137,7 +140,7 @@ class Run:
             validation_mode=plan.get("validation_mode", "pause"),
             canary=canary,
         )
-        self.side = wire_rollout(roles, options)
+        self.side = wire_rollout(roles, options, classes)
         self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
