@@ -1,5 +1,7 @@
 """The YAML of the documents this project started from loads as it stands there."""
 
+import textwrap
+
 import pytest
 
 from roll_async.config.api import load, load_with_warnings
@@ -245,10 +247,14 @@ def test_the_rlvr_example_loads_verbatim(files):
     assert [d.id for d in loaded.warnings] == ["W03", "W04", "W12", "W12"]
 
 
-def test_the_async_training_block_loads_verbatim(files, workers):
-    """Ratio 2 with a push every second step admits 5 versions, the bound the document gives."""
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_async_training_block_loads_verbatim(files, workers, prefix):
+    """Ratio 2 with a push every second step admits 5 versions, the bound the document gives. Its keys are also read
+    without their section, as the document's advice names them.
+    """
     text = "defaults: [workers, devices]\nasync_generation_ratio: 2\nrollout_batch_size: 8\nresponse_length: 64\n"
-    loaded = load_with_warnings(files.text(text + ASYNC_TRAINING), ["async_training.trigger_parameter_sync_step=2"])
+    block = ASYNC_TRAINING if prefix else textwrap.dedent(ASYNC_TRAINING.partition("\n")[2])
+    loaded = load_with_warnings(files.text(text + block), ["async_training.trigger_parameter_sync_step=2"])
     section = loaded.config.async_training
     assert (section.staleness.soft_versions, section.staleness.max_versions) == (3, 5)
     assert (section.max_queue_size, section.require_batches, section.batch_timeout) == (1000, 1, 30.0)
