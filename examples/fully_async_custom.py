@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roll_async.commands.fully_async import FullyAsyncMain, FullyAsyncTrainer, Rollouter
 
-logger = logging.getLogger("roll_async.custom")
+logger = logging.getLogger(__name__)
 
 
 class CustomFullyAsyncTrainer(FullyAsyncTrainer):

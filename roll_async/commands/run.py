@@ -157,7 +157,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
     config = absolute_paths(config, Path.cwd())
     try:
         config, folder, notices = open_run(config)
-        folder.open_log(*classes.log_names)
+        folder.open_log(*classes.log_names, modules=classes.modules)
     except (ValueError, Unwritable) as error:
         return _refused(error)
     for notice in notices:

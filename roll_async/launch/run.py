@@ -51,6 +51,12 @@ class RunClasses:
         """Log files of the run folder besides run.log."""
         return [] if self.log_name is None else [self.log_name]
 
+    @property
+    def modules(self) -> set[str]:
+        """Modules whose code runs in the driver: a script's `logging.getLogger(__name__)` has such a name."""
+        hooks = [self.trainer] if self.custom_monitor is None else [self.trainer, self.custom_monitor]
+        return {hook.__module__ for hook in hooks}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:

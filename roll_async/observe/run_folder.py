@@ -97,13 +97,19 @@ class RunFolder:
         """run.log and files of these names."""
         return [self.path / name for name in ("run.log", *more_names)]
 
-    def open_log(self, *more_names: str) -> None:
-        """Everything logged by roll_async goes to run.log (and to files of these names), warnings also to stderr."""
+    def open_log(self, *more_names: str, modules: Iterable[str] = ()) -> None:
+        """Everything logged by roll_async goes to run.log (and to files of these names), warnings also to stderr; what
+        loggers of these modules, the user's own, log from INFO on goes to both.
+        """
         root = log_to(self.log_files(*more_names))
-        console = logging.StreamHandler(sys.stderr)
-        console.setLevel(logging.WARNING)
-        console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        root.addHandler(console)
+        files = list(root.handlers)
+        root.addHandler(_console(logging.WARNING))
+        for name in set(modules):
+            own = logging.getLogger(name)
+            if name.partition(".")[0] != root.name:  # these are in the files by their name
+                own.setLevel(logging.INFO)
+                own.handlers[:] = [*files, _console(logging.INFO)]
+                own.propagate = False  # a handler of the script at the root would say it twice
 
     @property
     def last_step(self) -> int:
@@ -153,6 +159,13 @@ class RunFolder:
         for record in records:
             record.pop("run_id", None)
         return records
+
+
+def _console(level: int) -> logging.Handler:
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(level)
+    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    return console
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -43,7 +43,12 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
     log = (launcher.output / "run" / "fully_async_training.log").read_text()
     for component in ("Trainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
         assert f"Component Statistics: {component} " in log
-    assert "Parameter sync: version 2 on 1 replicas" in log and "Custom metric: " in log and " ERROR " not in log
+    assert (
+        "Parameter sync: version 2 on 1 replicas" in log
+        and "Custom metric: " in log
+        and "Custom metric: " in output
+        and " ERROR " not in log
+    )
     last = metrics[-1]
     assert (last["validation/version"], last["validation/lag"], last["validation/skipped"]) == (4, 0, 0)
     assert (last["validation/samples"], last["validation/sets/sampled/samples"]) == (4, 8)

@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,38 @@ def test_a_config_that_cannot_be_written_leaves_that_of_the_last_start(tmp_path)
     with pytest.raises(Unwritable, match="config.yaml: No space left"):
         folder.write_config("seed: 2\n")
     assert {p.name: p.read_text() for p in folder.path.iterdir()} == {"config.yaml": "seed: 1\n"}
+
+
+MONITORED = """\
+import logging, sys
+from roll_async.launch.run import RunClasses
+from roll_async.observe.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+def calculate_custom_metric(trainer_stats):
+    return trainer_stats["samples"] / 4
+
+def custom_monitor(trainer_stats, rollouter_stats):
+    custom_metric = calculate_custom_metric(trainer_stats)
+    logger.info(f"Custom metric: {custom_metric}")
+
+logging.basicConfig()
+classes = RunClasses(custom_monitor=custom_monitor, log_name="fully_async_training.log")
+RunFolder(sys.argv[1], "run").open_log(*classes.log_names, modules=classes.modules)
+classes.custom_monitor({"samples": 10}, {})
+logging.getLogger("roll_async.rollout").info("in the files alone")
+"""
+
+
+def test_what_the_monitor_of_a_users_script_logs_is_in_the_logs_and_on_the_console_once(tmp_path):
+    script = tmp_path / "monitored.py"
+    script.write_text(MONITORED)
+    ended = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "INFO: Custom metric: 2.5\n")
+    for name in ("run.log", "fully_async_training.log"):
+        lines = (tmp_path / "run" / name).read_text().splitlines()
+        assert [line.partition(" INFO ")[2] for line in lines] == [
+            "__main__: Custom metric: 2.5",
+            "roll_async.rollout: in the files alone",
+        ]
