@@ -60,7 +60,7 @@ class MessageQueue:
         self._fingerprint: Fingerprint = {}
         self._changed = asyncio.Event()
         self._progress_s = self._waits_since_s = self._reported_s = 0.0
-        self._filtered_before = 0
+        self._filtered_before = self._dropped_aged = self._dropped_aged_before = 0
         self.choices: Callable[[Collection[int]], Mapping[str, object]] | None = None
         """Returns the state of a prompt pool, to be saved with the position (`rollout/protocol.py: PromptPool`)."""
         self.taken: Callable[[Sequence[Group]], None] = lambda groups: None
@@ -97,7 +97,8 @@ class MessageQueue:
 
     def _more_may_be_admitted(self) -> bool:
         """After the end of the data: a group in flight may be released, or a buffered one dropped over the bound."""
-        counts, drops = self._book.counts, self._options.policy is not StalenessPolicy.WAIT
+        counts, options = self._book.counts, self._options
+        drops = options.policy is not StalenessPolicy.WAIT or options.max_age_s is not None
         waits = counts[GroupState.IN_FLIGHT] or self._closed_slots
         return bool(waits or (drops and counts[GroupState.BUFFERED]))
 
@@ -245,6 +246,7 @@ class MessageQueue:
         assert 0 < wanted <= self._options.groups_per_batch - taken, f"step {step} cannot take {wanted} more groups"
         self._progress_s = self._waits_since_s = self._reported_s = self._now()
         self._filtered_before = self._book.counts[GroupState.FILTERED]
+        self._dropped_aged_before = self._dropped_aged
         while True:
             if self._closed:
                 raise QueueClosed("the queue was closed", leftovers=len(self._book.buffered_ids))
@@ -269,8 +271,7 @@ class MessageQueue:
 
     def _choose(self, step: int, num_groups: int) -> list[Entry] | None:
         """The batch of this step, or the next part of it; None while it has to wait."""
-        if self._options.policy is not StalenessPolicy.WAIT:
-            self._drop_stale(step)
+        self._drop_stale(step)
         begun = bool(self._book.counts[GroupState.TRAINING])
         if self._no_more_prompts and not begun and len(self._book.buffered_ids) < self._options.groups_per_batch:
             return None  # take no part of a batch that cannot be completed
@@ -283,12 +284,18 @@ class MessageQueue:
         return self._choice.batch(step, num_groups)
 
     def _drop_stale(self, step: int) -> None:
-        """Discard buffered groups over the bound and requeue their prompts."""
+        """Discard buffered groups over the bound, or too old by time, and requeue their prompts. Under policy wait
+        versions discard nothing; that old age does breaks no deadline, because it only removes groups.
+        """
+        options, now = self._options, self._now()
+        by_version = options.policy is not StalenessPolicy.WAIT
         for entry in [self._book.entries[i] for i in self._book.buffered_ids]:
             group = entry.group
             assert group is not None
-            if not self._choice.is_over_bound(group, step):
+            aged = options.max_age_s is not None and now - group.admitted_s > options.max_age_s
+            if not aged and not (by_version and self._choice.is_over_bound(group, step)):
                 continue
+            self._dropped_aged += aged
             self._audit.dropped(group)
             self._dropped_stale += 1
             self._ledger.reopened(entry.slot.prompt_index)
@@ -494,6 +501,8 @@ class MessageQueue:
         free = self._free_slots()
         filtered = self._book.counts[GroupState.FILTERED] - self._filtered_before
         why = f"; {filtered} groups without reward variance were filtered meanwhile" if filtered else ""
+        if aged := self._dropped_aged - self._dropped_aged_before:
+            why += f"; {aged} groups older than staleness.max_age_s={options.max_age_s:g} were dropped meanwhile"
         if self.trouble is not None and (trouble := self.trouble()):
             why += f"; {trouble}"
         return (

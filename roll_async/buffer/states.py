@@ -62,6 +62,8 @@ class QueueOptions:
     policy: StalenessPolicy = StalenessPolicy.WAIT
     soft_versions: int | None = None
     """Older finished groups count as stale, and no new group starts while one of them waits."""
+    max_age_s: float | None = None
+    """Finished groups admitted longer ago are discarded when a step would take them, under every policy; None = off."""
     max_queue_size: int | None = None
     """Groups in flight or buffered; None = ceil((1 + r) * W), which the admission rule implies. Over-sampling adds
     `oversample_groups` to it.
@@ -91,6 +93,7 @@ class QueueOptions:
             max_versions=a.staleness.max_versions,
             policy=StalenessPolicy(a.staleness.policy),
             soft_versions=a.staleness.soft_versions,
+            max_age_s=a.staleness.max_age_s,
             max_queue_size=a.max_queue_size,
             oversample_groups=max(0, extra),
             samples_per_group=config.samples_per_group,
@@ -168,7 +171,7 @@ class QueueStats:
     buffered: int
     in_flight: int
     dropped_stale: int
-    """Part of `dropped` that was finished and over the bound."""
+    """Part of `dropped` that was finished and over the bound, or over max_age_s."""
     dropped_surplus: int
     """Part of `dropped` that had finished after others filled the batch; the rest was aborted."""
     late_results: int

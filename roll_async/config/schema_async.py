@@ -19,6 +19,10 @@ class StalenessConfig:
     """Over the bound: the trainer waits so that it never happens; the group is discarded; the tokens leave the loss."""
     soft_versions: int | None = bounded(None, ">= 0")
     """Older samples count as stale in metrics, and no new group starts while one is waiting; null = off."""
+    max_age_s: float | None = bounded(None, "> 0")
+    """A finished group admitted more seconds ago, when a step would take it, is discarded under every policy and its
+    prompt generated again; must be above the time of the longest answer. null = off.
+    """
     allow_above_8: bool = False
     """Needed when max_versions exceeds 8, where training is known to degrade."""
 

@@ -194,6 +194,35 @@ def test_what_is_too_old_is_dropped_under_policy_drop_and_its_prompt_comes_again
     run(go())
 
 
+@pytest.mark.parametrize("policy", list(StalenessPolicy))
+def test_what_is_too_old_by_time_is_dropped_under_every_policy_and_its_prompt_comes_again(run, build, caplog, policy):
+    """The data ended: its slots are those of the dropped groups alone. The second batch comes while the step waits."""
+
+    async def put(queue, slots):
+        for slot in slots:
+            await queue.put(build.group(slot.group_id, 0, admitted_s=asyncio.get_running_loop().time()))
+
+    async def go():
+        queue = make_queue(async_generation_ratio=1.0, policy=policy, max_age_s=60.0, batch_timeout_s=30.0)
+        await put(queue, await queue.reserve(4))
+        queue.end_of_data()
+        await asyncio.sleep(60)
+        assert [g.group_id for g in await queue.take_batch(1)] == [0, 1], "60 s are within the bound"
+        await queue.step_trained(1)
+        await asyncio.sleep(1)
+        step = asyncio.create_task(queue.take_batch(2))
+        again = await queue.reserve(2)
+        assert [(s.prompt_index, s.attempt) for s in again] == [(2, 1), (3, 1)]
+        stats = queue.stats()
+        assert (stats.dropped_stale, stats.dropped, stats.dropped_by_length) == (2, 2, {2: 4})
+        await asyncio.sleep(40)
+        await put(queue, again)
+        assert [g.group_id for g in await step] == [s.group_id for s in again]
+
+    run(go())
+    assert "2 groups older than staleness.max_age_s=60 were dropped meanwhile" in caplog.text
+
+
 def test_what_finishes_too_late_is_counted_by_length_and_what_was_cut_short_as_censored(run, finish, build):
     async def go():
         queue = make_queue(oversample_groups=3)
@@ -509,6 +538,7 @@ def test_the_options_of_the_queue_are_those_of_the_config():
         "async_generation_ratio=2",
         "async_training={trigger_parameter_sync_step: 2, max_queue_size: 40, batch_timeout: 7}",
         "async_training.staleness={max_versions: 9, policy: token_mask, soft_versions: 3, allow_above_8: true}",
+        "async_training.staleness.max_age_s=90",
         "fault={stall_timeout: 77, max_failed_groups: 5}",
     )
     config = load("configs/rlvr_config_async_cpu.yaml", overrides, "rlvr")
@@ -519,6 +549,7 @@ def test_the_options_of_the_queue_are_those_of_the_config():
         max_versions=9,
         policy=StalenessPolicy.TOKEN_MASK,
         soft_versions=3,
+        max_age_s=90.0,
         max_queue_size=40,
         samples_per_group=config.samples_per_group,
         fingerprint=QueueOptions.of(config).fingerprint,
