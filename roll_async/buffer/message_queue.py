@@ -220,6 +220,13 @@ class MessageQueue:
             await self._changed.wait()
         return []
 
+    def resize(self, max_queue_size: int) -> None:
+        """Another bound of the groups in flight and buffered, from now on: of those that are more than it, none is
+        evicted, and no slot is given out until they are fewer. Raises ValueError for less than a batch.
+        """
+        self._options = replace(self._options, max_queue_size=max_queue_size)
+        self._notify()
+
     def end_of_data(self) -> None:
         """The prompt stream is exhausted; requeued prompts are still admitted."""
         self._no_more_prompts = True
@@ -289,6 +296,8 @@ class MessageQueue:
         """
         options, now = self._options, self._now()
         by_version = options.policy is not StalenessPolicy.WAIT
+        if not by_version and options.max_age_s is None:
+            return
         for entry in [self._book.entries[i] for i in self._book.buffered_ids]:
             group = entry.group
             assert group is not None

@@ -115,7 +115,8 @@ class QueueOptions:
             )
         if self.max_queue_size is not None and self.max_queue_size < self.groups_per_batch:
             raise ValueError(
-                f"max_queue_size {self.max_queue_size} cannot hold the {self.groups_per_batch} groups of one batch"
+                f"max_queue_size {self.max_queue_size} cannot hold the {self.groups_per_batch} groups of one batch; "
+                f"give at least {self.groups_per_batch}"
             )
 
     @property

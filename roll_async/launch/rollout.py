@@ -121,7 +121,8 @@ class StartedRollout:
         transport = _transport(config, hosts)
         side = wire_rollout(roles, RolloutOptions.of(config, transport), Classes(rollouter=spec.rollouter))
         self.starter.one_host = next(iter(hosts)) if transport in ONE_HOST else None
-        await follow_requests(Path(config.output_dir) / config.exp_name, self.engines, self.starter, self.stack)
+        folder = Path(config.output_dir) / config.exp_name
+        await follow_requests(folder, self.engines, self.starter, side.queue, self.stack)
         return side
 
 

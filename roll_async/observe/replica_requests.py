@@ -1,4 +1,4 @@
-"""Somebody asks a run for another number of replicas, through `replicas/` in its folder.
+"""Somebody asks a run for another number of replicas or another bound of its queue, through `replicas/` in its folder.
 
     roll-async scale  -- request.json -->  the run
                      <-- answer.json  --
@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _LOOK_EVERY_S = 0.1
@@ -24,7 +24,10 @@ class ReplicaRequest:
     """One question."""
 
     id: str
-    replicas: int
+    replicas: int | None = None
+    """None = as many as there are."""
+    max_queue_size: int | None = None
+    """None = the bound that it has."""
 
 
 class ReplicaRequests:
@@ -50,7 +53,8 @@ class ReplicaRequests:
         if found is None:
             return None
         self._request.unlink(missing_ok=True)
-        return ReplicaRequest(id=str(found["id"]), replicas=int(str(found["replicas"])))
+        wanted = {key: int(str(found[key])) for key in ("replicas", "max_queue_size") if found[key] is not None}
+        return ReplicaRequest(id=str(found["id"]), **wanted)
 
     def answer(self, request: ReplicaRequest, text: str, *, refused: bool) -> None:
         """In words."""
@@ -63,7 +67,7 @@ class ReplicaRequests:
 
     # Who asks
 
-    def ask(self, num_replicas: int, timeout_s: float) -> str:
+    def ask(self, timeout_s: float, *, replicas: int | None = None, max_queue_size: int | None = None) -> str:
         """What the run says. Raises ValueError when it is not running, refuses, or says nothing in time."""
         run = _read(self._run)
         if run is None:
@@ -71,8 +75,8 @@ class ReplicaRequests:
         pid, host = int(str(run["pid"])), str(run["host"])
         if host == socket.gethostname() and not Path(f"/proc/{pid}").exists():
             raise ValueError(f"{self._folder.parent} is not running: its process {pid} is gone")
-        request = ReplicaRequest(id=uuid.uuid4().hex, replicas=num_replicas)
-        _write(self._request, {"id": request.id, "replicas": request.replicas})
+        request = ReplicaRequest(id=uuid.uuid4().hex, replicas=replicas, max_queue_size=max_queue_size)
+        _write(self._request, asdict(request))
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             found = _read(self._answer)

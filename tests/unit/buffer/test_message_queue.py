@@ -345,6 +345,29 @@ def test_under_policy_token_mask_groups_stay_as_long_as_one_of_their_trained_tok
     run(go())
 
 
+def test_the_bound_of_a_running_queue_is_moved_and_less_than_a_batch_is_refused(run, finish):
+    async def go():
+        queue = make_queue(async_generation_ratio=3.0, max_queue_size=2)
+        slots = await queue.reserve(9)
+        assert len(slots) == 2
+        waiting = asyncio.create_task(queue.reserve(9))
+        await asyncio.sleep(1)
+        queue.resize(5)
+        slots += await waiting
+        assert len(slots) == 5, "who waits for a slot gets it at once"
+        with pytest.raises(ValueError, match="max_queue_size 1 cannot hold the 2 groups of one batch; give at least 2"):
+            queue.resize(1)
+        queue.resize(3)
+        await finish(queue, *slots)
+        assert queue.stats().buffered == 5, "nothing is evicted"
+        await queue.take_batch(1)
+        assert await soon(queue.reserve(9)) is None
+        queue.resize(5)
+        assert len(await queue.reserve(9)) == 2
+
+    run(go())
+
+
 def test_no_new_group_starts_while_a_finished_one_is_older_than_soft_versions(run, finish):
     async def go():
         queue = make_queue(async_generation_ratio=3.0, soft_versions=0)

@@ -1,16 +1,22 @@
 """`roll-async scale` and the run it asks, without engines: what is answered, and what a wrong question says."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 
+from roll_async.buffer.ledger import MemoryLedger
+from roll_async.buffer.message_queue import MessageQueue
+from roll_async.buffer.states import QueueOptions
 from roll_async.cli import main
 from roll_async.commands import scale
+from roll_async.launch.scaling import follow_requests
 from roll_async.observe.replica_requests import ReplicaRequests
 
 
@@ -29,7 +35,7 @@ def obeyed(folder, answers):
     def follow():
         while answers:
             if (request := run.take()) is not None:
-                asked.append(request.replicas)
+                asked.append(request.replicas if request.max_queue_size is None else request.max_queue_size)
                 text, refused = answers.pop(0)
                 run.answer(request, text, refused=refused)
             time.sleep(0.02)
@@ -46,6 +52,9 @@ def test_the_run_answers_each_question_once(folder, capsys, monkeypatch):
     assert main(["scale", str(folder), "--replicas", "40"]) == 2
     assert capsys.readouterr().err == "roll-async scale: Ray has 2 CPUs\n"
     assert asked == [3, 40] and run.take() is None
+    asked, run = obeyed(folder, [("max_queue_size 64", False)])
+    assert main(["scale", str(folder), "--max-queue-size", "64"]) == 0 and asked == [64]
+    assert capsys.readouterr().out == "max_queue_size 64\n"
     monkeypatch.chdir(folder.parent)
     (folder.parent / "output").mkdir()
     folder.rename(folder.parent / "output" / "run")
@@ -62,7 +71,7 @@ def test_a_run_that_is_not_there_has_ended_or_was_killed_is_told_apart(folder, c
     assert nowhere in error("nowhere", "--replicas", "2")
     assert f"{folder} is not running: only a run under way has replicas" in error(str(folder), "--replicas", "2")
     assert "--replicas 0: a run needs at least 1" in error(str(folder), "--replicas", "0")
-    assert "--replicas" in error(str(folder))
+    assert "nothing to change: give --replicas N, --max-queue-size N, or both" in error(str(folder))
     run = ReplicaRequests(folder)
     run.open()
     monkeypatch.setattr(scale, "_ANSWER_WITHIN_S", 0.3)
@@ -74,3 +83,22 @@ def test_a_run_that_is_not_there_has_ended_or_was_killed_is_told_apart(folder, c
     assert f"is not running: its process {gone.stdout.strip()} is gone" in error(str(folder), "--replicas", "2")
     run.close()
     assert "is not running" in error(str(folder), "--replicas", "2")
+
+
+def test_a_run_gives_its_queue_the_bound_that_it_is_asked_for(folder):
+    """Neither engines nor what starts them are touched for it."""
+
+    async def go():
+        queue = MessageQueue(
+            QueueOptions(groups_per_batch=2, async_generation_ratio=3.0, max_queue_size=2), MemoryLedger()
+        )
+        queue.weights_held(0)
+        ask = ReplicaRequests(folder).ask
+        async with AsyncExitStack() as stack:
+            await follow_requests(folder, None, None, queue, stack)
+            assert await asyncio.to_thread(ask, 10.0, max_queue_size=5) == "max_queue_size 5"
+            assert len(await queue.reserve(9)) == 5
+            with pytest.raises(ValueError, match="max_queue_size 1 cannot hold .* give at least 2"):
+                await asyncio.to_thread(ask, 10.0, max_queue_size=1)
+
+    asyncio.run(go())
