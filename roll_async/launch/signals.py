@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first ends a run after the step under way, the second at once."""
+"""Ctrl-C and SIGTERM: the first ends a run after the step under way, the second at once. SIGUSR1 prints its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -25,6 +25,9 @@ class Stoppable(Protocol):
     @property
     def trained_step(self) -> int: ...
 
+    @property
+    def states(self) -> Callable[[], list[str]]: ...
+
     def request_stop(self) -> None: ...
 
 
@@ -32,7 +35,7 @@ class Stoppable(Protocol):
 def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
     """The first signal ends the run after the step under way, its state saved. The second ends the block of this task
     at once with EndedAtOnce; if closing the roles takes longer than _CLOSE_WITHIN_S, the process exits and the reaper
-    ends the roles.
+    ends the roles. SIGUSR1 prints a line for each component and changes nothing.
     """
     loop, running = asyncio.get_running_loop(), asyncio.current_task()
     assert running is not None
@@ -55,6 +58,7 @@ def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
 
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, tell)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: print_line("\n".join(pipeline.states())))
     try:
         yield
     except asyncio.CancelledError:

@@ -94,10 +94,14 @@ class HealthMonitor:
     def report(self) -> None:
         """One round: the log lines, then the custom monitor."""
         trainer, rollouter = self._stats()
-        for component in self.components():
-            logger.info("Component Statistics: %s %s: %s", component.name, component.health.value, component.detail)
+        for line in self.lines():
+            logger.info("%s", line)
         if self._custom_monitor is not None:
             self._custom_monitor(trainer, rollouter)
+
+    def lines(self) -> list[str]:
+        """The state of every component at this moment, a line each."""
+        return [f"Component Statistics: {c.name} {c.health.value}: {c.detail}" for c in self.components()]
 
     def components(self) -> list[ComponentHealth]:
         """The health of every component at this moment."""

@@ -62,7 +62,7 @@ class RLVRPipeline:
     """Runs one training run to its end; `run` is called once.
 
     `trainer`: the training side, built from the same parts and plan. `watch`: a coroutine function that monitors the
-    run until it is cancelled (`pipelines/health.py`).
+    run until it is cancelled, `states`: a line of text for each component now (both `pipelines/health.py`).
     """
 
     def __init__(
@@ -72,9 +72,11 @@ class RLVRPipeline:
         *,
         trainer: TrainLoop | None = None,
         watch: Callable[[], Awaitable[None]] | None = None,
+        states: Callable[[], list[str]] = list,
     ) -> None:
         self._parts, self._plan, self._watch = parts, plan, watch
         self.trainer = TrainLoop(parts, plan) if trainer is None else trainer
+        self.states = states
         self._first: BaseException | None = None
         self.rescued: str | None = None
         """After an error: text that says whether the last whole step is saved."""

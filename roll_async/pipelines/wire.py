@@ -283,8 +283,7 @@ def wire(
     if turns is not None:
         roles = take_turns(roles, options.plan, turns)
     trainer = classes.trainer(roles, options.plan)
-    watch = None
-    if options.monitor_interval_s is not None:
-        interval_s, custom = options.monitor_interval_s, options.custom_monitor
-        watch = HealthMonitor(trainer, roles, interval_s=interval_s, custom_monitor=custom).run
-    return RLVRPipeline(roles, options.plan, trainer=trainer, watch=watch)
+    interval_s = options.monitor_interval_s
+    monitor = HealthMonitor(trainer, roles, interval_s=interval_s or 0.0, custom_monitor=options.custom_monitor)
+    watch = None if interval_s is None else monitor.run
+    return RLVRPipeline(roles, options.plan, trainer=trainer, watch=watch, states=monitor.lines)

@@ -26,6 +26,9 @@ class Run:
 
     trained_step = 7
 
+    def states(self):
+        return ["Component Statistics: Trainer waiting: step 7", "Component Statistics: Rollouter running: 3 groups"]
+
     def __init__(self):
         self.stops, self.closed = 0, False
 
@@ -53,6 +56,13 @@ def test_a_second_signal_ends_a_stop_that_does_not_end_and_says_what_is_lost(cap
         first, second = capsys.readouterr().err.split("\n\n")
         assert "the state will be saved" in first
         assert "steps after the newest checkpoint in folder are not saved; the last whole step was 7" in second
+
+
+def test_sigusr1_prints_the_state_of_every_component_and_the_run_goes_on(capsys):
+    run = Run()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(run.go(signal.SIGUSR1, signal.SIGUSR1), timeout=0.3))
+    assert run.stops == 0 and capsys.readouterr().err == 2 * ("\n" + "\n".join(run.states()) + "\n")
 
 
 def test_one_signal_leaves_the_run_to_end_by_itself():

@@ -285,6 +285,23 @@ def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, c
     assert seen[-1][1].total_generated_samples >= 32
 
 
+def test_the_state_of_every_component_is_told_at_any_moment_also_without_a_monitor(run, a_run):
+    asked = a_run()
+
+    async def go():
+        running = asyncio.create_task(asked.go())
+        while not asked.learned:
+            await asyncio.sleep(0.5)
+        lines = asked.pipeline.states()
+        await running
+        return lines, asked.pipeline.states()
+
+    during, after = run(go())
+    assert during[0].startswith("Component Statistics: Trainer running: learning, step 0, ")
+    assert during[1].startswith("Component Statistics: Rollouter running: ")
+    assert "step 4, 32 samples, version 4" in after[0]
+
+
 def test_the_parts_of_a_step_are_merged_by_samples():
     def report(samples, **metrics):
         return StepReport(
