@@ -263,7 +263,14 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         trackers.append(PrometheusTracker(config.exp_name, config.tracking.prometheus_port, host))
     gpus = gpus_of_machine()
     recorder = Recorder(
-        folder, trackers, progress, logging_steps=config.logging_steps, trace=trace, gpus=gpus, create=create
+        folder,
+        trackers,
+        progress,
+        logging_steps=config.logging_steps,
+        trace=trace,
+        gpus=gpus,
+        create=create,
+        alarms=tracking.alarms,
     )
     if went_back:
         recorder.repeat()

@@ -142,6 +142,10 @@ class TrackingConfig:
     """Perfetto trace under output_dir."""
     prometheus_port: int | None = option(None, range="in [1, 65535]")
     """Port of the metrics endpoint; null = none."""
+    alarms: Mapping[str, float] = section(dict)
+    """Largest value of a metric by its key, as fully_async/stale_samples_ratio: a step above it is a warning on the
+    console and in the log.
+    """
     rollout_dump_dir: str | None = None
     """Folder for the trained samples as JSONL; null = none."""
 

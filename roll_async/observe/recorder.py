@@ -39,8 +39,12 @@ class Recorder:
         trace: Trace | None = None,
         gpus: Gpus | None = None,
         create: Callable[[], Tracker] | None = None,
+        alarms: Mapping[str, float] | None = None,
     ) -> None:
-        """`gpus`: of the machine of the driver. `create`: makes the tracker of the branch that the folder names."""
+        """`gpus`: of the machine of the driver. `create`: makes the tracker of the branch that the folder names.
+        `alarms`: the largest value of a metric that is no alarm, by key.
+        """
+        self._alarms, self._raised = dict(alarms or {}), set[str]()
         self._folder, self._trackers, self._progress, self._create = folder, trackers, progress, create
         self._trace, self._gpus = trace, gpus
         self._logging_steps = logging_steps
@@ -67,6 +71,20 @@ class Recorder:
         for tracker in self._trackers if logged else ():
             tracker.log(step, logged)
         self._progress.show(full)
+        self._alarm(step, full)
+
+    def _alarm(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn of a metric when it comes to lie above its limit, not again at every step that it stays there."""
+        for key, limit in self._alarms.items():
+            value = metrics.get(key)
+            if value is None and key not in self._raised:
+                self._raised.add(key)
+                logger.warning("tracking.alarms: step %d has no metric %s; docs_roll/metrics.md lists all", step, key)
+            elif value is not None and value > limit and key not in self._raised:
+                self._raised.add(key)
+                logger.warning("alarm: %s is %g at step %d, above %g (tracking.alarms)", key, value, step, limit)
+            elif value is not None and value <= limit:
+                self._raised.discard(key)
 
     def new_branch(self) -> None:
         """The run goes back to an earlier step: the tracker begins anew, with the steps that the folder keeps."""

@@ -48,3 +48,15 @@ def test_a_run_that_goes_back_tells_a_new_tracker_of_the_steps_it_keeps_and_the_
     recorder.step(4, dict.fromkeys(REQUIRED_KEYS, 1.0))
     assert sorted(made[0].told) == [2, 4] and sorted(made[1].told) == [2, 4]
     assert [told[4]["reward/mean"] for told in (made[0].told, made[1].told)] == [0.0, 1.0]
+
+
+def test_a_metric_above_its_limit_is_one_warning_until_it_has_been_below(tmp_path, caplog):
+    limits = {"idle/trainer": 0.5, "fully_async/sync_failure": 0.0}
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], ProgressLine(5), logging_steps=9, alarms=limits)
+    for step, idle in enumerate((0.5, 0.6, 0.9, 0.1, 0.7), start=1):
+        recorder.step(step, {**dict.fromkeys(REQUIRED_KEYS, 0.0), "idle/trainer": idle})
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "tracking.alarms: step 1 has no metric fully_async/sync_failure; docs_roll/metrics.md lists all",
+        "alarm: idle/trainer is 0.6 at step 2, above 0.5 (tracking.alarms)",
+        "alarm: idle/trainer is 0.7 at step 5, above 0.5 (tracking.alarms)",
+    ]

@@ -2,17 +2,22 @@
 that are dropped, an aborted group and a lag, beside an account of it that the test keeps itself.
 """
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import yaml
 
 from roll_async.buffer.staleness import StalenessPolicy
+from roll_async.observe.prometheus import exposition
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.wire import Classes
 from roll_async.rollout.group_source import GroupFate, GroupOutcome
 from roll_async.rollout.rollouter import Rollouter
 
+ROOT = Path(__file__).resolve().parents[3]
 GROUP_BYTES = 4 * 2 + 2 * 9 * 10
 """Two prompt tokens, and two answers of ten tokens."""
 BOUND, PUSH_S, RETRY_DELAY_S = 1, 2.0, 1.0
@@ -99,3 +104,13 @@ def test_every_number_is_that_of_what_happened(run, a_run, scorer_class):
         assert sum(lags) == pytest.approx(1), "and no lag beside them"
     varied = {name: len({m.get(f"fully_async/{name}") for m in done.published}) for name in account.expected[0]}
     assert min(varied.values()) > 1, f"some number never changed: {varied}"
+
+
+def test_the_rules_of_the_alert_file_are_about_metrics_that_a_run_exports(run, a_run):
+    done = a_run(trainer=FullyAsyncTrainer)
+    run(done.go())
+    exported = set(re.findall(r"^(\w+)\{", exposition(done.published[-1], run="r"), re.M))
+    (group,) = yaml.safe_load((ROOT / "docs_roll" / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]:
+        names = set(re.findall(r"roll_async_\w+", rule["expr"]))
+        assert names and names <= exported, rule["alert"]
