@@ -8,7 +8,7 @@ from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
 from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
 from roll_async.config.loading.node import Node, Plain, diagnostic, leaves, plain, type_name
-from roll_async.config.loading.paths import NAME, PathIndex
+from roll_async.config.loading.paths import METRIC_KEY, NAME, PathIndex
 from roll_async.config.loading.scalars import check_scalar, has_type, remedy
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, FieldSpec, spec_of
 from roll_async.config.loading.suggest import closest, foreign_character
@@ -135,12 +135,12 @@ class Checker:
         if not self._is(node, dict, "map", path):
             return _ABSENT
         assert isinstance(node.value, dict) and spec.item is not None
-        values = {}
+        values, form = {}, METRIC_KEY if path == "tracking.alarms" else NAME
         for name, child in node.value.items():
             if child.value is None and spec.item.section is not None:
                 continue  # what an included file has, and this one takes out
-            if not NAME.fullmatch(name):
-                self._error("C005", path, child, f"{shown(name)} must be a name matching {NAME.pattern}")
+            if not form.fullmatch(name):
+                self._error("C005", path, child, f"{shown(name)} must be a name matching {form.pattern}")
             values[name] = self._value(child, spec.item, f"{path}.{name}", role, node)
             if path == "rewards":
                 self._reward(name, child, f"{path}.{name}", values[name])

@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 from roll_async.config.api import load, load_with_warnings
+from roll_async.config.loading.diagnostics import ConfigError
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 
 AGENTIC_EXAMPLE = """\
@@ -330,3 +331,13 @@ def test_every_mode_is_a_set_of_keys(files, workers, name, ratio, k, interrupt, 
     config = load(files.text(text))
     assert config.staleness_bound == config.async_training.staleness.max_versions == bound
     assert config.is_async == (ratio > 0)
+
+
+def test_threshold_alarms_are_set_on_the_key_metrics_by_the_keys_under_which_they_are_published(files, workers):
+    text = "defaults: [workers, devices]\nrollout_batch_size: 8\nresponse_length: 64\n"
+    limits = "{fully_async/stale_samples_ratio: 0.5, fully_async/sync_failures: 0}"
+    wanted = {"fully_async/stale_samples_ratio": 0.5, "fully_async/sync_failures": 0.0}
+    assert load(files.text(text + f"tracking: {{alarms: {limits}}}\n")).tracking.alarms == wanted
+    assert load(files.text(text), [f"tracking.alarms={limits}"]).tracking.alarms == wanted
+    with pytest.raises(ConfigError, match="C003.*tracking.alarms.idle/trainer: expected float"):
+        load(files.text(text + "tracking: {alarms: {idle/trainer: high}}\n"))
