@@ -44,7 +44,7 @@ class Recorder:
         """`gpus`: of the machine of the driver. `create`: makes the tracker of the branch that the folder names.
         `alarms`: the largest value of a metric that is no alarm, by key.
         """
-        self._alarms, self._raised = dict(alarms or {}), set[str]()
+        self._alarms, self._raised, self._missed = dict(alarms or {}), set[str](), set[str]()
         self._folder, self._trackers, self._progress, self._create = folder, trackers, progress, create
         self._trace, self._gpus = trace, gpus
         self._logging_steps = logging_steps
@@ -77,8 +77,8 @@ class Recorder:
         """Warn of a metric when it comes to lie above its limit, not again at every step that it stays there."""
         for key, limit in self._alarms.items():
             value = metrics.get(key)
-            if value is None and key not in self._raised:
-                self._raised.add(key)
+            if value is None and key not in self._missed:
+                self._missed.add(key)
                 logger.warning("tracking.alarms: step %d has no metric %s; docs_roll/metrics.md lists all", step, key)
             elif value is not None and value > limit and key not in self._raised:
                 self._raised.add(key)

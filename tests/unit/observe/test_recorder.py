@@ -60,3 +60,15 @@ def test_a_metric_above_its_limit_is_one_warning_until_it_has_been_below(tmp_pat
         "alarm: idle/trainer is 0.6 at step 2, above 0.5 (tracking.alarms)",
         "alarm: idle/trainer is 0.7 at step 5, above 0.5 (tracking.alarms)",
     ]
+
+
+def test_a_metric_that_comes_late_is_an_alarm_all_the_same(tmp_path, caplog):
+    recorder = Recorder(
+        RunFolder(str(tmp_path), "run"), [], ProgressLine(5), logging_steps=9, alarms={"val/reward_mean": 0.5}
+    )
+    recorder.step(1, dict.fromkeys(REQUIRED_KEYS, 0.0))
+    recorder.step(2, {**dict.fromkeys(REQUIRED_KEYS, 0.0), "val/reward_mean": 0.75})
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "tracking.alarms: step 1 has no metric val/reward_mean; docs_roll/metrics.md lists all",
+        "alarm: val/reward_mean is 0.75 at step 2, above 0.5 (tracking.alarms)",
+    ]
