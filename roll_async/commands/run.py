@@ -29,7 +29,7 @@ from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 from roll_async.config.secrets import is_secret, with_secrets, without_secrets
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
-from roll_async.launch.signals import EndedAtOnce
+from roll_async.launch.signals import EndedAtOnce, outlive_state_requests
 from roll_async.observe.disk import Unwritable
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     classes = RunClasses() if classes is None else classes
+    outlive_state_requests()  # before the folder's lock tells anybody the process to ask
     config = absolute_paths(config, Path.cwd())
     try:
         config, folder, notices = open_run(config)

@@ -31,6 +31,12 @@ class Stoppable(Protocol):
     def request_stop(self) -> None: ...
 
 
+def outlive_state_requests() -> None:
+    """SIGUSR1 would end a process that has no handler for it: a run whose roles are not started yet, or are closed."""
+    line = b"\nno state to print: the roles of this run are not started, or closed\n"
+    signal.signal(signal.SIGUSR1, lambda *_: os.write(2, line))  # print is not reentrant
+
+
 @contextmanager
 def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
     """The first signal ends the run after the step under way, its state saved. The second ends the block of this task
@@ -65,6 +71,9 @@ def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
         if signals < 2:
             raise
         raise EndedAtOnce from None
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+        outlive_state_requests()
 
 
 def print_line(line: str) -> None:

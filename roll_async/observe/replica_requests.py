@@ -53,7 +53,7 @@ class ReplicaRequests:
         if found is None:
             return None
         self._request.unlink(missing_ok=True)
-        wanted = {key: int(str(found[key])) for key in ("replicas", "max_queue_size") if found[key] is not None}
+        wanted = {key: int(str(found[key])) for key in ("replicas", "max_queue_size") if found.get(key) is not None}
         return ReplicaRequest(id=str(found["id"]), **wanted)
 
     def answer(self, request: ReplicaRequest, text: str, *, refused: bool) -> None:

@@ -28,6 +28,7 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
         "validation.generating_args.max_new_tokens=32",
         "validation.sets={sampled: {generating_args: {num_return_sequences: 2, max_new_tokens: 32}}}",
         f"tracking.rollout_dump_dir={samples}",
+        "tracking.alarms={fully_async/global_steps: 2}",
         HF,
         config="fully_async_cpu",
         script="fully_async_custom.py",
@@ -43,12 +44,10 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
     log = (launcher.output / "run" / "fully_async_training.log").read_text()
     for component in ("Trainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
         assert f"Component Statistics: {component} " in log
-    assert (
-        "Parameter sync: version 2 on 1 replicas" in log
-        and "Custom metric: " in log
-        and "Custom metric: " in output
-        and " ERROR " not in log
-    )
+    for said in ("Parameter sync: version 2 on 1 replicas", "Custom metric: "):
+        assert said in log
+    assert "Custom metric: " in output and " ERROR " not in log
+    assert "alarm: fully_async/global_steps is 3 at step 3, above 2 (tracking.alarms)" in output
     last = metrics[-1]
     assert (last["validation/version"], last["validation/lag"], last["validation/skipped"]) == (4, 0, 0)
     assert (last["validation/samples"], last["validation/sets/sampled/samples"]) == (4, 8)

@@ -151,6 +151,9 @@ def test_a_run_goes_on_after_its_engine_died_and_after_ctrl_c_and_a_killed_drive
 
     validated = ("eval_steps=1", "val_batch_size=8")
     process, _ = started(*validated, step=lost_at + 2)
+    process.send_signal(signal.SIGUSR1)
+    while not (said := process.stdout.readline()).startswith("Component Statistics: Trainer "):
+        assert said, "the run ended, and said no state"
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=patient(120))[0]
     assert process.returncode == 130, output

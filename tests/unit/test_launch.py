@@ -8,7 +8,7 @@ import pytest
 
 from roll_async.buffer.errors import LedgerError, StallError
 from roll_async.commands.run import exit_code
-from roll_async.launch.signals import EndedAtOnce, stop_on_signals
+from roll_async.launch.signals import EndedAtOnce, outlive_state_requests, stop_on_signals
 
 
 def test_every_error_has_its_exit_code_also_in_a_group():
@@ -63,6 +63,15 @@ def test_sigusr1_prints_the_state_of_every_component_and_the_run_goes_on(capsys)
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(run.go(signal.SIGUSR1, signal.SIGUSR1), timeout=0.3))
     assert run.stops == 0 and capsys.readouterr().err == 2 * ("\n" + "\n".join(run.states()) + "\n")
+
+
+def test_sigusr1_ends_no_run_whose_roles_are_not_started_or_closed(capfd):
+    outlive_state_requests()
+    signal.raise_signal(signal.SIGUSR1)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(Run().go(), timeout=0.1))
+    signal.raise_signal(signal.SIGUSR1)
+    assert capfd.readouterr().err.count("no state to print: the roles of this run are not started, or closed") == 2
 
 
 def test_one_signal_leaves_the_run_to_end_by_itself():

@@ -9,9 +9,9 @@ from roll_async.config.schema import ROLES
 from roll_async.config.schema_worker import STRATEGY_ROLES
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+"""Free names: domains, environment tags, environment variables."""
 METRIC_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_./@-]*")
 """A name with the slashes of metrics."""
-"""Free names: domains, environment tags, environment variables."""
 
 
 class PathIndex:
