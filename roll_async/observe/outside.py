@@ -87,11 +87,13 @@ async def asked(
         late = not task.done()
         if late and not task.get_loop().is_closed():  # else this is the end of a loop that was broken off
             task.cancel()
-            await asyncio.wait({task}, timeout=_GRACE_S)
-            if not task.done():  # the end of the event loop would wait for it
-                with suppress(RuntimeError):
-                    work.close()
-                task.cancel()
+            try:
+                await asyncio.wait({task}, timeout=_GRACE_S)
+            finally:  # also where this task is cancelled again: the end of the event loop would wait for it for ever
+                if not task.done():
+                    with suppress(RuntimeError):
+                        work.close()
+                    task.cancel()
     if late:
         raise TimeoutError
     return task.result()

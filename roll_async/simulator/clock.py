@@ -15,6 +15,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _NAMED_TASKS = 12
+_ROUNDS_OF_THE_END = 100_000
+"""A clean-up of the largest world takes some thousands."""
 
 
 class Deadlock(RuntimeError):
@@ -22,7 +24,7 @@ class Deadlock(RuntimeError):
 
 
 class OutOfEvents(RuntimeError):
-    """The run did not end within the rounds it was given: a task polls without time passing, or without an end."""
+    """The run, or the clean-up behind it, did not end within its rounds: a task polls, or ignores its cancellation."""
 
 
 class Killed(BaseException):
@@ -65,6 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._on_kill, self._on_advance = on_kill, on_advance
         self._threads_inline = threads_inline
         self._closing = False
+        self._rounds_of_the_end = 0
         self._selector = _Jump(self)
 
     def time(self) -> float:
@@ -78,7 +81,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def next_round(self, timeout: float | None) -> None:
         """Move the clock, or say why it cannot move."""
         self.rounds += 1
-        if not self._closing:
+        if self._closing:
+            self._rounds_of_the_end += 1
+            if self._rounds_of_the_end > _ROUNDS_OF_THE_END:
+                raise OutOfEvents(f"the run is over, and these do not end when they are cancelled: {self._waiters()}")
+        else:
             if self._kill_in_round is not None and self.rounds >= self._kill_in_round:
                 self._closing = True
                 if self._on_kill is not None:
@@ -100,7 +107,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return ", ".join(names[:_NAMED_TASKS]) + more
 
     def disarm(self) -> None:
-        """The run is over: what cleans up behind it is neither counted nor killed."""
+        """The run is over: what cleans up behind it is not killed, and bounded by rounds of its own."""
         self._closing = True
 
     def _process_events(self, event_list: list[object]) -> None:
@@ -119,6 +126,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run_virtual(main: Coroutine[object, object, T], loop: VirtualLoop | None = None) -> T:
-    """Run `main` to its end on a virtual clock. Raises what it raises, and Deadlock when nothing can happen."""
-    with asyncio.Runner(loop_factory=lambda: loop or VirtualLoop()) as runner:
-        return runner.run(main)
+    """Run `main` to its end on a virtual clock. Raises what it raises, Deadlock when nothing can happen, and
+    OutOfEvents when a task that it leaves behind does not end.
+    """
+    clock = loop or VirtualLoop()
+    with asyncio.Runner(loop_factory=lambda: clock) as runner:
+        try:
+            return runner.run(main)
+        finally:
+            clock.disarm()

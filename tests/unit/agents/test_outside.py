@@ -581,6 +581,30 @@ def test_an_error_of_others_is_told_with_type_message_and_place_and_a_cancellati
     run_virtual(cancelled())
 
 
+@pytest.mark.parametrize("asked_to_end", [1, 2], ids=["once", "again while its code was to clean up"])
+def test_code_that_ignores_its_cancellation_is_closed_when_who_asked_for_it_is_cancelled(asked_to_end):
+    closed = []
+
+    async def stubborn():
+        try:
+            while True:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(1e9)
+        finally:
+            closed.append(asyncio.get_running_loop().time())
+
+    async def main():
+        task = asyncio.ensure_future(asked(stubborn, str, math.inf))
+        for _ in range(asked_to_end):
+            await asyncio.sleep(1)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert closed == [11 if asked_to_end == 1 else 2]
+
+    run_virtual(main())
+
+
 def test_an_error_that_nobody_foresaw_ends_its_trajectory_is_counted_and_leaves_its_traceback(tokenizer, caplog):
     fates, _, metrics = played(tokenizer, [("task", {}, None)], ["the"], "ConnectionError")
     assert [fate for _, fate, _ in fates] == ["filtered", "failed"] and "ConnectionError: gone" in fates[1][2]

@@ -1,6 +1,7 @@
 """The clock of every simulation and of the unit tests: jumps, order, deadlocks by name, kills."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -59,6 +60,20 @@ def test_a_kill_comes_in_its_round_after_what_it_leaves_was_put_aside():
     with pytest.raises(Killed):
         run_virtual(main(), VirtualLoop(kill_in_round=10, on_kill=lambda: left.append(len(steps))))
     assert left == [len(steps)] and 1 < len(steps) < 10
+
+
+def test_a_task_that_ignores_the_end_of_its_run_is_named():
+    async def stubborn():
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    async def main():
+        main.left = asyncio.create_task(stubborn(), name="the stubborn one")
+        await asyncio.sleep(1)
+
+    with pytest.raises(OutOfEvents, match="the run is over, and these do not end .*the stubborn one"):
+        run_virtual(main())
 
 
 def test_every_instant_is_shown_once_before_the_clock_moves():
