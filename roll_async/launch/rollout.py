@@ -201,8 +201,9 @@ def prompts_of(config: RLVRConfig) -> LoadedPrompts:
 
 def held_out_of(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
     """Held-out prompts by set; none without eval_steps. Raises ValueError for bad files."""
-    if config.validation is None or not config.eval_steps:
+    if not config.eval_steps:
         return {}
+    assert config.validation is not None, "the rules require it"
     by_key = {key: _prompts_of_set(config, data) for key, data in dict(config.validation.data.values()).items()}
     return {name: by_key[key] for name, (key, _) in config.validation.data.items()}
 

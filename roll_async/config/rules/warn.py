@@ -162,6 +162,8 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
         if attention != "auto" and strategy != "hf_infer" and not (attention == "fa2" and _has_flash_attention(worker)):
             key = f"{role}.model_args.attn_implementation"
             yield "W12", key, f"no effect: {attention} cannot be chosen, {strategy} takes its own; use auto"
+        if worker.model_args.disable_gradient_checkpointing and not strategy.endswith("_train"):
+            yield "W12", f"{role}.model_args.disable_gradient_checkpointing", f"no effect: {role} trains nothing"
 
 
 def _has_flash_attention(role: WorkerConfig) -> bool:

@@ -1,8 +1,9 @@
-"""Every key acts: set to another value it changes a settings object, or it is refused; and each wire is needed for it.
-
-Keys that go to what uses them without a settings object in between are in READ_DIRECTLY, with the place.
+"""Every key acts: set to another value it changes what a run is started with, or it is refused, or told to be without
+effect; and each wire is needed for it. A word somewhere in the package is no effect.
 """
 
+import json
+import re
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -15,13 +16,12 @@ from roll_async.config.correction_options import RejectionRule
 from roll_async.config.loading.spec import CHOSEN_CLASSES, FieldSpec, spec_of
 from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.config.schema_worker import STRATEGY_ROLES
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch.gate import refusals
-from tests.unit.config.wires import cut, settings_of, wires
+from tests.unit.config.wires import OF_STARTS, cut, settings_of, started_with, wires
 
-PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 TRAIN, ENGINE = "actor_train.strategy_args", "actor_infer.strategy_args"
 FULL = """
 exp_name: run
@@ -69,6 +69,7 @@ validation:
   mode: replicas
   sets: {more: {data_args: {file_name: more.jsonl}, generating_args: {temperature: 0.7}}}
 """
+SEVERAL = (ENGINE, "rewards.")
 BASES = (
     (),
     (f"{ENGINE}={{strategy_name: sglang, strategy_config: {{tensor_parallel_size: 2}}}}",),
@@ -82,16 +83,22 @@ BASES = (
     (f"{TRAIN}.strategy_config.overlap_grad_reduce=true",),
     ("async_training.staleness={max_versions: 9, allow_above_8: true}",),
     ("rewards.code_sandbox=null", "rewards={other: {type: math_rule}}"),
+    (
+        "rewards={math_rule: {type: llm_judge, judge: {api_url: http://a, model: m}, tag_included: [a]}, "
+        "code_sandbox: {type: math_service, service: {api_url: http://a}, tag_included: [b]}}",
+    ),
+    ("prompt_pool.enable=true",),
+    ("eval_steps=0",),
+    ("rewards.math_rule.answer_format=boxed",),
+    (f"{ENGINE}.strategy_config.extra={{enable_expert_parallel: true}}",),
+    ("rewards={math_rule: {type: distilled, tag_included: [a]}}",),
+    ("rewards.code_sandbox=null", "rewards={other: {type: supervised}}"),
     ("critic=null", "adv_estimator=grpo"),
 )
+REFUSED_FOR_ITS_ROLE = {"C020"}
+"""Rules that say a key has no effect there; that a value is out of range says nothing of the key."""
+TO_BE_DONE = {"pipeline"}
 AGENTIC = {f.name for n in AGENTIC_ONLY for f in fields(ADVANTAGE_OPTIONS[n])} - {"gamma", "epsilon", "normalise_std"}
-READ_DIRECTLY = {
-    "": "commands/run.py", "tracking": "commands/run.py", "ledger": "launch/rollout.py",
-    "checkpoint": "pipelines/checkpoint.py", "fault": "launch/rollout.py", "rewards": "cluster/reward_group.py",
-    "prompt_pool": "launch/rollout.py",
-    "weight_sync": "cluster/trainer_group.py",
-}  # fmt: skip
-"""Section to one of the files that read it; the whole package is searched for the attribute."""
 FROM_THE_PLACE = {
     "EngineSettings.'sleep_level' = 2 if roles_on_engine_devices(config) else 0",
     "MegatronSettings.with_value_head = role is config.critic",
@@ -100,8 +107,6 @@ FROM_THE_PLACE = {
 """Wires that depend on where roles stand, or that a key of the strategy hides in the full config; the last one has a
 test of its own.
 """
-ACCEPTED_AS_IT_IS = {"pipeline", "disable_gradient_checkpointing", "strategy_name"}
-"""The kind and the strategies are choices that the bases make; without recomputation there is none to disable."""
 
 
 @cache
@@ -113,7 +118,12 @@ def base(number: int, folder: Path) -> tuple[Loaded, dict[str, object], list[str
         loaded = load_with_warnings(path, BASES[number])
     except ConfigError:
         return None
-    return loaded, settings_of(loaded.config), said_of(loaded)
+    return loaded, all_of(loaded.config), said_of(loaded)
+
+
+def all_of(config: PipelineConfig) -> dict[str, object]:
+    """Settings objects, and what is started with them."""
+    return settings_of(config) | started_with(config)
 
 
 def said_of(loaded: Loaded) -> list[str]:
@@ -170,13 +180,43 @@ def specs() -> dict[str, FieldSpec]:
     return found
 
 
+def with_key(
+    loaded: Loaded, number: int, key: str, value: object, folder: Path, *, reads: bool
+) -> tuple[PipelineConfig | None, list[str]]:
+    """A base's config with a key set, and what is said of it; None where it is refused, or is no value of the key.
+    `reads`: the file is read again with the key in it, for what is derived from it then.
+    """
+    if not reads:
+        if not has(loaded.config, key.split(".")):
+            return None, []
+        config = changed(loaded.config, key.split("."), value)
+        return config, said_of(replace(loaded, config=config))
+    try:
+        again = load_with_warnings(folder / "full.yaml", (*BASES[number], f"{key}={json.dumps(plain(value))}"))
+    except ConfigError as error:
+        return None, [d.id for d in error.diagnostics if d.id in REFUSED_FOR_ITS_ROLE and key.startswith(d.key)]
+    return again.config, said_of(again)
+
+
+def plain(value: object) -> object:
+    """As JSON."""
+    match value:
+        case tuple() | list():
+            return [plain(item) for item in value]
+        case dict():
+            return {name: plain(item) for name, item in value.items()}
+        case RejectionRule():
+            return {"statistic": value.statistic, "aggregation": value.aggregation, "high": value.high}
+    return value
+
+
 def candidates(spec: FieldSpec) -> tuple[object, ...]:
     """Values to try, most of them not the default."""
     match spec.kind:
         case "bool":
             return True, False
         case "choice":
-            return spec.choices
+            return tuple(sorted(spec.choices, key=lambda choice: choice == "auto"))
         case "int":
             return 3, 2, 5, 640, 1, 0, None
         case "float":
@@ -188,7 +228,7 @@ def candidates(spec: FieldSpec) -> tuple[object, ...]:
         case "files":
             return (("other.jsonl",),)
         case "devices":
-            return tuple(range(24, 32)), None
+            return None, tuple(range(24, 32))
         case "map":
             return ({"a": 0.5, "b": 0.5},)
         case _:
@@ -208,66 +248,71 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("wires")
 
 
+def look(found: dict, key: str, spec: FieldSpec, number: int, folder: Path, *, reads: bool) -> None:
+    """Adds the first value that acts on this base; one that something is said of counts when none acts."""
+    if base(number, folder) is None:
+        return
+    loaded, settings, said = base(number, folder)
+    for value in candidates(spec):
+        try:
+            config, told = with_key(loaded, number, key, value, folder, reads=reads)
+            after = settings if config is None else all_of(config)
+        except (ValueError, TypeError, AttributeError, AssertionError, ZeroDivisionError, KeyError):
+            continue  # not a value of this key
+        where = frozenset(w for w in settings.keys() | after.keys() if settings.get(w) != after.get(w))
+        if where or (told != (said if config else []) and (key, 0) not in found):
+            found[key, number if where else 0] = (number, config or loaded.config, where)
+        if where:
+            break
+
+
 @pytest.fixture(scope="module")
 def effects(folder):
     """Key to (base, changed config, settings that change, whether something is said) of the first change that acts; a
     change that is only refused counts when nothing acts.
     """
-    found = {}
-    for key, spec in specs().items():
-        for number in relevant(key):
-            if base(number, folder) is None or not has(base(number, folder)[0].config, key.split(".")):
-                continue
-            loaded, settings, said = base(number, folder)
-            for value in candidates(spec):
-                try:
-                    config = changed(loaded.config, key.split("."), value)
-                    after, told = settings_of(config), said_of(replace(loaded, config=config))
-                except (ValueError, TypeError, AttributeError, AssertionError, ZeroDivisionError, KeyError):
-                    continue  # not a value of this key
-                where = frozenset(w for w in settings.keys() | after.keys() if settings.get(w) != after.get(w))
-                if where or (told != said and (key, 0) not in found):
-                    found[key, number if where else 0] = (number, config, where)
-                if where:
-                    break
-            # An engine's key acts by other wires in another engine.
-            if any(k == key and f[2] for (k, _), f in found.items()) and not key.startswith(ENGINE):
-                break
+    found: dict[tuple[str, int], tuple[int, PipelineConfig, frozenset[str]]] = {}
+    for reads in (False, True):
+        for key, spec in specs().items():
+            if (key, 0) not in found and not any(k == key for k, _ in found):
+                for number in relevant(key):
+                    look(found, key, spec, number, folder, reads=reads)
+                    # In another engine or kind of reward a key acts by other wires.
+                    if any(k == key and f[2] for (k, _), f in found.items()) and not key.startswith(SEVERAL):
+                        break
     for number in range(1, len(BASES)):  # what a choice itself changes
         if base(number, folder) is not None:
             settings, other = base(0, folder)[1], base(number, folder)[1]
-            where = frozenset(w for w in settings.keys() & other.keys() if settings[w] != other[w])
+            both = {w for w in settings.keys() | other.keys() if w.startswith("start.")} | settings.keys() & other.keys()
+            where = frozenset(w for w in both if settings.get(w) != other.get(w))
             found[f"base {number}", 0] = (0, base(number, folder)[0].config, where)
     return found
 
 
 @pytest.mark.slow
-def test_every_key_changes_a_settings_object_or_is_refused_or_read_where_it_acts(effects):
-    sources = {p: p.read_text() for p in PACKAGE.rglob("*.py") if p.relative_to(PACKAGE).parts[0] != "config"}
-    acting, inert = {key for key, _ in effects}, []
-    for key in specs():
-        name = key.rpartition(".")[2]
-        section = "rewards" if key.startswith("rewards.") else key.rpartition(".")[0]
-        read = section in READ_DIRECTLY and any(f".{name}" in text for text in sources.values())
-        role = section in ("actor_train", "actor_infer", "reference", "critic", "teacher") and name == "system_envs"
-        if key not in acting and not read and not role and name not in ACCEPTED_AS_IT_IS:
-            inert.append(key)
-    assert not inert, inert
+def test_every_key_changes_what_a_run_is_started_with_or_is_refused(effects):
+    inert = specs().keys() - {key for key, _ in effects} - TO_BE_DONE
+    assert not inert, sorted(inert)
 
 
 @pytest.mark.slow
 def test_cutting_any_wire_makes_a_key_inert_or_a_known_pair_vanish(effects, folder):
     unproven = []
-    for name, cls, definition, expression in wires():
+    for name, cls, definition, expression in (*wires(), *wires(OF_STARTS)):
+        starts = cls in OF_STARTS
+        found, shrunk = started_with if starts else settings_of, False
+        mark, words = "start." if starts else f"{cls.__name__}.", set(re.findall(r"\w+", name))
         with cut(cls, definition, expression):
-            shrunk = False
-            field = name.partition(" = ")[0].replace("'", "")
+            before: dict[int, dict[str, object]] = {}
             # The keys that most likely go this way come first; any that does not go it any more is proof enough.
-            for number, config, where in sorted(effects.values(), key=lambda e: not any(field in w for w in e[2])):
-                if not any(f"{cls.__name__}." in w for w in where):
+            for key, (number, config, where) in sorted(effects.items(), key=lambda e: not words & set(e[0][0].split("."))):
+                if not any(mark in w for w in where):
                     continue
-                before, after = settings_of(base(number, folder)[0].config), settings_of(config)
-                shrunk = not where <= {w for w in where if before.get(w) != after.get(w)}
+                if number not in before:
+                    before[number] = found(base(number, folder)[0].config)
+                after = found(config)
+                mine = {w for w in where if w.startswith("start.") == starts}
+                shrunk = not mine <= {w for w in mine if before[number].get(w) != after.get(w)}
                 if shrunk:
                     break
         if not shrunk:

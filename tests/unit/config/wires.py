@@ -1,7 +1,11 @@
-"""What a config becomes: every settings object of a run, flattened; and the same with one wire cut.
+"""What a config becomes: every settings object of a run, and what its parts are started with, flattened; and the same
+with one wire cut.
 
-A wire is an expression in the `of` of a settings class, or in a function of `launch/agents.py`: there a value of the
-config enters. A cut wire gives the value it gave the first time for ever, as if a constant stood there.
+A wire is an expression in the `of` of a settings class, in a function of `launch/agents.py`, or a read of the config in
+a function that starts a part: there a value of the config enters. A cut wire gives the value it gave the first time for
+ever, as if a constant stood there. `wires.txt` lists them all:
+
+    python -m tests.unit.config.wires > tests/unit/config/wires.txt
 """
 
 import ast
@@ -10,19 +14,33 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from types import FunctionType
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from pytest import MonkeyPatch
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.buffer.states import QueueOptions
-from roll_async.config.schema import AgenticConfig, PipelineConfig
+from roll_async.cluster.engine_group import RayEngineClient
+from roll_async.cluster.reward_group import HostPlan, RayScorer
+from roll_async.cluster.rollout_process import RolloutProcess
+from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.inference.settings import EngineSettings
-from roll_async.launch import agents
+from roll_async.launch import agents, restarts, rollout, run_start
+from roll_async.launch.engines import ReplicaStarter
+from roll_async.launch.roles import RoleStarter, place_roles
+from roll_async.pipelines import checkpoint
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
 from roll_async.prompts.load import DataOptions
 from roll_async.prompts.pool import PoolOptions
+from roll_async.rewards import router
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions
@@ -34,13 +52,115 @@ from roll_async.weight_sync.synchronizer import SyncOptions
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,
     ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, EngineOptions, RolloutOptions, DataOptions,
-    PoolOptions,
+    PoolOptions, TrainingRole,
 )  # fmt: skip
 
 OF_AGENTS = (
     agents.agent_parts, agents._worlds, agents._tag_plan, agents.world_spec, agents.tool_specs, agents.session_options,
     agents.group_options, agents._manager, agents.training_tasks, agents.validation_tasks, agents.held_out_tasks,
 )  # fmt: skip
+
+
+OF_STARTS = (
+    rollout.prompts_of, rollout.held_out_of, rollout._prompts_of_set, rollout.start_scorer, rollout._tools,
+    rollout._ledger, router.create_scorer, RoleStarter._start_process, RoleStarter._start_training,
+    ReplicaStarter.start, checkpoint.LoopCheckpoint.save, checkpoint.restore_loop, run_start._folder, run_start.checkpoints_of,
+    restarts.can_restart,
+)  # fmt: skip
+"""Functions that give parts of a config to what they start."""
+
+
+def started_with(config: RLVRConfig) -> dict[str, object]:
+    """What the parts of an rlvr run are started with. Nothing starts: each part notes what it was given."""
+    said: dict[str, Any] = {}
+
+    def part(name: str, answer: object = None) -> Callable[..., object]:
+        def given(*args: object, **kwargs: object) -> object:
+            said.setdefault(name, []).append((list(map(_told, args)), {k: _told(v) for k, v in kwargs.items()}))
+            return answer
+
+        return given
+
+    def later(name: str, answer: object = None) -> Callable[..., object]:
+        async def given(*args: object, **kwargs: object) -> object:
+            return part(name, answer)(*args, **kwargs)
+
+        return given
+
+    process = SimpleNamespace(close=later("close"), hosts=(), processes=())
+    saved = SimpleNamespace(
+        begin=lambda step: Path("step"), commit=part("commit"), prune=part("prune"), find=part("find")
+    )
+    role = SimpleNamespace(save=later("save"), export_hf=later("export_hf"), finish_save=later("finish_save"))
+    queue = SimpleNamespace(checkpoint_state=later("checkpoint_state", {}), checkpointed=later("checkpointed"))
+
+    async def start() -> None:
+        async with AsyncExitStack() as stack:
+            await rollout.start_scorer(config, stack)
+            roles = RoleStarter.__new__(RoleStarter)
+            roles._config, roles._stack, roles._pool = config, stack, None  # type: ignore[assignment]
+            names = [name for name, _ in config.roles()]
+            roles._placements = SimpleNamespace(engines=(), training=dict.fromkeys(names))  # type: ignore[assignment]
+            roles._runtime = SimpleNamespace(embedded=True)  # type: ignore[assignment]
+            await roles._start_process(["log"])
+            for name, worker in config.roles():
+                if worker.is_megatron:
+                    await roles._start_training(name, worker, None)  # type: ignore[arg-type]
+            replicas = ReplicaStarter(config, [], None, stack)  # type: ignore[arg-type]
+            replicas._places["one"] = SimpleNamespace(index=0), None  # type: ignore[assignment]
+            await replicas.start("one", 0)
+            learner = SimpleNamespace(export_state=dict)
+            loop = checkpoint.LoopCheckpoint(config, {"actor_train": role}, learner, queue, saved)  # type: ignore[arg-type]
+            await loop.save(1)
+            said["save waits for the files"] = loop._pending is None
+            await loop.finish()
+            await checkpoint.restore_loop(config, {}, learner, saved)  # type: ignore[arg-type]
+
+    with MonkeyPatch.context() as patch:
+        for cls in (RayScorer, RolloutProcess, RayEngineClient):
+            patch.setattr(cls, "start", later(cls.__name__, process))
+        patch.setattr(
+            RayTrainerGroup, "start", lambda role, *given, **named: later(role.name, process)(role, *given, **named)
+        )
+        row = SimpleNamespace(at=lambda index: index)
+        for name, stub in {
+            "load_prompts": part("load_prompts", {}), "judged": part("judged", {}),
+            "ShuffledPrompts": part("ShuffledPrompts", row), "PooledPrompts": part("PooledPrompts"),
+            "SqliteLedger": part("ledger"), "MemoryLedger": part("no ledger"),
+            "move_to_previous": part("move_to_previous"), "ChatToolCodec": part("ChatToolCodec"),
+            "at_time": lambda *given: given, "load_tokenizer": str,
+        }.items():  # fmt: skip
+            patch.setattr(rollout, name, stub)
+        asyncio.run(start())
+        said["held out"] = {name: len(rows) for name, rows in rollout.prompts_of(config).held_out.items()}
+        rollout._ledger(config, can_rebuild=False)
+        rollout._tools(SimpleNamespace(tools={"t": 1}, config=config, tool_callback=part("tools")), config)  # type: ignore[arg-type]
+    said["placements"], said["transport"] = place_roles(config), rollout._transport(config, {"a", "b"})
+    said["folder"], said["checkpoints"] = run_start._folder(config), run_start.checkpoints_of(config, None)
+    said["restarts"] = [restarts.can_restart(config, n, ConnectionError()) for n in range(9)]
+    for domain, reward in config.rewards.items():
+        scorer = router.create_scorer(reward)
+        said[f"rewards.{domain}"] = type(scorer).__name__, vars(scorer)
+    return dict(_leaves(said, "start"))
+
+
+def _told(thing: object) -> object:
+    """Of an argument, what tells two configs apart and is not a part of the config as it stands there."""
+    if isinstance(thing, HostPlan):
+        return replace(thing, rewards=dict.fromkeys(thing.rewards))
+    return "a function" if callable(thing) else thing
+
+
+def _leaves(thing: object, path: str) -> Iterator[tuple[str, object]]:
+    if dataclasses.is_dataclass(thing):
+        thing = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    if isinstance(thing, list | tuple):
+        thing = dict(enumerate(thing))
+    if isinstance(thing, Mapping):
+        for name, value in thing.items():
+            yield from _leaves(value, f"{path}.{name}")
+    elif " at 0x" not in repr(thing):
+        yield path, repr(thing)
 
 
 def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
@@ -106,7 +226,7 @@ def settings_of(config: PipelineConfig) -> dict[str, object]:
     }  # fmt: skip
     for name, worker in config.roles():
         if worker.is_megatron:
-            built[f"{name}:"] = [MegatronSettings.of(config, worker)]
+            built[f"{name}:"] = [TrainingRole.of(config, name, worker)]
     flat: dict[str, object] = {}
     for role, objects in built.items():
         for number, thing in enumerate(objects):
@@ -126,11 +246,15 @@ def _flat(thing: object, path: str) -> Iterator[tuple[str, object]]:
 
 def wires(built: Sequence[type | FunctionType] = BUILT) -> Iterator[tuple[str, type | FunctionType, ast.AST, ast.expr]]:
     """(name, class or function, its definition, the expression): arguments by name and values of dicts that are more
-    than a constant; of functions also arguments by place that read the config.
+    than a constant; of functions also arguments by place that read the config, and of those that start a part every
+    read of the config.
     """
     for cls in built:
         by_place = isinstance(cls, FunctionType)
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls if by_place else cls.of))).body
+        if cls in OF_STARTS:
+            yield from ((f"{cls.__qualname__}: {ast.unparse(read)}", cls, definition, read) for read in _reads(definition))
+            continue
         for node in ast.walk(definition):
             values = []
             if isinstance(node, ast.Call):
@@ -146,6 +270,29 @@ def wires(built: Sequence[type | FunctionType] = BUILT) -> Iterator[tuple[str, t
                 waits = any(isinstance(n, ast.Await) for n in ast.walk(value))
                 if name and not isinstance(value, ast.Constant | ast.Name) and not has_own_wires and not waits:
                     yield f"{cls.__name__}.{name} = {ast.unparse(value)}", cls, definition, value
+
+
+def _reads(definition: ast.AST) -> list[ast.Attribute]:
+    """The longest chains of attributes of `config`, `self._config`, or a name for a part of it."""
+    names = {"config", "self._config"}
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            names |= {ast.unparse(to) for to, value in pairs if _root(value) in names and isinstance(to, ast.Name)}
+    inner = {id(node.value) for node in ast.walk(definition) if isinstance(node, ast.Attribute)}
+    chains = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute) and id(node) not in inner]
+    known = {id(n) for node in ast.walk(definition) if isinstance(node, ast.Assert) for n in ast.walk(node)}
+    called = {id(node.func) for node in ast.walk(definition) if isinstance(node, ast.Call)}
+    return [c for c in chains if id(c) not in called | known and _root(c) in names and isinstance(c.ctx, ast.Load)
+            and ast.unparse(c) not in names]  # fmt: skip
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute) and ast.unparse(node) != "self._config":
+        node = node.value
+    return ast.unparse(node)
 
 
 def _reads_config(value: ast.expr) -> bool:
@@ -177,22 +324,26 @@ def cut(cls: type | FunctionType, definition: ast.AST, wire: ast.expr) -> Iterat
             kept.append(thunk())
         return kept[0]
 
-    code = compile(module, f"<{cls.__name__} with a cut wire>", "exec")
+    owner, _, name = cls.__qualname__.rpartition(".") if isinstance(cls, FunctionType) else (cls.__name__, "", "of")
     space = vars(sys.modules[cls.__module__])
-    if isinstance(cls, FunctionType):
-        space["_first"] = first
-        exec(code, space)
+    names = {**space, "_first": first} if owner else space
+    exec(compile(module, f"<{cls.__name__} with a cut wire>", "exec"), names)
+    if owner:
+        holder = space[owner]
+        original = holder.__dict__[name]
+        setattr(holder, name, classmethod(names[name]) if name == "of" else names[name])
         try:
             yield
         finally:
-            space[cls.__name__] = cls
-            del space["_first"]
+            setattr(holder, name, original)
         return
-    names = {**space, "_first": first}
-    exec(code, names)
-    original = cls.__dict__["of"]
-    cls.of = classmethod(names["of"])  # type: ignore[attr-defined]
+    space["_first"] = first
     try:
         yield
     finally:
-        cls.of = original  # type: ignore[attr-defined]
+        space[name] = cls
+        del space["_first"]
+
+
+if __name__ == "__main__":
+    print("\n".join(name for name, *_ in (*wires(BUILT), *wires(OF_AGENTS), *wires(OF_STARTS))))
