@@ -137,7 +137,8 @@ def _type_text(spec: FieldSpec) -> str:
             text = ", ".join(str(c) for c in spec.choices)
         case "list":
             assert spec.item is not None
-            text = f"list of {_type_text(spec.item)}"
+            one_or_more = spec.traits.form == "one or more"
+            text = f"{_type_text(spec.item)}; one, or a list" if one_or_more else f"list of {_type_text(spec.item)}"
         case "map":
             assert spec.item is not None
             text = f"map of {_type_text(spec.item)}"

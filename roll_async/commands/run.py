@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from roll_async.commands.command_line import (
 from roll_async.config.api import dump, load
 from roll_async.config.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.config.secrets import is_secret, with_secrets, without_secrets
+from roll_async.config.secrets import is_secret, shown_text, with_secrets, without_secrets
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce, outlive_state_requests
 from roll_async.observe.disk import Unwritable
@@ -246,9 +247,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     placements = place_roles(config)
     tracking = config.tracking
 
-    def create() -> Tracker:
+    def create(name: str) -> Tracker:
         assert folder.record is not None
-        return create_tracker(tracking.track_with, folder.path, tracking.tracker_kwargs, folder.record.tracker_run)
+        options = tracking.kwargs_of(name)
+        shown = partial(shown_text, handed=options)
+        return create_tracker(name, folder.path, options, folder.record.tracker_run, shown)
 
     folder.keep_trace()
     step = restored_step(config, folder)
@@ -257,7 +260,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         logger.warning("step %d of %d is trained: nothing is left to do; raise max_steps", step, config.max_steps)
     progress = ProgressLine(config.max_steps)
     trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
-    trackers = [create()]
+    trackers: list[Tracker] = []
     if config.tracking.prometheus_port is not None:
         # On one machine everything binds to loopback; in a cluster the scraper runs on another host.
         host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
@@ -270,7 +273,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         logging_steps=config.logging_steps,
         trace=trace,
         gpus=gpus,
-        create=create,
+        create={name: partial(create, name) for name in tracking.track_with},
         alarms=tracking.alarms,
     )
     if went_back:

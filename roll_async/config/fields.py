@@ -48,7 +48,9 @@ class Traits:
     megatron: bool = False
     """The key has an effect on Megatron strategies only."""
     form: str = ""
-    """Forms that a type can not express: devices, files (a list or one string), names (keys are free names)."""
+    """Forms that a type can not express: devices, files (a list or one string), one or more (a list or one item), names
+    (keys are free names).
+    """
     chosen_by: str = ""
     """Name of the sibling whose value picks the class of this section."""
     at_most: str = ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from roll_async.config.fields import bounded, derived, option, section
 
@@ -130,14 +130,18 @@ class CheckpointConfig:
     """Write in the background."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio", "stdout"]
+TRACKER_NAMES: tuple[str, ...] = get_args(TrackerName)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackingConfig:
     """Where metrics, traces and samples go."""
 
-    track_with: Literal["tensorboard", "wandb", "mlflow", "stdout"] = "tensorboard"
-    """Tracker; tensorboard needs no account."""
+    track_with: tuple[TrackerName, ...] = section(lambda: ("tensorboard",), form="one or more")
+    """Trackers, which get every metric each; [] = none, only metrics.jsonl. tensorboard and stdout need no account."""
     tracker_kwargs: Mapping[str, object] = section(dict)
-    """Handed to the tracker: project, name, tags."""
+    """Handed to every tracker: project, name, tags; under the name of a tracker, what only that one gets."""
     trace: bool = True
     """Perfetto trace under output_dir."""
     prometheus_port: int | None = option(None, range="in [1, 65535]")
@@ -148,6 +152,12 @@ class TrackingConfig:
     """
     rollout_dump_dir: str | None = None
     """Folder for the trained samples as JSONL; null = none."""
+
+    def kwargs_of(self, tracker: str) -> dict[str, object]:
+        """What one tracker is handed: the keys for all, then those under its own name, which win."""
+        own = self.tracker_kwargs.get(tracker, {})
+        assert isinstance(own, Mapping), "checked by the loader"
+        return {key: value for key, value in self.tracker_kwargs.items() if key not in TRACKER_NAMES} | dict(own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

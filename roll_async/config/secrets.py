@@ -5,7 +5,7 @@ again, or from the environment.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar, cast
 
@@ -19,6 +19,7 @@ _FREE_FORM = ("tracker_kwargs", "env_config", "tool_args", "extra")
 _SECRET_NAME = re.compile(
     r"(api|access|secret|private|auth)[_-]?key|token(?!s|iz)|secret|passw|passphrase|pwd|credential|authorization", re.I
 )
+_KEY_VALUE = re.compile(r"[\w.-]+=")
 C = TypeVar("C", bound=PipelineConfig)
 Path = tuple[str, ...]
 _Change = Callable[[Path, object], object]
@@ -37,6 +38,24 @@ def shown_override(text: str) -> str:
     key, separator, value = text.partition("=")
     path = tuple(key.split("."))
     return f"{key}{separator}{HIDDEN if is_secret(path) or is_secret((*path, 'token')) else value}"
+
+
+def shown_text(text: str, handed: Mapping[str, object]) -> str:
+    """A word of the command line, or what a tracker says, without secrets. `handed`: what the tracker got of
+    `tracker_kwargs`.
+    """
+
+    def secrets(value: object, path: Path) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from secrets(item, (*path, str(key)))
+        elif value not in (None, "") and is_secret(path):
+            yield str(value)
+
+    text = shown_override(text) if _KEY_VALUE.match(text) else text
+    for secret in sorted(secrets(handed, ("tracker_kwargs",)), key=len, reverse=True):  # one may be a part of another
+        text = text.replace(secret, HIDDEN)
+    return text
 
 
 def without_secrets(config: C) -> C:

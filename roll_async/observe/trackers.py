@@ -6,12 +6,14 @@ import itertools
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from roll_async.observe.disk import writing
+from roll_async.observe.disk import Unwritable, writing
+from roll_async.observe.outside import OutsideError, border
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -22,8 +24,12 @@ _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
 
 
 class Tracker(Protocol):
-    """A destination of metrics. It is made for one branch of one run; after a step back the run makes a new one."""
+    """A destination of metrics. It is made for one branch of one run; after a step back the run makes a new one.
+    Whatever it raises ends no run, but for a fault of the run's own disk: see `recorder.py`.
+    """
 
+    name: str
+    """As in `tracking.track_with`."""
     keeps_history: bool
     """Whether a new one is to be given the steps that the run keeps, because it cannot take back the others."""
 
@@ -37,6 +43,7 @@ class TensorboardTracker:
     of tensorboard's own writer, whose errors go to the console.
     """
 
+    name = "tensorboard"
     keeps_history = True
 
     def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
@@ -69,15 +76,30 @@ class TensorboardTracker:
         self._file.close()
 
 
-class WandbTracker:
-    """Weights & Biases; WANDB_API_KEY is read by its own client. A resumed run goes on under its id."""
+def _taken(options: dict[str, object], name: str) -> Mapping[str, object]:
+    """A map among the options, taken out of them; empty where there is none."""
+    found = options.pop(name, None) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} must be a map")
+    return found
 
+
+class WandbTracker:
+    """Weights & Biases; WANDB_API_KEY is read by its own client. A resumed run goes on under its id. `options`: of
+    `wandb.init`, with ROLL's `log_dir` (dir) and `api_key`.
+    """
+
+    name = "wandb"
     keeps_history = True
 
     def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
         import wandb
 
-        self._run = wandb.init(dir=str(folder), **({"id": run, "resume": "allow"} if run else {}) | dict(options))
+        given = {"name": folder.name, **({"id": run, "resume": "allow"} if run else {}), **options}
+        given.setdefault("dir", given.pop("log_dir", None) or str(folder))
+        if key := given.pop("api_key", None):  # wandb.login would write it into the home folder
+            given["settings"] = {"api_key": key, **_taken(given, "settings")}
+        self._run = wandb.init(**given)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -91,6 +113,7 @@ class MlflowTracker:
     run that has its id as tag.
     """
 
+    name = "mlflow"
     keeps_history = True
 
     def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
@@ -120,9 +143,62 @@ def _mlflow_name(key: str) -> str:
     return _NOT_IN_MLFLOW.sub("_", key.replace("/", ".").replace("@", "_at_"))
 
 
+class SwanlabTracker:
+    """SwanLab; SWANLAB_API_KEY is read by its own client. A resumed run goes on under its id where SwanLab can do that
+    (mode online). `options`: of `swanlab.init`, with ROLL's `login_kwargs`, `experiment_name` (name) and `logdir`
+    (log_dir).
+    """
+
+    name = "swanlab"
+    keeps_history = True
+
+    def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
+        import swanlab
+
+        given = {**({"id": run, "resume": "allow"} if run else {}), **options}
+        given.setdefault("name", given.pop("experiment_name", None) or folder.name)
+        given.setdefault("log_dir", given.pop("logdir", None) or str(folder / "swanlog"))
+        if login := _taken(given, "login_kwargs"):
+            swanlab.login(**login)
+        # Its probe reads the command line from the kernel and writes it down, whatever secrets an override has.
+        given["settings"] = {"probe": {"runtime": False}, **_taken(given, "settings")}
+        self._run = swanlab.init(**given)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    """Trackio; files under TRACKIO_DIR, or a Space of the Hugging Face hub (`space_id`). It knows a run by its name
+    alone: without a `resume` of the user's own the run's id becomes part of it, so that a resumed run goes on and a new
+    one does not. `options`: of `trackio.init`.
+    """
+
+    name = "trackio"
+    keeps_history = True
+
+    def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
+        import trackio
+
+        given = {"project": "roll_async", "name": folder.name, **options}
+        if run and "resume" not in given:
+            given |= {"name": f"{given['name']}-{run}", "resume": "allow"}
+        self._trackio, self._run = trackio, trackio.init(**given)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({key: value for key, value in metrics.items() if key != "step"}, step=step)  # a name of its own
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
 class StdoutTracker:
     """One line of all metrics per step."""
 
+    name = "stdout"
     keeps_history = False
 
     def __init__(self, folder: Path, options: Mapping[str, object], run: str) -> None:
@@ -139,13 +215,30 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, object], str], Tracker]] = {
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
+    "trackio": TrackioTracker,
     "stdout": StdoutTracker,
 }
 
 
-def create_tracker(name: str, folder: Path, options: Mapping[str, object], run: str = "") -> Tracker:
-    """Build a tracker. `run`: id of the run and its branch. Raises ValueError naming the package that is missing."""
+def create_tracker(
+    name: str, folder: Path, options: Mapping[str, object], run: str = "", shown: Callable[[str], str] = str
+) -> Tracker:
+    """Build a tracker. `run`: id of the run and its branch. `shown`: takes secrets out of what the tracker says, and
+    out of the words of the command line, which it may write down. Raises ValueError naming the package that is missing,
+    or with what the tracker says; Unwritable for a fault of the run's disk.
+    """
+    typed = sys.argv
+    sys.argv = [shown(word) for word in typed]  # wandb's run has it
     try:
-        return TRACKERS[name](folder, options, run)
+        with border(Unwritable, ImportError):
+            return TRACKERS[name](folder, options, run)
     except ImportError as error:
         raise ValueError(f"tracking.track_with {name}: {error}; install it or choose another") from error
+    except OutsideError as error:
+        said = shown(str(error))
+        remedy = "correct tracking.tracker_kwargs or choose another tracker"
+        cause = error if said == str(error) else None  # the log shows causes
+        raise ValueError(f"tracking.track_with {name}: cannot start: {said}; {remedy}") from cause
+    finally:
+        sys.argv = typed

@@ -48,7 +48,7 @@ def test_every_start_script_hands_over_a_valid_config_and_the_users_overrides(st
     assert done.returncode == 0, done.stderr
     assert f"started {ROOT}/examples/start_rlvr_pipeline.py" in done.stdout
     assert "max_steps: 7" in done.stdout and "pretrain: /models/mine" in done.stdout
-    assert "track_with: wandb" in done.stdout
+    assert "track_with: [wandb]" in done.stdout
 
 
 def test_the_asynchronous_recipe_has_the_documents_numbers_and_the_service(start):

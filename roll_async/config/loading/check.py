@@ -13,6 +13,7 @@ from roll_async.config.loading.scalars import check_scalar, has_type, remedy
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, FieldSpec, spec_of
 from roll_async.config.loading.suggest import closest, foreign_character
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema_async import TRACKER_NAMES
 from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES, reads_answers
 from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
 
@@ -126,10 +127,16 @@ class Checker:
         return values
 
     def _list(self, node: Node, spec: FieldSpec, path: str, role: str) -> Plain:
+        if spec.traits.form == "one or more" and not isinstance(node.value, list):
+            assert spec.item is not None
+            return [self._value(node, spec.item, path, role, node)]
         if not self._is(node, list, "list", path):
             return _ABSENT
         assert isinstance(node.value, list) and spec.item is not None
-        return [self._value(item, spec.item, f"{path}.{i}", role, node) for i, item in enumerate(node.value)]
+        values = [self._value(item, spec.item, f"{path}.{i}", role, node) for i, item in enumerate(node.value)]
+        if spec.traits.form == "one or more" and len({str(plain(item)) for item in node.value}) < len(values):
+            self._error("C005", path, node, f"{shown(plain(node))} must be each name once")
+        return values
 
     def _map(self, node: Node, spec: FieldSpec, path: str, role: str) -> Plain:
         if not self._is(node, dict, "map", path):
@@ -182,7 +189,11 @@ class Checker:
         self._error("C004", path, node, message + foreign_character(value))
 
     def _any(self, node: Node, path: str) -> Plain:
-        """A map that is passed on unchanged: only its numbers are checked."""
+        """A map that is passed on unchanged. Checked are its numbers, and that what is for one tracker is a map."""
+        assert isinstance(node.value, dict)
+        for name in TRACKER_NAMES if path == "tracking.tracker_kwargs" else ():
+            if name in node.value:
+                self._is(node.value[name], dict, "map", f"{path}.{name}")
         for here, leaf in leaves(node, path):
             for value in leaf.value if isinstance(leaf.value, list) else [leaf]:
                 if not isinstance(value.value, list | dict) and (problem := check_scalar(value.value)):

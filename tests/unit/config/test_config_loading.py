@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from roll_async.config.api import ConfigError, load, load_with_warnings
+from roll_async.config.api import ConfigError, dump, load, load_with_warnings
 
 TRAIN = "actor_train.strategy_args.strategy_config"
 CPU_WORKER = {"strategy_args": {"strategy_name": "megatron_infer"}}
@@ -400,6 +400,37 @@ def test_references_can_not_make_a_config_explode(files):
             assert error.startswith("C010 vars.a.k") and error.endswith(": too large: depth exceeds 32")
 
 
+# ---- trackers -----------------------------------------------------------------------------------------------------
+
+
+def test_one_tracker_or_several_and_what_belongs_to_one_of_them(files):
+    one = load(files.rlvr({"tracking": {"track_with": "wandb", "tracker_kwargs": {"project": "p"}}})).tracking
+    assert one.track_with == ("wandb",) and one.kwargs_of("wandb") == {"project": "p"}
+    kwargs = {"project": "p", "wandb": {"tags": ["a"], "project": "q"}, "trackio": {"group": "g"}}
+    path = files.rlvr({"tracking": {"track_with": ["wandb", "swanlab"], "tracker_kwargs": kwargs}})
+    several = load(path).tracking
+    assert several.track_with == ("wandb", "swanlab")
+    assert several.kwargs_of("wandb") == {"project": "q", "tags": ["a"]}
+    assert several.kwargs_of("swanlab") == {"project": "p"}
+    assert load(path, ["tracking.track_with=[]"]).tracking.track_with == ()
+    assert load(path, ["track_with=null"]).tracking.track_with == ("tensorboard",)
+    assert load(files.text(dump(load(path)), "again.yaml")) == load(path)
+
+
+@pytest.mark.parametrize(
+    ("tracking", "error"),
+    [
+        ({"track_with": "wanbd"}, 'C004 tracking.track_with: "wanbd" is not one of tensorboard | wandb | mlflow | '),
+        ({"track_with": ["wandb", 3]}, "C003 tracking.track_with.1: expected str, got int 3; quote it"),
+        ({"track_with": ["stdout", "stdout"]}, 'C005 tracking.track_with: ["stdout", "stdout"] must be each name once'),
+        ({"tracker_kwargs": {"wandb": "offline"}}, "C003 tracking.tracker_kwargs.wandb: expected map, got str "),
+    ],
+)
+def test_what_is_no_tracker_or_no_map_of_one_is_refused(files, tracking, error):
+    (said,) = found(load, files.rlvr({"tracking": tracking}))
+    assert said.startswith(error)
+
+
 # ---- other names --------------------------------------------------------------------------------------------------
 
 ALIASES = [
@@ -422,7 +453,8 @@ ALIASES = [
     ({"pg_variant": "tis", "tis_upper_bound": 3}, "algorithm.pg_options.tis_upper_bound", 3.0),
     ({"pg_variant": "cispo", "actor_train.cispo_epsilon_low": 3}, "algorithm.pg_options.cispo_epsilon_low", 3.0),
     ({"max_grad_norm": 3}, "actor_train.training_args.max_grad_norm", 3.0),
-    ({"track_with": "stdout"}, "tracking.track_with", "stdout"),
+    ({"track_with": "stdout"}, "tracking.track_with", ("stdout",)),
+    ({"track_with": ["wandb", "stdout"]}, "tracking.track_with", ("wandb", "stdout")),
     ({"resume_from_checkpoint": "latest"}, "checkpoint.resume_from", "latest"),
     ({"max_ckpt_to_keep": 2}, "checkpoint.max_to_keep", 2),
     ({"checkpoint_config": {"output_dir": "x"}}, "checkpoint.output_dir", "x"),

@@ -3,7 +3,7 @@
 import pytest
 
 from roll_async.config.api import ConfigError, dump, load
-from roll_async.config.secrets import HIDDEN, shown_override, with_secrets, without_secrets
+from roll_async.config.secrets import HIDDEN, shown_override, shown_text, with_secrets, without_secrets
 
 SECRETS = {
     "system_envs.HF_TOKEN": "s3cret-1",
@@ -74,3 +74,11 @@ def test_a_refusal_does_not_show_the_secret_of_an_override(files):
     with pytest.raises(ConfigError) as refused:
         load(files.rlvr(), ["system_envs={A: s3cret, B: [1]}"])
     assert "system_envs.B" in str(refused.value) and "s3cret" not in str(refused.value)
+
+
+def test_what_others_say_is_shown_without_the_secrets_they_were_handed():
+    handed = {"project": "p", "login_kwargs": {"api_key": "s3cret"}, "settings": {"token": "s3cret-2", "pwd": None}}
+    said = "p: neither s3cret nor 's3cret-2' is a key"
+    assert shown_text(said, handed) == f"p: neither {HIDDEN} nor '{HIDDEN}' is a key"
+    assert shown_text("system_envs.A=other", handed) == f"system_envs.A={HIDDEN}"
+    assert shown_text("max_steps=3", handed) == "max_steps=3"

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 CPU, SEVEN = ROOT / "configs/rlvr_config_async_cpu.yaml", ROOT / "configs/rlvr_config_async.yaml"
 WORLDS = ROOT / "configs/agentic_frozen_lake_async_cpu.yaml"
 LOOKED_FOR = (
-    "vllm", "sglang", "wandb", "mlflow", "pyarrow", "reasoning_gym", "mcp", "flash_attn", "transformer_engine",
+    "vllm", "sglang", "wandb", "swanlab", "trackio", "mlflow", "pyarrow", "reasoning_gym", "mcp", "flash_attn",
+    "transformer_engine",
 )  # fmt: skip
 
 
@@ -58,6 +59,16 @@ def test_each_package_is_named_with_its_key_and_the_line_that_installs_it(tmp_pa
     assert flash["actor_infer.model_args.attn_implementation"].endswith("here: pip install flash-attn")
     engine = "actor_train.strategy_args.strategy_config.transformer_impl"
     assert "transformer-engine-cu13" in missing(CPU, *plain, f"{engine}=transformer_engine")[engine]
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
+def test_each_of_several_trackers_is_looked_for_and_named_with_its_extra(name):
+    engine = "actor_infer.strategy_args={strategy_name: hf_infer}"
+    found = missing_packages(load(CPU, [engine, f"tracking.track_with=[stdout, mlflow, {name}]"]))
+    assert found == [
+        ("tracking.track_with", "mlflow is not installed here: pip install mlflow"),
+        ("tracking.track_with", f'{name} is not installed here: pip install "roll_async[{name}]"'),
+    ]
 
 
 def test_a_package_in_a_folder_that_the_roles_environment_names_is_there(tmp_path):

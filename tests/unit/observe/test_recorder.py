@@ -2,24 +2,31 @@
 
 import json
 
+import pytest
+
+from roll_async.observe.disk import Unwritable
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
 from roll_async.observe.run_folder import RunFolder
 
 
 class Kept:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps what it is told, and raises `error` from one step on, or when it is closed (step None)."""
 
     keeps_history = True
 
-    def __init__(self):
-        self.told = {}
+    def __init__(self, name="kept", error=None, at=None):
+        self.name, self.told, self.closed, self._error, self._at = name, {}, 0, error, at
 
     def log(self, step, metrics):
+        if self._error is not None and self._at is not None and step >= self._at:
+            raise self._error
         self.told[step] = dict(metrics)
 
     def close(self):
-        pass
+        self.closed += 1
+        if self._error is not None:
+            raise self._error
 
 
 def test_a_validation_reaches_the_trackers_also_between_two_logged_steps(tmp_path):
@@ -39,8 +46,9 @@ def test_a_validation_reaches_the_trackers_also_between_two_logged_steps(tmp_pat
 
 def test_a_run_that_goes_back_tells_a_new_tracker_of_the_steps_it_keeps_and_the_old_one_nothing_more(tmp_path):
     made = [Kept(), Kept()]
+    rest = iter(made)
     folder = RunFolder(str(tmp_path), "run")
-    recorder = Recorder(folder, [made[0]], ProgressLine(4), logging_steps=2, create=lambda: made[1])
+    recorder = Recorder(folder, [], ProgressLine(4), logging_steps=2, create={"kept": lambda: next(rest)})
     for step in (1, 2, 3, 4):
         recorder.step(step, dict.fromkeys(REQUIRED_KEYS, 0.0))
     folder.leave_behind(3, tmp_path / "aside")
@@ -72,3 +80,84 @@ def test_a_metric_that_comes_late_is_an_alarm_all_the_same(tmp_path, caplog):
         "tracking.alarms: step 1 has no metric val/reward_mean; docs_roll/metrics.md lists all",
         "alarm: val/reward_mean is 0.75 at step 2, above 0.5 (tracking.alarms)",
     ]
+
+
+def steps(recorder, *numbers):
+    for step in numbers:
+        recorder.step(step, dict.fromkeys(REQUIRED_KEYS, float(step)))
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_every_tracker_gets_every_metric_and_one_that_raises_is_left_out_with_one_warning(tmp_path, caplog):
+    good, bad = Kept("good"), Kept("bad", error=ConnectionError("no route"), at=2)
+    create = {"bad": lambda: bad, "good": lambda: good}
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], ProgressLine(4), logging_steps=1, create=create)
+    steps(recorder, 1, 2, 3, 4)
+    recorder.close()
+    assert sorted(good.told) == [1, 2, 3, 4] and sorted(bad.told) == [1] and good.told[1] == bad.told[1]
+    assert good.closed == bad.closed == 1, "what it holds is given back at the end, in silence"
+    (told,) = warnings(caplog)
+    assert told.startswith("tracker bad failed at step 2 and is left out; metrics.jsonl has all steps: ConnectionError")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("service is gone"), SystemExit(1), OSError("pipe")])
+def test_a_tracker_that_fails_to_finish_is_a_warning_and_the_others_are_closed(tmp_path, caplog, error):
+    made = {"bad": Kept("bad", error=error), "good": Kept("good")}
+    create = {name: (lambda tracker=tracker: tracker) for name, tracker in made.items()}
+    lasting = Kept("lasting", error=error)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [lasting], ProgressLine(4), logging_steps=1, create=create)
+    steps(recorder, 1)
+    recorder.close()
+    assert [t.closed for t in (*made.values(), lasting)] == [1, 1, 1]
+    assert {line.split(";")[0] for line in warnings(caplog)} == {
+        "tracker bad failed to finish", "tracker lasting failed to finish"
+    }  # fmt: skip
+
+
+def test_a_full_disk_is_told_by_whoever_finds_it_and_ends_the_run(tmp_path):
+    full = Kept("tensorboard", error=Unwritable("cannot write"), at=1)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [full], ProgressLine(4), logging_steps=1)
+    with pytest.raises(Unwritable):
+        steps(recorder, 1)
+
+
+def test_after_a_step_back_a_tracker_that_failed_gets_another_chance_and_one_that_cannot_start_is_left_out(
+    tmp_path, caplog
+):
+    first = [Kept("bad", error=OSError("gone"), at=1), Kept("good")]
+    second = Kept("bad")
+    made = {"bad": iter([first[0], second]), "good": iter([first[1]])}
+
+    def create(name):
+        if (found := next(made[name], None)) is None:
+            raise ValueError(f"tracking.track_with {name}: cannot start")
+        return found
+
+    folder = RunFolder(str(tmp_path), "run")
+    names = {"bad": lambda: create("bad"), "good": lambda: create("good")}
+    recorder = Recorder(folder, [], ProgressLine(4), logging_steps=1, create=names)
+    steps(recorder, 1, 2)
+    folder.leave_behind(1, tmp_path / "aside")
+    recorder.new_branch()
+    steps(recorder, 2, 3)
+    recorder.close()
+    assert sorted(second.told) == [1, 2, 3] and sorted(first[1].told) == [1, 2]
+    assert [t.closed for t in (*first, second)] == [1, 1, 1]
+    assert [line.split(";")[0] for line in warnings(caplog)] == [
+        "tracker bad failed at step 1 and is left out", "tracker good is left out"
+    ]  # fmt: skip
+
+
+def test_a_tracker_that_cannot_start_keeps_the_run_from_starting_and_the_others_are_closed(tmp_path):
+    opened = Kept("opened")
+
+    def refuses():
+        raise ValueError("tracking.track_with wandb: cannot start")
+
+    with pytest.raises(ValueError, match="wandb: cannot start"):
+        create = {"opened": lambda: opened, "wandb": refuses}
+        Recorder(RunFolder(str(tmp_path), "run"), [], ProgressLine(4), logging_steps=1, create=create)
+    assert opened.closed == 1

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from roll_async.config.secrets import shown_override
 from roll_async.observe.trackers import create_tracker
 
 
@@ -56,9 +57,10 @@ def test_a_resumed_run_goes_on_in_wandb_under_its_id(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     create_tracker("wandb", tmp_path, {"project": "p"}, "3f9a61c2-1")
     create_tracker("wandb", tmp_path, {"id": "mine", "resume": "must"}, "3f9a61c2-1")
+    own = {"dir": str(tmp_path), "name": tmp_path.name}
     assert told == [
-        {"dir": str(tmp_path), "id": "3f9a61c2-1", "resume": "allow", "project": "p"},
-        {"dir": str(tmp_path), "id": "mine", "resume": "must"},
+        {**own, "id": "3f9a61c2-1", "resume": "allow", "project": "p"},
+        {**own, "id": "mine", "resume": "must"},
     ]
 
 
@@ -81,3 +83,88 @@ def test_mlflow_gets_every_metric_under_a_name_that_it_takes(tmp_path, monkeypat
     tracker.close()
     names = {"validation.avg_at_8": 0.25, "validation.sets.a-b.pass_at_1": 0.5, "policy.k1_": 1.0, "time_s": 2.0}
     assert mlflow.logged == [(3, names)] and mlflow.options == {"run_name": "one"} and mlflow.ended
+
+
+class FakeService(ModuleType):
+    """Keeps what it is asked for; `init` gives itself as the run."""
+
+    def __init__(self, name, error=None):
+        super().__init__(name)
+        self.options, self.logins, self.told, self.ended, self._error = None, [], [], 0, error
+
+    def init(self, **options):
+        if self._error is not None:
+            raise self._error
+        self.options = options
+        return self
+
+    def login(self, **options):
+        self.logins.append(options)
+
+    def log(self, metrics, step):
+        self.told.append((step, metrics))
+
+    def finish(self):
+        self.ended += 1
+
+
+def test_swanlab_takes_rolls_names_and_goes_on_under_the_id_of_the_run(tmp_path, monkeypatch):
+    service = FakeService("swanlab")
+    monkeypatch.setitem(sys.modules, "swanlab", service)
+    rolls = {"login_kwargs": {"api_key": "k"}, "project": "p", "logdir": "d", "experiment_name": "e", "tags": ["a"]}
+    tracker = create_tracker("swanlab", tmp_path, rolls, "3f9a61c2-1")
+    tracker.log(3, {"step": 3, "reward/mean": 0.5})
+    tracker.close()
+    assert service.logins == [{"api_key": "k"}] and service.told == [(3, {"step": 3, "reward/mean": 0.5})]
+    own = {"id": "3f9a61c2-1", "resume": "allow", "settings": {"probe": {"runtime": False}}}
+    assert service.options == {**own, "project": "p", "log_dir": "d", "name": "e", "tags": ["a"]} and service.ended == 1
+    create_tracker("swanlab", tmp_path, {"login_kwargs": None, "settings": {"probe": {"runtime": True}}})
+    assert len(service.logins) == 1 and service.options == {
+        "name": tmp_path.name, "log_dir": str(tmp_path / "swanlog"), "settings": {"probe": {"runtime": True}}
+    }  # fmt: skip
+
+
+def test_a_run_of_trackio_has_the_id_in_its_name_unless_the_user_says_how_to_resume(tmp_path, monkeypatch):
+    service = FakeService("trackio")
+    monkeypatch.setitem(sys.modules, "trackio", service)
+    tracker = create_tracker("trackio", tmp_path, {"name": "mine"}, "3f9a61c2")
+    tracker.log(3, {"step": 3, "reward/mean": 0.5})
+    tracker.close()
+    assert service.options == {"project": "roll_async", "name": "mine-3f9a61c2", "resume": "allow"}
+    assert service.told == [(3, {"reward/mean": 0.5})] and service.ended == 1
+    create_tracker("trackio", tmp_path, {"project": "p", "resume": "must"}, "3f9a61c2")
+    assert service.options == {"project": "p", "name": tmp_path.name, "resume": "must"}
+
+
+def test_the_key_of_wandb_goes_into_its_settings_and_not_into_the_home_folder(tmp_path, monkeypatch):
+    service = FakeService("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    create_tracker("wandb", tmp_path, {"api_key": "k", "settings": {"console": "off"}, "log_dir": "d"})
+    assert service.options["settings"] == {"api_key": "k", "console": "off"} and service.options["dir"] == "d"
+    assert "api_key" not in service.options and service.logins == []
+    create_tracker("wandb", tmp_path, {"api_key": None})
+    assert service.options == {"name": tmp_path.name, "dir": str(tmp_path)}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad key s3cret"), SystemExit("bad key s3cret"), TypeError("s3cret")])
+def test_what_a_tracker_says_when_it_cannot_start_is_one_error_without_secrets(tmp_path, monkeypatch, error):
+    monkeypatch.setitem(sys.modules, "swanlab", FakeService("swanlab", error))
+    with pytest.raises(ValueError, match="track_with swanlab: cannot start: .*<hidden>.*; correct") as raised:
+        create_tracker("swanlab", tmp_path, {}, shown=lambda text: text.replace("s3cret", "<hidden>"))
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__, "the log shows causes"
+
+
+def test_options_that_must_be_maps_are_refused_as_anything_else(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", FakeService("swanlab"))
+    with pytest.raises(ValueError, match="cannot start: ValueError: login_kwargs must be a map"):
+        create_tracker("swanlab", tmp_path, {"login_kwargs": "k"})
+
+
+def test_a_tracker_sees_the_command_line_without_its_secrets(tmp_path, monkeypatch):
+    typed = ["run.py", "--config", "a.yaml", "max_steps=3", "tracking.tracker_kwargs.api_key=s3cret"]
+    service, seen = FakeService("wandb"), []
+    service.init = lambda **options: seen.extend(sys.argv)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.setattr(sys, "argv", typed)
+    create_tracker("wandb", tmp_path, {}, shown=shown_override)
+    assert seen == [*typed[:4], "tracking.tracker_kwargs.api_key=<hidden>"] and sys.argv is typed
