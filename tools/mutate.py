@@ -90,6 +90,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "algorithms/overlong.py": (f"{UNIT}/algorithms/test_overlong_shaping.py", *_ALGORITHMS),
     "algorithms/rewards.py": (f"{UNIT}/algorithms/test_reward_shaping.py", *_ALGORITHMS),
     "algorithms/": _ALGORITHMS,
+    "rewards/": (f"{UNIT}/rewards/test_llm_judge.py", "tests/service/test_service_client.py"),
     "observe/outside.py": (f"{UNIT}/agents/test_outside.py", f"{UNIT}/observe"),
     "commands/serve_policy.py": (f"{UNIT}/agents/test_serve_policy.py",),
 }

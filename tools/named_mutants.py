@@ -319,5 +319,20 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
      "self._validations.result(wait=True, stoppable=False)", "self._validations.result(wait=True, stoppable=True)"),
     ("a stop ends a round of validation that is done", "pipelines/validation_schedule.py",
      "asyncio.shield(self._running.metrics)", "self._running.metrics"),
+    # Keys that a client of a service reads itself (tests/unit/config/test_no_inert_key.py)
+    ("a judge is asked for another model", "rewards/llm_judge.py",
+     '"model": self._config.model', '"model": "judge"'),
+    ("a judge gets no key", "rewards/llm_judge.py",
+     "variable=self._config.api_key_env", "variable=None"),
+    ("a judge is asked for ever the same number of times", "rewards/llm_judge.py",
+     "range(self._config.max_retries + 1)", "range(3 + 1)"),
+    ("a judge gets all requests at once", "rewards/llm_judge.py",
+     "asyncio.Semaphore(config.max_concurrent)", "asyncio.Semaphore(32)"),
+    ("a verify service gets no token", "rewards/service_client.py",
+     "variable=self._config.token_env", "variable=None"),
+    ("a verify service is asked for ever the same number of times", "rewards/service_client.py",
+     "range(self._config.max_retries + 1)", "range(5 + 1)"),
+    ("a verify service gets all requests at once", "rewards/service_client.py",
+     "asyncio.Semaphore(config.max_concurrent)", "asyncio.Semaphore(64)"),
 )  # fmt: skip
 """(name, file under roll_async/, what stands there, what stands there instead)."""

@@ -237,45 +237,14 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
     from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.roles import place_roles
-    from roll_async.observe.gpus import gpus_of_machine
-    from roll_async.observe.progress import ProgressLine
-    from roll_async.observe.prometheus import PrometheusTracker
-    from roll_async.observe.recorder import Recorder
-    from roll_async.observe.trace import Trace
-    from roll_async.observe.trackers import create_tracker
 
     placements = place_roles(config)
-    tracking = config.tracking
-
-    def create(name: str) -> Tracker:
-        assert folder.record is not None
-        options = tracking.kwargs_of(name)
-        shown = partial(shown_text, handed=options)
-        return create_tracker(name, folder.path, options, folder.record.tracker_run, shown)
-
     folder.keep_trace()
     step = restored_step(config, folder)
     went_back = go_back(config, folder, step)
     if step >= config.max_steps:
         logger.warning("step %d of %d is trained: nothing is left to do; raise max_steps", step, config.max_steps)
-    progress = ProgressLine(config.max_steps)
-    trace = Trace(folder.path / "trace.json") if config.tracking.trace else None
-    trackers: list[Tracker] = []
-    if config.tracking.prometheus_port is not None:
-        # On one machine everything binds to loopback; in a cluster the scraper runs on another host.
-        host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
-        trackers.append(PrometheusTracker(config.exp_name, config.tracking.prometheus_port, host))
-    gpus = gpus_of_machine()
-    recorder = Recorder(
-        folder,
-        trackers,
-        progress,
-        logging_steps=config.logging_steps,
-        trace=trace,
-        gpus=gpus,
-        create={name: partial(create, name) for name in tracking.track_with},
-        alarms=tracking.alarms,
-    )
+    recorder = _recorder(config, folder)
     if went_back:
         recorder.repeat()
     where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
@@ -295,6 +264,40 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunC
         raise
     recorder.close()
     return _report(config, folder, end)
+
+
+def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
+    """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
+    from roll_async.observe.gpus import gpus_of_machine
+    from roll_async.observe.progress import ProgressLine
+    from roll_async.observe.prometheus import PrometheusTracker
+    from roll_async.observe.recorder import Recorder
+    from roll_async.observe.trace import Trace
+    from roll_async.observe.trackers import create_tracker
+
+    tracking = config.tracking
+
+    def create(name: str) -> Tracker:
+        assert folder.record is not None
+        options = tracking.kwargs_of(name)
+        shown = partial(shown_text, handed=options)
+        return create_tracker(name, folder.path, options, folder.record.tracker_run, shown)
+
+    trackers: list[Tracker] = []
+    if tracking.prometheus_port is not None:
+        # On one machine everything binds to loopback; in a cluster the scraper runs on another host.
+        host = "0.0.0.0" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        trackers.append(PrometheusTracker(config.exp_name, tracking.prometheus_port, host))
+    return Recorder(
+        folder,
+        trackers,
+        ProgressLine(config.max_steps),
+        logging_steps=config.logging_steps,
+        trace=Trace(folder.path / "trace.json") if tracking.trace else None,
+        gpus=gpus_of_machine(),
+        create={name: partial(create, name) for name in tracking.track_with},
+        alarms=tracking.alarms,
+    )
 
 
 async def _train(

@@ -32,7 +32,7 @@ class Backoff:
         return min(self.longest_s, max(0.0, seconds)) if math.isfinite(seconds) else None
 
 
-def open_session(*, key: str, variable: str | None, timeout_s: float, max_concurrent: int) -> aiohttp.ClientSession:
+def open_session(*, key: str, variable: str | None, timeout_s: float) -> aiohttp.ClientSession:
     """A session that shows the secret in environment variable `variable` (None = none needed).
 
     Raises ValueError naming `key`, the config key, when the variable is not set.
@@ -48,5 +48,5 @@ def open_session(*, key: str, variable: str | None, timeout_s: float, max_concur
     return aiohttp.ClientSession(
         headers=headers,
         timeout=aiohttp.ClientTimeout(total=timeout_s),
-        connector=aiohttp.TCPConnector(limit=max_concurrent),
+        connector=aiohttp.TCPConnector(limit=0),  # the caller has slots
     )

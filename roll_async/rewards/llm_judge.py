@@ -88,7 +88,6 @@ class LlmJudge:
             key="judge.api_key_env",
             variable=self._config.api_key_env,
             timeout_s=self._timeout_s,
-            max_concurrent=self._config.max_concurrent,
         )
 
     async def close(self) -> None:

@@ -52,7 +52,6 @@ class ServiceClient:
             key="service.token_env",
             variable=self._config.token_env,
             timeout_s=self._timeout_s,
-            max_concurrent=self._config.max_concurrent,
         )
         reward = await self._score(*_PROBE, {})
         if reward.status is not RewardStatus.OK or reward.score != 1.0:

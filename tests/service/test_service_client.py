@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import threading
+import time
 from array import array
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -36,17 +37,24 @@ def ask(url, *texts, gold="18", timeout_s=10.0, **options):
 
 @pytest.fixture
 def scripted():
-    """A server that answers the probe, then the given (status, headers, body) in turn, the last one for ever."""
+    """A server that answers the probe, then the given (status, headers, body) in turn, the last one for ever.
+    `at_once`: gets the number of requests under way while each is answered.
+    """
     servers = []
 
-    def start(*replies, probe=OK):
-        asked, every = [], ((200, {}, probe), *replies)
+    def start(*replies, probe=OK, delay_s=0.0, at_once=None):
+        asked, every, running = [], ((200, {}, probe), *replies), []
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self):
                 asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                running.append(1)
+                time.sleep(delay_s)
+                if at_once is not None:
+                    at_once.append(len(running))
+                running.pop()
                 status, headers, body = every[min(len(asked), len(every)) - 1]
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -129,6 +137,13 @@ def test_trouble_is_tried_again_and_then_an_outage_never_a_score(scripted, troub
     (reward,), client = ask(url, "text", max_retries=1)
     assert reward.status is RewardStatus.OUTAGE and reward.metrics == {} and url in reward.reason
     assert len(asked) == 3 and client.outages == 1
+
+
+def test_no_more_samples_are_at_the_service_at_once_than_allowed(scripted):
+    at_once = []
+    url, _ = scripted((200, {}, OK), delay_s=0.03, at_once=at_once)
+    rewards, _ = ask(url, *map(str, range(12)), max_concurrent=3)
+    assert max(at_once) == 3 and {reward.status for reward in rewards} == {RewardStatus.OK}
 
 
 @pytest.mark.parametrize("status", [413, 422])

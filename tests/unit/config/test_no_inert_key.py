@@ -4,11 +4,15 @@ effect; and each wire is needed for it. A word somewhere in the package is no ef
 
 import json
 import re
+import sys
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+from named_mutants import NAMED
 
 from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, AGENTIC_ONLY
 from roll_async.config.api import ConfigError, Loaded, load_with_warnings
@@ -20,7 +24,7 @@ from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.config.schema_worker import STRATEGY_ROLES
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch.gate import refusals
-from tests.unit.config.wires import OF_STARTS, cut, settings_of, started_with, wires
+from tests.unit.config.wires import OF_AGENTS, OF_STARTS, cut, settings_of, started_with, wires
 
 TRAIN, ENGINE = "actor_train.strategy_args", "actor_infer.strategy_args"
 FULL = """
@@ -32,6 +36,7 @@ rollout_batch_size: 16
 num_return_sequences_in_group: 4
 async_generation_ratio: 1
 eval_steps: 5
+tracking: {prometheus_port: 9100, rollout_dump_dir: samples}
 async_training: {trigger_parameter_sync_step: 2, staleness: {max_versions: 6}}
 rewards:
   math_rule: {type: math_rule, tag_included: [a]}
@@ -69,7 +74,7 @@ validation:
   mode: replicas
   sets: {more: {data_args: {file_name: more.jsonl}, generating_args: {temperature: 0.7}}}
 """
-SEVERAL = (ENGINE, "rewards.")
+SEVERAL = (ENGINE, "rewards.", "prompt_pool.")
 BASES = (
     (),
     (f"{ENGINE}={{strategy_name: sglang, strategy_config: {{tensor_parallel_size: 2}}}}",),
@@ -88,6 +93,9 @@ BASES = (
         "code_sandbox: {type: math_service, service: {api_url: http://a}, tag_included: [b]}}",
     ),
     ("prompt_pool.enable=true",),
+    ("prompt_pool.enable=true", "prompt_pool.refill_file_name=[more.jsonl]"),
+    ("tracking.prometheus_port=null",),
+    ("tracking.rollout_dump_dir=null",),
     ("eval_steps=0",),
     ("rewards.math_rule.answer_format=boxed",),
     (f"{ENGINE}.strategy_config.extra={{enable_expert_parallel: true}}",),
@@ -97,7 +105,16 @@ BASES = (
 )
 REFUSED_FOR_ITS_ROLE = {"C020"}
 """Rules that say a key has no effect there; that a value is out of range says nothing of the key."""
-TO_BE_DONE = {"pipeline"}
+USED_BY_CLIENTS = {
+    "judge.model": "a judge is asked for another model",
+    "judge.api_key_env": "a judge gets no key",
+    "judge.max_retries": "a judge is asked for ever the same number of times",
+    "judge.max_concurrent": "a judge gets all requests at once",
+    "service.token_env": "a verify service gets no token",
+    "service.max_retries": "a verify service is asked for ever the same number of times",
+    "service.max_concurrent": "a verify service gets all requests at once",
+}
+"""Keys that the client of a service reads itself, and the fault of `tools/named_mutants.py` that its tests see."""
 AGENTIC = {f.name for n in AGENTIC_ONLY for f in fields(ADVANTAGE_OPTIONS[n])} - {"gamma", "epsilon", "normalise_std"}
 FROM_THE_PLACE = {
     "EngineSettings.'sleep_level' = 2 if roles_on_engine_devices(config) else 0",
@@ -156,11 +173,13 @@ def specs() -> dict[str, FieldSpec]:
     def walk(cls: type, path: str, role: str) -> None:
         for name, spec in spec_of(cls).items():
             here = f"{path}{name}"
-            if spec.traits.roles and role not in spec.traits.roles or spec.traits.range == "1":
-                continue  # refused there (C020), or without a second value
+            if spec.traits.roles and role not in spec.traits.roles or spec.traits.range == "1" or here == "pipeline":
+                continue  # refused there (C020), without a second value, or what decides which keys there are
             if spec.traits.megatron and role == "actor_infer" or path == "algorithm.adv_options." and name in AGENTIC:
                 continue
             inner = role or (name if not path else "")
+            if name == "strategy_name" and sum(inner in roles for roles in STRATEGY_ROLES.values()) == 1:
+                continue
             if spec.section is not None:
                 walk(spec.section, f"{here}.", inner)
             elif spec.kind == "chosen":
@@ -191,9 +210,12 @@ def with_key(
             return None, []
         config = changed(loaded.config, key.split("."), value)
         return config, said_of(replace(loaded, config=config))
+    present = any(base(n, folder) and has(base(n, folder)[0].config, key.split(".")) for n in range(len(BASES)))
     try:
         again = load_with_warnings(folder / "full.yaml", (*BASES[number], f"{key}={json.dumps(plain(value))}"))
     except ConfigError as error:
+        if present:  # that it is refused elsewhere does not say that it acts here
+            return None, []
         return None, [d.id for d in error.diagnostics if d.id in REFUSED_FOR_ITS_ROLE and key.startswith(d.key)]
     return again.config, said_of(again)
 
@@ -216,7 +238,7 @@ def candidates(spec: FieldSpec) -> tuple[object, ...]:
         case "bool":
             return True, False
         case "choice":
-            return tuple(sorted(spec.choices, key=lambda choice: choice == "auto"))
+            return spec.choices[::-1] if "boxed" in spec.choices else spec.choices
         case "int":
             return 3, 2, 5, 640, 1, 0, None
         case "float":
@@ -283,7 +305,9 @@ def effects(folder):
     for number in range(1, len(BASES)):  # what a choice itself changes
         if base(number, folder) is not None:
             settings, other = base(0, folder)[1], base(number, folder)[1]
-            both = {w for w in settings.keys() | other.keys() if w.startswith("start.")} | settings.keys() & other.keys()
+            both = {
+                w for w in settings.keys() | other.keys() if w.startswith("start.")
+            } | settings.keys() & other.keys()
             where = frozenset(w for w in both if settings.get(w) != other.get(w))
             found[f"base {number}", 0] = (0, base(number, folder)[0].config, where)
     return found
@@ -291,8 +315,24 @@ def effects(folder):
 
 @pytest.mark.slow
 def test_every_key_changes_what_a_run_is_started_with_or_is_refused(effects):
-    inert = specs().keys() - {key for key, _ in effects} - TO_BE_DONE
+    inert = {
+        k for k in specs().keys() - {key for key, _ in effects} if ".".join(k.split(".")[-2:]) not in USED_BY_CLIENTS
+    }
     assert not inert, sorted(inert)
+
+
+def test_a_key_that_a_client_reads_itself_has_a_fault_that_takes_it_away():
+    for key, name in USED_BY_CLIENTS.items():
+        (fault,) = [fault for fault in NAMED if fault[0] == name]
+        field = key.rpartition(".")[2]
+        assert f"onfig.{field}" in fault[2] and field not in fault[3].partition("=")[2], fault
+
+
+def test_every_wire_is_listed():
+    """One that goes is a line less in a diff; `python -m tests.unit.config.wires` writes the list."""
+    listed = (Path(__file__).parent / "wires.txt").read_text().splitlines()
+    found = [name for name, *_ in (*wires(), *wires(OF_AGENTS), *wires(OF_STARTS))]
+    assert listed == found
 
 
 @pytest.mark.slow
@@ -305,7 +345,9 @@ def test_cutting_any_wire_makes_a_key_inert_or_a_known_pair_vanish(effects, fold
         with cut(cls, definition, expression):
             before: dict[int, dict[str, object]] = {}
             # The keys that most likely go this way come first; any that does not go it any more is proof enough.
-            for key, (number, config, where) in sorted(effects.items(), key=lambda e: not words & set(e[0][0].split("."))):
+            for key, (number, config, where) in sorted(
+                effects.items(), key=lambda e: not words & set(e[0][0].split("."))
+            ):
                 if not any(mark in w for w in where):
                     continue
                 if number not in before:

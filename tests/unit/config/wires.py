@@ -8,13 +8,14 @@ ever, as if a constant stood there. `wires.txt` lists them all:
     python -m tests.unit.config.wires > tests/unit/config/wires.txt
 """
 
+import __future__
+
 import ast
 import asyncio
 import dataclasses
 import inspect
 import sys
 import textwrap
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
@@ -30,11 +31,14 @@ from roll_async.cluster.engine_group import RayEngineClient
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
+from roll_async.commands import run as commands_run
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch import agents, restarts, rollout, run_start
+from roll_async.launch import run as launch_run
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.roles import RoleStarter, place_roles
+from roll_async.observe import gpus, progress, prometheus, recorder, trace, trackers
 from roll_async.pipelines import checkpoint
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
@@ -64,8 +68,8 @@ OF_AGENTS = (
 OF_STARTS = (
     rollout.prompts_of, rollout.held_out_of, rollout._prompts_of_set, rollout.start_scorer, rollout._tools,
     rollout._ledger, router.create_scorer, RoleStarter._start_process, RoleStarter._start_training,
-    ReplicaStarter.start, checkpoint.LoopCheckpoint.save, checkpoint.restore_loop, run_start._folder, run_start.checkpoints_of,
-    restarts.can_restart,
+    ReplicaStarter.start, checkpoint.LoopCheckpoint.save, checkpoint.restore_loop, run_start._folder,
+    run_start.checkpoints_of, restarts.can_restart, launch_run.build_run, commands_run._recorder,
 )  # fmt: skip
 """Functions that give parts of a config to what they start."""
 
@@ -94,6 +98,11 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
     role = SimpleNamespace(save=later("save"), export_hf=later("export_hf"), finish_save=later("finish_save"))
     queue = SimpleNamespace(checkpoint_state=later("checkpoint_state", {}), checkpointed=later("checkpointed"))
 
+    def observer(folder: object, *_: object, create: Mapping[str, Callable[[], object]], **options: object) -> None:
+        part("recorder")(**options)
+        for make in create.values():
+            make()
+
     async def start() -> None:
         async with AsyncExitStack() as stack:
             await rollout.start_scorer(config, stack)
@@ -115,6 +124,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             said["save waits for the files"] = loop._pending is None
             await loop.finish()
             await checkpoint.restore_loop(config, {}, learner, saved)  # type: ignore[arg-type]
+            dumping = SimpleNamespace(rollout_process=False)
+            await launch_run.build_run(config, None, None, stack, (), dumping)  # type: ignore[arg-type]
 
     with MonkeyPatch.context() as patch:
         for cls in (RayScorer, RolloutProcess, RayEngineClient):
@@ -131,7 +142,22 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "at_time": lambda *given: given, "load_tokenizer": str,
         }.items():  # fmt: skip
             patch.setattr(rollout, name, stub)
+        whole = SimpleNamespace(checkpoint=SimpleNamespace(close=later("close")), start=later("roles"))
+        for name, stub in {
+            "RoleStarter": lambda *_: whole, "couple": later("couple", whole),
+            "load_tokenizer": lambda name: SimpleNamespace(batch_decode=name),
+            "SampleDump": part("SampleDump", SimpleNamespace(close=lambda: None)),
+        }.items():  # fmt: skip
+            patch.setattr(launch_run, name, stub)
+        patch.setattr(trackers, "create_tracker", part("tracker"))
+        patch.setattr(prometheus, "PrometheusTracker", part("prometheus"))
+        patch.setattr(trace, "Trace", part("trace"))
+        patch.setattr(progress, "ProgressLine", part("progress"))
+        patch.setattr(recorder, "Recorder", observer)
+        patch.setattr(gpus, "gpus_of_machine", lambda: None)
         asyncio.run(start())
+        folder = SimpleNamespace(path=Path("run"), record=SimpleNamespace(tracker_run=1))
+        commands_run._recorder(config, folder)  # type: ignore[arg-type]
         said["held out"] = {name: len(rows) for name, rows in rollout.prompts_of(config).held_out.items()}
         rollout._ledger(config, can_rebuild=False)
         rollout._tools(SimpleNamespace(tools={"t": 1}, config=config, tool_callback=part("tools")), config)  # type: ignore[arg-type]
@@ -145,13 +171,15 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
 
 
 def _told(thing: object) -> object:
-    """Of an argument, what tells two configs apart and is not a part of the config as it stands there."""
     if isinstance(thing, HostPlan):
         return replace(thing, rewards=dict.fromkeys(thing.rewards))
     return "a function" if callable(thing) else thing
 
 
 def _leaves(thing: object, path: str) -> Iterator[tuple[str, object]]:
+    """Values by their place; not of a part of the config that is handed on as it is: who has it need not use it."""
+    if type(thing).__module__.startswith("roll_async.config."):
+        return
     if dataclasses.is_dataclass(thing):
         thing = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
     if isinstance(thing, list | tuple):
@@ -253,7 +281,9 @@ def wires(built: Sequence[type | FunctionType] = BUILT) -> Iterator[tuple[str, t
         by_place = isinstance(cls, FunctionType)
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls if by_place else cls.of))).body
         if cls in OF_STARTS:
-            yield from ((f"{cls.__qualname__}: {ast.unparse(read)}", cls, definition, read) for read in _reads(definition))
+            yield from (
+                (f"{cls.__qualname__}: {ast.unparse(read)}", cls, definition, read) for read in _reads(definition)
+            )
             continue
         for node in ast.walk(definition):
             values = []
@@ -327,7 +357,8 @@ def cut(cls: type | FunctionType, definition: ast.AST, wire: ast.expr) -> Iterat
     owner, _, name = cls.__qualname__.rpartition(".") if isinstance(cls, FunctionType) else (cls.__name__, "", "of")
     space = vars(sys.modules[cls.__module__])
     names = {**space, "_first": first} if owner else space
-    exec(compile(module, f"<{cls.__name__} with a cut wire>", "exec"), names)
+    lazily = __future__.annotations.compiler_flag  # names that only a type checker knows
+    exec(compile(module, f"<{cls.__name__} with a cut wire>", "exec", flags=lazily), names)
     if owner:
         holder = space[owner]
         original = holder.__dict__[name]

@@ -97,6 +97,7 @@ def test_the_question_reaches_the_judge_and_its_verdict_comes_back(judging, ques
     assert reward.metrics == {"acc": 1.0, "format": 1.0, "cached": 0.0} and reward.scoring_s > 0
     text = body["messages"][0]["content"]
     assert "Capital of {reference}?" in text and "Paris {mark}" in text and "It is {response} Paris." in text
+    assert body["model"] == "judge-1" and headers["Authorization"] == "Bearer sk-1"
     assert "secret" not in text and text.count("Paris.") == 1
     assert (body["model"], body["temperature"], headers["Authorization"]) == ("judge-1", 0, "Bearer sk-1")
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["reason", "correct", "score"]
