@@ -111,6 +111,14 @@ def test_every_number_is_that_of_what_happened(run, a_run, scorer_class):
     assert min(varied.values()) > 1, f"some number never changed: {varied}"
 
 
+def test_a_faster_trainer_leaves_fewer_samples_in_the_queue(run, a_run):
+    slow, fast = (a_run(trainer=FullyAsyncTrainer, steps=6) for _ in range(2))
+    slow.learn_s, fast.learn_s = 100.0, 0.5
+    assert [run(done.go()) for done in (slow, fast)] == [RunEnd.FINISHED] * 2
+    waiting = [[m["fully_async/queue_size"] for m in done.published] for done in (slow, fast)]
+    assert min(waiting[0][:-1]) > max(waiting[1][:-1]), waiting
+
+
 def test_the_rules_of_the_alert_file_are_about_metrics_that_a_run_exports(run, a_run):
     done = a_run(trainer=FullyAsyncTrainer)
     run(done.go())
