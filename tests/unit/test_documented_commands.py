@@ -25,6 +25,7 @@ PROGRAMS = ("python", "python3", "pip", "ray", "roll-async", "make", "curl")
 STARTS = re.compile(r"^(export |bash |nohup |[A-Z_]+=\S* |python3? |pip |ray |roll-async |make )")
 STAND_IN = f"""
 import re, subprocess, sys, tomllib
+from importlib.metadata import metadata
 from pathlib import Path
 
 program, *args = sys.argv[1:]
@@ -57,11 +58,12 @@ match program:
         name, _, wanted = args[-1].partition("[")
         if name == ".":
             assert Path("pyproject.toml").is_file(), "nothing to install here"
-            unknown = set(wanted.removesuffix("]").split(",")) - {{"", *extras}}
-            assert not unknown, f"pip: {{unknown}} of {{list(extras)}}"
         else:
+            extras = [e.replace("-", "_") for e in metadata(name).get_all("Provides-Extra")]
             ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
             assert any(re.match(rf"{{name}}\\b", line) for line in ours), f"{{name}} is not what is needed: {{ours}}"
+        unknown = set(wanted.removesuffix("]").split(",")) - {{"", *extras}}
+        assert not unknown, f"pip: {{unknown}} of {{list(extras)}}"
     case "ray":
         options = dict(zip(args, args[1:]))
         assert Path(options["--runtime-env"]).read_text() and Path(options["--working-dir"]).is_dir()
