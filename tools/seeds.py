@@ -1,6 +1,6 @@
 """The items of the documents this project started from: docs_roll/seeds.md says where each acts and which test sees it.
 
-    python tools/seeds.py [--write]
+    python tools/seeds.py [--write] [PAGE]
 
 Checks that every item is there once, and that every file, name, key and test of the page exists; prints the counts by
 document and state; --write puts them at the top of the page. Exits 1 on any fault.
@@ -172,12 +172,13 @@ def counts_on(page: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="the counts into the page")
+    parser.add_argument("page", nargs="?", type=Path, default=PAGE)
     args = parser.parse_args()
-    page = PAGE.read_text()
+    page = args.page.read_text()
     table = counts(list(rows_of(page)))
     if args.write:
         page = page.replace("\n".join(counts_on(page)), "\n".join(table))
-        PAGE.write_text(page)
+        args.page.write_text(page)
     print("\n".join(table))
     wrong = faults(page)
     for fault in wrong:

@@ -12,8 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = "| S0.3 | stop | acts | `rollout_batch_size`, `Makefile:test` | `tests/unit/test_seeds.py::test_it` |"
 
 
+def checked(*arguments):
+    return subprocess.run([sys.executable, ROOT / "tools" / "seeds.py", *arguments], capture_output=True, text=True)
+
+
 def test_the_page_has_every_item_once_and_all_that_it_names_exists():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "seeds.py"], capture_output=True, text=True)
+    done = checked()
     assert done.returncode == 0, done.stderr
     assert f"| all | {sum(count for _, count in DOCUMENTS.values())} |" in done.stdout
 
@@ -55,6 +59,20 @@ def with_cell(number, text):
 def test_each_fault_of_the_page_is_found_and_named_by_its_item(page, fault):
     assert page != PAGE_TEXT
     assert any(found.startswith(fault) for found in faults(page)), faults(page)
+
+
+def test_a_fault_is_a_line_and_exit_code_1_and_counts_can_be_written(tmp_path):
+    page = tmp_path / "seeds.md"
+    page.write_text(with_cell(3, "`roll_async/schema.py:Grup`").replace("| all | 540 |", "| all | 541 |"))
+    done = checked(page)
+    assert done.returncode == 1 and done.stderr.splitlines() == [
+        "S1.12: roll_async/schema.py does not have Grup",
+        "the counts are not those of the rows: python tools/seeds.py --write",
+    ]
+    page.write_text(page.read_text().replace("schema.py:Grup", "schema.py:Group"))
+    assert checked(page).returncode == 1
+    assert checked("--write", page).returncode == checked(page).returncode == 0
+    assert counts_on(page.read_text()) == counts_on(PAGE_TEXT)
 
 
 def test_a_name_that_its_file_loses_is_a_fault(tmp_path):
