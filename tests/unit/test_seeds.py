@@ -11,20 +11,17 @@ from tools.seeds import DOCUMENTS, PAGE, counts, counts_on, faults, rows_of
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = "| S0.3 | stop | acts | `rollout_batch_size`, `Makefile:test` | `tests/unit/test_seeds.py::test_it` |"
 
+PAGE_TEXT = PAGE.read_text()
+FIRST = next(line for line in PAGE_TEXT.splitlines() if line.startswith("| S1.12 "))
+
 
 def checked(*arguments):
     return subprocess.run([sys.executable, ROOT / "tools" / "seeds.py", *arguments], capture_output=True, text=True)
 
 
-PAGE_TEXT = PAGE.read_text()
-
-
 def test_the_page_has_every_item_once_and_all_that_it_names_exists():
     assert faults(PAGE_TEXT) == []
     assert len(list(rows_of(PAGE_TEXT))) == sum(count for _, count in DOCUMENTS.values())
-
-
-FIRST = next(line for line in PAGE_TEXT.splitlines() if line.startswith("| S1.12 "))
 
 
 def with_cell(number, text):
