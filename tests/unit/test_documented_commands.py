@@ -190,14 +190,38 @@ gate. Its greps are in `pipelines/test_published_numbers.py`; data scripts, serv
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 @pytest.mark.parametrize(("document", "folder"), TYPED, ids=[document for document, _ in TYPED])
 def test_the_commands_of_the_documents_work_as_typed_from_their_own_folder(document, folder, shell):
+    typed = lines_of(document, folder, shell)
+    done = shell.type(typed, shell.here / folder)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    quiet = ("export ", "nohup ", "mkdir ", "cd ")
+    assert done.stdout.count("typed ") >= len([line for line in typed if not line.startswith(quiet)]), done.stdout
+
+
+def lines_of(document, folder, shell):
+    """The commands, with a clone and a config of one's own where they look for them."""
     (shell.here / CLONE).symlink_to(ROOT)
     (shell.here / CONFIGS).mkdir()
     base = os.path.relpath(ROOT / "configs" / "fully_async_cpu", shell.here / CONFIGS)
     own = "async_training: {staleness_threshold: 5, max_queue_size: 2000, generation_timeout: 60.0}\n"
     (shell.here / CONFIGS / "my_config.yaml").write_text(f"defaults: [{base}]\n{own}")
     typed = [line.strip() for line in TYPED[document, folder].replace("{here}", str(shell.here)).splitlines()]
-    typed = [line for line in typed if line]
-    done = shell.type(typed, shell.here / folder)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    quiet = ("export ", "nohup ", "mkdir ", "cd ")
-    assert done.stdout.count("typed ") >= len([line for line in typed if not line.startswith(quiet)]), done.stdout
+    return [line for line in typed if line]
+
+
+LAUNCHED = [(document, folder) for document, folder in TYPED if folder.endswith("examples")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("document", "folder"), LAUNCHED, ids=[document for document, _ in LAUNCHED])
+def test_the_start_scripts_themselves_find_the_configs_of_the_documents_from_their_own_folder(document, folder, shell):
+    """Up to what is missing here: the model, data, packages of an engine."""
+    for line in lines_of(document, folder, shell):
+        program, *arguments = line.split()
+        done = subprocess.run(
+            [{"python": sys.executable}[program], *arguments, "pretrain=no/such/model"],
+            capture_output=True, text=True, cwd=shell.here / folder, timeout=patient(60),
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        )  # fmt: skip
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert "error C204: pretrain: model folder no/such/model does not exist" in done.stderr, line
+        assert set(re.findall(r"error (C\d+)", done.stderr)) == {"C204"}, "other things that are not there, no fault"
