@@ -55,6 +55,7 @@ def test_synchronous_training_is_on_policy_and_two_replicas_answer_the_same_prom
         "actor_infer.world_size=2",
         "actor_infer.generating_args.temperature=2.0",  # long answers, no two of them alike by chance
         "actor_infer.generating_args.max_new_tokens=24",
+        "actor_infer.strategy_args.strategy_config.load_format=dummy",  # the first push brings the model
         f"tracking.rollout_dump_dir={dump}",
     )
     assert code == 0, output

@@ -28,6 +28,16 @@ def test_the_installed_engine_and_our_own_requirements_have_versions_in_common()
     assert requirements and check_install.conflicts(check_install.ours("vllm"), requirements) == []
 
 
+def test_what_an_install_without_extras_asks_for_is_there_in_a_version_it_asks_for():
+    """What `pip install -e .` promises, of the environment in which these tests run."""
+    asked = [Requirement(line) for line in metadata.requires("roll_async") or ()]
+    basic = [requirement for requirement in asked if requirement.marker is None]
+    assert {"torch", "ray", "megatron-core", "math-verify", "pyyaml"} <= {requirement.name for requirement in basic}
+    for requirement in basic:
+        version = metadata.version(requirement.name)
+        assert requirement.specifier.contains(version, prereleases=True), f"{requirement} and {version}"
+
+
 @pytest.mark.slow
 def test_an_install_with_the_newest_engine_inside_our_bounds_resolves():
     """pip's dry run: seconds where the registry keeps metadata apart; where it does not, the wheel takes longer than

@@ -1,13 +1,20 @@
 """The YAML of the documents this project started from loads as it stands there."""
 
+import os
 import textwrap
+from pathlib import Path
 
 import pytest
+import yaml
 
 from roll_async.config.api import load, load_with_warnings
+from roll_async.config.loading.build import to_plain
+from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.diagnostics import ConfigError
+from roll_async.config.loading.names import ALGORITHM_FIELDS
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 
+ROOT = Path(__file__).resolve().parents[3]
 AGENTIC_EXAMPLE = """\
 # Enable asynchronous training
 async_generation_ratio: 1
@@ -248,6 +255,39 @@ def test_the_rlvr_example_loads_verbatim(files):
     assert [d.id for d in loaded.warnings] == ["W03", "W04", "W12", "W12"]
 
 
+def leaves(tree: dict, path: str = "") -> list[tuple[str, object]]:
+    """Dotted path and value of every key that holds one."""
+    found: list[tuple[str, object]] = []
+    for key, value in tree.items():
+        found += leaves(value, f"{path}{key}.") if isinstance(value, dict) else [(f"{path}{key}", value)]
+    return found
+
+
+@pytest.mark.parametrize("text", [AGENTIC_EXAMPLE, RLVR_EXAMPLE], ids=["agentic", "rlvr"])
+def test_every_value_of_an_example_is_in_the_config_under_its_own_key(files, text):
+    """No key is accepted and dropped, renamed or converted: the canonical tree has each as it was written."""
+    shown = to_plain(load(files.text(text)))
+    written = leaves(yaml.safe_load(text))
+    assert len(written) in (42, 40)
+    for path, value in written:
+        section = shown["algorithm"] if path in ALGORITHM_FIELDS else shown
+        for key in path.split("."):
+            section = section[key]
+        if path.endswith("device_mapping"):
+            section, value = parse_devices(section)[0], parse_devices(value)[0]
+        elif isinstance(value, str) and value.startswith("${"):
+            value = shown[value[2:-1]]
+        elif path.endswith("file_name"):
+            section, value = [section] if isinstance(section, str) else section, list(value)
+        assert section == (float(value) if isinstance(section, float) else value), path
+
+
+def test_what_is_not_written_is_what_the_documents_call_the_default(files, workers):
+    config = load(files.text("defaults: [workers]\nresponse_length: 64\n"))
+    assert config.async_generation_ratio == 0 and not config.is_async
+    assert config.algorithm.loss_agg_mode == "token-mean"
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_the_async_training_block_loads_verbatim(files, workers, prefix):
     """Ratio 2 with a push every second step admits 5 versions, the bound the document gives. Its keys are also read
@@ -262,6 +302,14 @@ def test_the_async_training_block_loads_verbatim(files, workers, prefix):
     assert (section.generation_timeout, section.batch_creation_interval) == (30.0, 0.1)
     assert (section.max_sync_retries, section.sync_timeout, section.sync_retry_delay) == (3, 30.0, 1.0)
     assert {d.id for d in loaded.warnings} == {"W01", "W12"}
+
+
+def test_keys_of_ones_own_stand_over_the_shipped_config(files):
+    base = os.path.relpath(ROOT / "configs" / "fully_async_cpu", files.folder)
+    own = "async_training:\n  staleness_threshold: 5\n  max_queue_size: 2000\n  generation_timeout: 60.0\n"
+    section = load(files.text(f"defaults: [{base}]\n{own}")).async_training
+    assert (section.staleness.soft_versions, section.max_queue_size, section.generation_timeout) == (5, 2000, 60.0)
+    assert section.require_batches == 1, "what is not written stays"
 
 
 def test_the_resource_block_becomes_devices_trainer_first(files, workers):

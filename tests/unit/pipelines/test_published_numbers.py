@@ -2,7 +2,10 @@
 that are dropped, an aborted group and a lag, beside an account of it that the test keeps itself.
 """
 
+import logging
 import re
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +13,9 @@ import pytest
 import yaml
 
 from roll_async.buffer.staleness import StalenessPolicy
+from roll_async.commands.fully_async import LOG_NAME
 from roll_async.observe.prometheus import exposition
+from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.wire import Classes
@@ -106,6 +111,14 @@ def test_every_number_is_that_of_what_happened(run, a_run, scorer_class):
     assert min(varied.values()) > 1, f"some number never changed: {varied}"
 
 
+def test_a_faster_trainer_leaves_fewer_samples_in_the_queue(run, a_run):
+    slow, fast = (a_run(trainer=FullyAsyncTrainer, steps=6) for _ in range(2))
+    slow.learn_s, fast.learn_s = 100.0, 0.5
+    assert [run(done.go()) for done in (slow, fast)] == [RunEnd.FINISHED] * 2
+    waiting = [[m["fully_async/queue_size"] for m in done.published] for done in (slow, fast)]
+    assert min(waiting[0][:-1]) > max(waiting[1][:-1]), waiting
+
+
 def test_the_rules_of_the_alert_file_are_about_metrics_that_a_run_exports(run, a_run):
     done = a_run(trainer=FullyAsyncTrainer)
     run(done.go())
@@ -114,3 +127,49 @@ def test_the_rules_of_the_alert_file_are_about_metrics_that_a_run_exports(run, a
     for rule in group["rules"]:
         names = set(re.findall(r"roll_async_\w+", rule["expr"]))
         assert names and names <= exported, rule["alert"]
+
+
+@pytest.fixture
+def log(tmp_path):
+    """The folder with the log files of a run, and the logger as it was afterwards."""
+    logger = logging.getLogger("roll_async")
+    before = list(logger.handlers), logger.level, logger.propagate
+    RunFolder(str(tmp_path), "run").open_log(LOG_NAME)
+    yield tmp_path / "run"
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+GREPS = {
+    'grep "ERROR" fully_async_training.log': (f"group {BROKEN} (prompt {BROKEN}) failed: broken",),
+    'grep "Component Statistics" fully_async_training.log': (
+        "Trainer ", "Rollouter ", "MessageQueue ", "ParameterSynchronizer ",
+    ),
+    'grep "Parameter sync" fully_async_training.log': ("version 1 on 2 replicas", "version 3 attempt 1 failed"),
+}  # fmt: skip
+"""Command of the fully asynchronous document to what its lines say in this run."""
+
+
+@pytest.mark.skipif(shutil.which("grep") is None, reason="no grep")
+def test_the_greps_of_the_document_find_errors_statistics_and_weight_pushes_in_the_log(run, a_run, scorer_class, log):
+    done = a_run(
+        trainer=FullyAsyncTrainer,
+        custom_monitor=lambda trainer, rollouter: None,
+        scorer=lambda: scorer_class(lambda prompt, _: ValueError("broken") if prompt.row_id == BROKEN else 1.0),
+    )
+    export, torn = done.export_weights, []
+
+    async def wrong_once(plan):
+        async for part in export(plan):
+            yield "of other bytes" if part == "digest" and plan.version == 3 and not torn else part
+        torn.extend([plan] if plan.version == 3 else [])
+
+    done.export_weights = wrong_once
+    assert run(done.go()) is RunEnd.FINISHED
+    for command, said in GREPS.items():
+        found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=log)
+        assert found.returncode == 0, command
+        lines = found.stdout.splitlines()
+        assert all(any(part in line for line in lines) for part in said), f"{command}: {found.stdout}"
+    assert len(subprocess.run(["grep", "ERROR", LOG_NAME], capture_output=True, cwd=log).stdout.splitlines()) == 1

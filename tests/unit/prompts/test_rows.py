@@ -43,6 +43,21 @@ def test_verls_row_takes_chat_answer_source_and_index_from_their_places_and_keep
     assert json.loads(row.extra["extra_info"]) == {"index": 0, "split": "train"} and row.extra["ability"] == "math"
 
 
+def test_the_row_of_the_documents_sample_keeps_each_of_its_fields(tmp_path):
+    """The sample at the end of the fully asynchronous document, as the row it was made from."""
+    about = {
+        "answer": "28 + 21 = <<28+21=49>>49.\n#### 35", "index": 1421, "question": "How many more plates?",
+        "split": "train",
+    }  # fmt: skip
+    uid = "fab3e910-67b3-4653-bc69-377250049267"
+    own = {"uid": uid, "tools_kwargs": {}, "interaction_kwargs": {}, "index": 1421, "extra_info": about}
+    (row,), problems = read(write(tmp_path / "a.jsonl", {**VERL_ROW, **own}))
+    assert (row.row_id, row.tag, row.ground_truth) == (uid, "openai/gsm8k", "35") and problems == []
+    assert json.loads(row.extra["extra_info"]) == about and json.loads(row.extra["index"]) == 1421
+    assert (row.extra["ability"], row.style) == ("math", "rule")
+    assert json.loads(row.extra["tools_kwargs"]) == json.loads(row.extra["interaction_kwargs"]) == {}
+
+
 def test_a_raw_gsm8k_row_gives_the_number_after_the_last_marker(tmp_path):
     row = {"question": "How many?", "answer": "First 2.\n#### 7 is not it\nThen more.\n#### 1,234"}
     columns = Columns(messages=None, prompt="question", ground_truth="answer")

@@ -447,6 +447,18 @@ def test_too_many_batches_without_spread_end_with_a_message_about_the_data(run, 
     run(go())
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_is_not_positive_lets_a_round_look_at_all_prompts(run, build, replica_class, scorer_class, limit):
+    async def go():
+        options = {"filter": GroupFilter(), "gen_batch_size": 2, "max_num_gen_batches": limit}
+        scorer = scorer_class(lambda p, s: half(p, s) if p.row_id == "49" else 0.0)
+        async with scheduling([replica_class("a")], scorer, **options) as scheduler:
+            result = await scheduler.generate_sequences([build.prompt(row_id=str(i)) for i in range(50)], 1)
+            assert [g.prompt.row_id for g in result.groups] == ["49"] and result.statistics["filtered"] == 49
+
+    run(go())
+
+
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_nothing_of_a_round_runs_after_it_was_cancelled_or_failed(run, build, replica_class, scorer_class, how):
     async def go():
