@@ -117,9 +117,10 @@ def test_the_other_commands_know_shipped_names_too(checkout, command):
     assert command != "show" or f"pretrain: {checkout}/output/demo_assets/model" in said
 
 
-def test_the_worlds_and_agents_of_the_examples_are_found_too(checkout):
+def test_the_agents_of_the_examples_are_found_where_the_package_alone_is_on_the_path(checkout, tmp_path):
+    (tmp_path / "roll_async").symlink_to(checkout / "roll_async")
     line = f"{sys.executable} -m roll_async.cli validate agentic_calculator_cpu tracking.track_with=[]"
-    code, said = typed(checkout, HOME, line, PYTHONPATH=str(checkout))
+    code, said = typed(checkout, HOME, line, PYTHONPATH=str(tmp_path))
     assert "calculator_agent" not in said and (code == 0 or "vllm is not installed" in said), said
 
 
