@@ -30,8 +30,12 @@ def search_beside(config: Path) -> None:
     """Find modules beside this config, in the working folder and in the checkout from now on, here and in processes
     that start later.
     """
-    folders = (os.path.abspath(config.parent), os.getcwd(), str(CHECKOUT))
-    os.environ[FOLDERS_VARIABLE] = os.pathsep.join(dict.fromkeys(folders))
+    os.environ[FOLDERS_VARIABLE] = os.pathsep.join(folders_beside(config))
+
+
+def folders_beside(config: Path) -> list[str]:
+    """Where modules are looked for after those that Python finds anyway, each once."""
+    return list(dict.fromkeys((os.path.abspath(config.parent), os.getcwd(), str(CHECKOUT))))
 
 
 def find(path: str) -> object:
