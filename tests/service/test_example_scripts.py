@@ -51,6 +51,12 @@ def test_every_start_script_hands_over_a_valid_config_and_the_users_overrides(st
     assert "track_with: [wandb]" in done.stdout
 
 
+def test_what_the_asynchronous_recipe_exports_has_its_package_in_the_line_that_installs():
+    page = (ROOT / "recipe" / "async_dapo" / "README.md").read_text()
+    extras = re.search(r'pip install -e "\.\[([a-z,]*)\]"', page)[1].split(",")
+    assert "export WANDB_API_KEY=" in page and "wandb" in extras
+
+
 def test_the_asynchronous_recipe_has_the_documents_numbers_and_the_service(start):
     done = start("async_dapo/test_7b.sh", HOME_DIR="/home/me")
     for line in ("num_return_sequences_in_group: 16", "batch_creation_interval: 10", "max_concurrent_per_server: 512",
