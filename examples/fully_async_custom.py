@@ -2,7 +2,8 @@
 
     python examples/fully_async_custom.py [--config-path DIR --config-name NAME] [KEY=VALUE ...]
 
-The three hooks of the mode in their smallest form. Copy the file and fill them.
+The three hooks of the mode in their smallest form. Copy the file and fill them. Without a config it runs the demo, from
+every folder; `batch.to_dataproto()` has the batch in the form of verl.
 """
 
 import logging

@@ -27,7 +27,10 @@ This file is generated: `python -m tools.config_reference > docs_roll/configurat
 
 - Scalars are those of YAML 1.2: `yes`, `on`, `1:30` are text, `1e-6` is a number. An int is accepted for a float,
   nothing else is converted.
-- `defaults: [FILE, ...]` includes files, relative to this one; later wins; `_self_` marks the place of this file.
+- `defaults: [FILE, ...]` includes files, relative to this one or absolute, or shipped configs by name
+  (`fully_async_cpu`); later wins; `_self_` marks the place of this file.
+- A relative path is one from the working directory. A model or prompt file that a shipped config names and that is not
+  there is looked up in the checkout, so that the demos run from every folder.
 - `${a.b}` is the value at that path of the merged file; `vars:` holds free values for it; `$${` is a literal `${`.
 - `KEY=VALUE` on the command line sets one key after the merge; `KEY=null` clears it.
 - `device_mapping` is a list of ints, `list(range(a,b))`, `range(a,b)`, `range(b)`, or `a-b` b included; null = CPU.

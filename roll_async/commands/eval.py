@@ -77,17 +77,19 @@ def command(**given: object) -> int:
 def _evaluate(arguments: _Arguments) -> int:
     """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
-    from roll_async.config.api import load
+    from roll_async.config.api import load_with_warnings
     from roll_async.config.schema import RLVRConfig
     from roll_async.config.secrets import with_secrets
     from roll_async.config.user_code import search_beside
     from roll_async.launch.evaluation import for_evaluation
+    from roll_async.launch.gate import in_checkout
     from roll_async.launch.inputs import resolve_names
     from roll_async.observe.run_folder import RunFolder
 
     path, overrides = resolve_config(["--config", arguments.config, *arguments.args], None)
     search_beside(path)
-    config = for_evaluation(with_secrets(load(path, overrides), os.environ), None)
+    given = in_checkout(load_with_warnings(path, overrides)).config
+    config = for_evaluation(with_secrets(given, os.environ), None)
     if arguments.is_address and not isinstance(config, RLVRConfig):
         message = "is asked for chats, and worlds need the tokens of a model"
         raise ValueError(f"{arguments.target}: an address {message}; name a model folder or a checkpoint")

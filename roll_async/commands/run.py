@@ -48,8 +48,8 @@ _EXAMPLES = {"rlvr": "rlvr_config_async_cpu.yaml", "agentic": "agentic_frozen_la
 _REASON_CHARACTERS = 500
 _RUN_HELP = """Train as a config describes.
 
-The config is looked up in the working directory, then in configs/ of the repository, also without .yaml. KEY=VALUE
-overrides one of its keys; the value is YAML.
+The config is looked up in the working directory, then in configs/ of the repository, also without .yaml; output goes
+below the working directory. KEY=VALUE overrides one of its keys; the value is YAML.
 
 \b
 Options:

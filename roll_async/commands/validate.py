@@ -18,7 +18,7 @@ _VALIDATE_USAGE = "usage: roll-async validate CONFIG... [KEY=VALUE...] [--pipeli
 @click.command(context_settings=AS_TYPED, options_metavar="[--pipeline rlvr|agentic]")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG... [KEY=VALUE]...")
 def command(args: tuple[str, ...]) -> int:
-    """Check each CONFIG by itself; KEY=VALUE overrides a key in all of them.
+    """Check each CONFIG, a file or the name of a shipped one, by itself; KEY=VALUE overrides a key in all of them.
 
     \b
     Options:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll_async.config.loading.compose import OVERRIDE
+from roll_async.config.loading.compose import CHECKOUT, OVERRIDE, SHIPPED
 from roll_async.config.loading.diagnostics import ConfigError, Diagnostic
 
 _OPTIONS = ("--config", "--config-path", "--config-name")
@@ -13,8 +13,8 @@ def resolve_config(argv: list[str], pipeline: str | None) -> tuple[Path, list[st
     """(file, overrides) of a launcher's arguments.
 
     The file is looked up as given, then with `.yaml`, first from the working directory, then from `configs/` of the
-    repository. `pipeline` is the launcher's own kind, named in its messages. Raises ConfigError for bad usage and for a
-    file that is not there; the launcher exits with 2.
+    repository, then from its root. `pipeline` is the launcher's own kind, named in its messages. Raises ConfigError for
+    bad usage and for a file that is not there; the launcher exits with 2.
     """
     options, overrides = _parse(argv)
     who = f"{pipeline or 'roll_async'} launcher"
@@ -31,6 +31,13 @@ def resolve_config(argv: list[str], pipeline: str | None) -> tuple[Path, list[st
         if place.is_file():
             return place, overrides
     raise _usage(f"config '{name}' not found; looked at {', '.join(str(p) for p in places)}", name)
+
+
+def find_config(name: str | Path) -> Path:
+    """The file that a command without options means, looked up in the same way; the name itself when nothing is
+    there.
+    """
+    return next((place for place in _candidates(str(name)) if place.is_file()), Path(name))
 
 
 def _parse(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -57,8 +64,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _candidates(name: str) -> Iterator[Path]:
-    shipped = Path(__file__).resolve().parents[2] / "configs"
-    for folder in (Path(), shipped):
+    for folder in (Path(), SHIPPED, CHECKOUT):
         for file in (name, f"{name}.yaml"):
             yield folder / file
 

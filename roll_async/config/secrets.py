@@ -65,7 +65,7 @@ def without_secrets(config: C) -> C:
         empty = value is None or value == "" or isinstance(value, bool)
         return value if empty or not is_secret(path) else HIDDEN
 
-    return cast(C, _changed(config, (), hide))
+    return cast(C, changed_leaves(config, (), hide))
 
 
 def with_secrets(config: C, environment: Mapping[str, str]) -> C:
@@ -80,7 +80,7 @@ def with_secrets(config: C, environment: Mapping[str, str]) -> C:
         missing.append(".".join(path))
         return value
 
-    revealed = cast(C, _changed(config, (), reveal))
+    revealed = cast(C, changed_leaves(config, (), reveal))
     if missing:
         variables = ", ".join(dict.fromkeys(key.rpartition(".")[2] for key in missing))
         raise ValueError(
@@ -90,8 +90,10 @@ def with_secrets(config: C, environment: Mapping[str, str]) -> C:
     return revealed
 
 
-def _changed(value: object, path: Path, change: _Change) -> object:
-    """A copy with every leaf changed; the same object where none does."""
+def changed_leaves(value: object, path: Path, change: _Change) -> object:
+    """A copy with every leaf changed by `change(path, leaf)`, items of a list at their position; the same object where
+    none does.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name) for field in fields(value)}
     elif isinstance(value, Mapping):
@@ -100,7 +102,7 @@ def _changed(value: object, path: Path, change: _Change) -> object:
         items = {str(i): item for i, item in enumerate(value)}
     else:
         return change(path, value)
-    new = {key: _changed(item, (*path, str(key)), change) for key, item in items.items()}
+    new = {key: changed_leaves(item, (*path, str(key)), change) for key, item in items.items()}
     if all(new[key] is items[key] for key in items):
         return value
     if isinstance(value, Mapping):

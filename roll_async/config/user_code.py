@@ -1,7 +1,8 @@
 """A user's own code: found by dotted path, and the place where it raised.
 
-A module is one that Python finds anyway, or one beside the config or in the working folder of the command. Other
-processes have other working folders, so these two are told to them in the environment.
+A module is one that Python finds anyway, or one beside the config, in the working folder of the command, or in the
+checkout, whose examples shipped configs name. Other processes have other working folders, so these are told to them in
+the environment.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
+from roll_async.config.loading.compose import CHECKOUT
+
 FOLDERS_VARIABLE = "ROLL_ASYNC_CODE_FOLDERS"
 """Folders of a user's modules, separated like those of PATH."""
 _LIBRARIES = tuple(
@@ -24,8 +27,15 @@ _MOST_CHARACTERS = 20_000
 
 
 def search_beside(config: Path) -> None:
-    """Find modules beside this config and in the working folder from now on, here and in processes that start later."""
-    os.environ[FOLDERS_VARIABLE] = os.pathsep.join((os.path.abspath(config.parent), os.getcwd()))
+    """Find modules beside this config, in the working folder and in the checkout from now on, here and in processes
+    that start later.
+    """
+    os.environ[FOLDERS_VARIABLE] = os.pathsep.join(folders_beside(config))
+
+
+def folders_beside(config: Path) -> list[str]:
+    """Where modules are looked for after those that Python finds anyway, each once."""
+    return list(dict.fromkeys((os.path.abspath(config.parent), os.getcwd(), str(CHECKOUT))))
 
 
 def find(path: str) -> object:

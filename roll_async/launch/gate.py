@@ -7,13 +7,18 @@ the place in the file, the key and the remedy; docs_roll/status.md lists what is
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from roll_async.cluster.placement import of_nodes, uneven
 from roll_async.config.api import ConfigError, Diagnostic, Loaded, load_with_warnings
-from roll_async.config.loading.node import Node, find
+from roll_async.config.loading.compose import CHECKOUT, SHIPPED
+from roll_async.config.loading.node import Node, find, leaves
+from roll_async.config.lookup import find_config
 from roll_async.config.rules.every import placed
 from roll_async.config.schema import (
     AgenticConfig,
@@ -22,11 +27,13 @@ from roll_async.config.schema import (
     MegatronTrainConfig,
     ModelArguments,
     PipelineConfig,
+    RLVRConfig,
     SglangConfig,
     VllmConfig,
     WorkerConfig,
     roles_on_engine_devices,
 )
+from roll_async.config.secrets import changed_leaves
 from roll_async.config.user_code import search_beside
 from roll_async.launch.inputs import missing_inputs
 from roll_async.launch.model_fit import mismatches
@@ -35,18 +42,44 @@ from roll_async.launch.user_code import named_code
 from roll_async.weight_sync.adapters import choose_adapters
 from roll_async.weight_sync.transports import SENDERS, transport_of
 
+_INPUTS = {"pretrain", "reward_pretrain", "model_name_or_path", "file_name"}
+
 
 def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
     """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C155 of the
     loader; or of this module C201, a setting that is not supported yet or has no effect, C202, devices and transport,
     C203, parallel sizes against the model. Dotted paths name modules beside this config from now on, too.
     """
-    search_beside(Path(path))
-    loaded = load_with_warnings(path, overrides, pipeline)
+    path = find_config(path)
+    search_beside(path)
+    loaded = in_checkout(load_with_warnings(path, overrides, pipeline))
     found = [placed(*refusal, loaded.root) for refusal in refusals(loaded)]
     if found:
         raise ConfigError((*loaded.warnings, *found))
     return loaded
+
+
+def in_checkout(loaded: Loaded) -> Loaded:
+    """The same with the models and prompt files that a shipped config names and that are in the checkout and not in the
+    working directory: `./output/demo_assets/model` is the demo's wherever a command is typed. What a user's own file
+    or an override says is meant from the working directory alone.
+    """
+    moved = {}
+    for _, leaf in leaves(loaded.root, ""):
+        for node in leaf.value if isinstance(leaf.value, list) else [leaf]:
+            name = node.value
+            shipped = not node.from_override and Path(os.path.abspath(node.file)).parent == SHIPPED
+            if shipped and isinstance(name, str) and not os.path.exists(name):
+                moved[name] = str(CHECKOUT / name)
+
+    def change(path: tuple[str, ...], value: object) -> object:
+        if not {*path[-2:]} & _INPUTS or not isinstance(value, str):
+            return value
+        there = moved.get(value, value)
+        return there if os.path.exists(there) else value
+
+    config = cast("RLVRConfig | AgenticConfig", changed_leaves(loaded.config, (), change))
+    return loaded if config is loaded.config else replace(loaded, config=config)
 
 
 def require_packages(loaded: Loaded) -> tuple[Diagnostic, ...]:

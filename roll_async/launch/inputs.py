@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
+from roll_async.config.loading.compose import CHECKOUT
 from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.prompts.rows import missing_file
 
@@ -40,7 +41,7 @@ def is_hub_name(model: str) -> bool:
 
 def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
     """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
-    found = []
+    found, where = [], "" if Path.cwd() == CHECKOUT else f" (in {CHECKOUT})"
     for key, model in models_of(config).items():
         if not is_hub_name(model) and not (Path(model) / "config.json").is_file():
             hint = next((f"; make it with: {maker}" for part, maker in _MAKERS.items() if part in model), "")
@@ -48,7 +49,7 @@ def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
     for key, file in files_of(config):
         if not file.startswith("hf://") and not Path(file).is_file():
             found.append((key, missing_file(file)))
-    return found
+    return [(key, f"{said}{where}" if "; make it with: " in said else said) for key, said in found]
 
 
 def resolve_names(config: C) -> C:

@@ -19,6 +19,7 @@ from roll_async.config.api import Loaded
 from roll_async.config.loading.diagnostics import shown
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 from roll_async.config.schema_rollout import REWARD_TYPES
+from roll_async.config.user_code import folders_beside
 from roll_async.envs.registry import WORLDS
 
 _NOT_THERE = ("webshop", "code")
@@ -31,7 +32,7 @@ _NO_CODE = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
 def named_code(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """(key, message) of dotted paths that name nothing, and of settings that the named world or tool does not have."""
     config, root = loaded.config, loaded.root
-    folders = [str(Path(root.file).parent), "."]  # as `config/user_code.py: search_beside`
+    folders = folders_beside(Path(root.file))
     if isinstance(config, RLVRConfig):
         for name, reward in config.rewards.items():
             key = f"rewards.{name}.type"

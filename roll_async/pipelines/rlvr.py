@@ -51,6 +51,7 @@ from roll_async.pipelines.metrics import (
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
 from roll_async.pipelines.validation_schedule import ValidationSchedule
 from roll_async.schema import Group, WeightVersion
+from roll_async.trainer.dataproto import StepGroups
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.synchronizer import SyncReport
 
@@ -439,15 +440,17 @@ class TrainLoop:
         metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]
         if self._validations.apart and self._plan.eval_every:
             metrics["validation/skipped"] = float(self._validations.num_skipped)
-        custom = self._compute_custom_metrics(groups) or {}
+        custom = self._compute_custom_metrics(StepGroups(groups)) or {}
         return {**metrics, **self._mode_metrics(ages, sync), **custom}
 
     def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
         """Metrics of the mode of the run; none here."""
         return {}
 
-    def _compute_custom_metrics(self, batch: Sequence[Group]) -> Mapping[str, float] | None:
-        """Hook: more metrics of a step, by key, from the groups that it trained. They are published like all others."""
+    def _compute_custom_metrics(self, batch: StepGroups) -> Mapping[str, float] | None:
+        """Hook: more metrics of a step, by key, from the groups that it trained; `batch.to_dataproto()` has them in the
+        form of verl. They are published like all others.
+        """
         return None
 
     def _tell(self, validation: Mapping[str, float]) -> None:

@@ -2,9 +2,16 @@
 
 import importlib.util
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.patience import patient
 
 pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
@@ -57,6 +64,52 @@ def test_a_start_script_with_its_own_classes_runs_and_leaves_what_is_promised(la
     assert len(rows) == 32 and all(row["prompt"] and row["response"] for row in rows)
     correct = [row for row in rows if row["score"] > 0]
     assert all(row["ground_truth"] in row["response"] for row in correct)
+
+
+HANGS_UP = """
+def init(**options):
+    return Run()
+
+
+class Run:
+    def log(self, metrics, step):
+        if step > 1:
+            raise ConnectionError("the service has hung up")
+
+    def finish(self):
+        raise SystemExit("never connected")
+"""
+
+
+def test_the_program_typed_in_its_own_folder_runs_the_demo_and_its_log_has_what_the_document_greps(
+    demo_assets, tmp_path
+):
+    """In a copy of the checkout, as after a clone; with a tracker that hangs up."""
+    for name in ("roll_async", "configs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "demo_assets").symlink_to(demo_assets)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "swanlab.py").write_text(HANGS_UP)
+    small = (
+        "max_steps=2 rollout_batch_size=8 num_return_sequences_in_group=4 eval_steps=0 "
+        "actor_train.training_args.per_device_train_batch_size=8 "
+        f"actor_train.training_args.gradient_accumulation_steps=1 '{HF}' 'tracking.track_with=[tensorboard, swanlab]'"
+    )
+    kept = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "PYTHONPATH")}
+    env = {**kept, "PYTHONPATH": str(tmp_path / "packages"), "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
+    typed = f"cd {tmp_path}/examples && python fully_async_custom.py {small}"
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, env=env, timeout=patient(240))
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert output.count("tracker swanlab") == 1 and "tracker swanlab failed at step 2 and is left out" in output
+    page = (ROOT / "docs_roll" / "fully_async.md").read_text().partition("## Watching a run")[2]
+    folder, *greps = re.findall(r"^(?:cd|grep) .*$", page.split("```")[1], re.M)
+    assert folder == "cd output/fully_async_demo" and len(greps) == 3
+    for line in greps:
+        shell = ["bash", "-c", f"cd {tmp_path}/examples && {folder} && {line}"]
+        told = subprocess.run(shell, capture_output=True, text=True)
+        assert not told.stderr and (told.stdout != "") == ('"ERROR"' not in line), f"{line}\n{told}"
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ from roll_async.config.loading.node import MAX_FILE_BYTES, Node, plain, put, ref
 from roll_async.config.loading.yaml_text import decode, parse
 from roll_async.config.secrets import shown_override
 
+CHECKOUT = Path(__file__).resolve().parents[3]
+SHIPPED = CHECKOUT / "configs"
+"""Of this repository: their names are found from every folder."""
 OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*=")
 _MAX_INCLUDE_DEPTH = 8
 _MAX_INCLUDES = 1000
@@ -81,9 +84,9 @@ class _Reader:
             return refuse("C014", f"defaults.{index}", item.file, item.line, f"cannot include '{name}': {why}")
 
         target = name.removesuffix("@_here_").strip()
-        if os.path.isabs(target):
-            raise refused("absolute path")
-        found = _existing(Path(os.path.normpath(path.parent / target)))
+        beside = found = _existing(Path(os.path.normpath(path.parent / target)))
+        if os.sep not in target and (beside is None or _same(beside, path)):  # it may be called like the shipped one
+            found = _existing(SHIPPED / target) or beside
         if found is None or (self.missing is not None and _is_empty(found)):
             if self.missing is None:
                 raise refused("not found")
@@ -102,6 +105,10 @@ class _Reader:
             message = f"too large: number of includes exceeds {_MAX_INCLUDES}"
             raise refuse("C010", f"defaults.{index}", item.file, item.line, message)
         return self.read(found, chain)
+
+
+def _same(file: Path, other: Path) -> bool:
+    return os.path.abspath(file) == os.path.abspath(other)
 
 
 def _is_empty(file: Path) -> bool:

@@ -277,7 +277,8 @@ def test_a_config_that_is_nowhere_names_the_places(files, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         resolve_config(["--config", "none"], "rlvr")
     shipped = REPOSITORY / "configs"
-    places = f"none, none.yaml, {shipped / 'none'}, {shipped / 'none.yaml'}"
+    looked = [*("none", "none.yaml"), *(str(f / n) for f in (shipped, REPOSITORY) for n in ("none", "none.yaml"))]
+    places = ", ".join(looked)
     assert caught.value.diagnostics[0].message == f"config 'none' not found; looked at {places}"
 
 

@@ -288,7 +288,7 @@ def test_includes_that_can_not_be_are_refused(files):
     files.text("seed: 1\n", "deep10.yaml")
     cases = {
         "nowhere": "not found",
-        "/etc/passwd": "absolute path",
+        "/no/such/folder/file": "not found",
         "pipe": "not a regular file",
         "a": "cycle a.yaml -> b.yaml -> a.yaml",
         "deep0": "more than 8 levels deep",
@@ -302,6 +302,17 @@ def test_includes_that_can_not_be_are_refused(files):
     ]
     assert found(load, files.text("defaults: a\n")) == ['C003 defaults: expected list, got str "a"']
     assert found(load, files.text("defaults: [3]\n")) == ["C003 defaults.0: expected str, got int 3"]
+
+
+def test_an_include_is_a_file_beside_the_config_an_absolute_path_or_the_name_of_a_shipped_config(files):
+    shipped = load(files.text("defaults: [fully_async_cpu]\n", "own.yaml"))
+    assert shipped.async_training.require_batches == 1 and shipped.pretrain == "./output/demo_assets/model"
+    named_alike = load(files.text("defaults: [fully_async_cpu.yaml]\nmax_steps: 7\n", "fully_async_cpu.yaml"))
+    assert named_alike.max_steps == 7 and named_alike.async_training.require_batches == 1
+    assert load(files.text("defaults: [fully_async_cpu]\n", "own.yaml")).max_steps == 7, "the one beside it comes first"
+    assert load(files.text(f"defaults: [{files.folder}/own]\n", "sub/other.yaml")).max_steps == 7
+    (error,) = found(load, files.text("defaults: [sub/rlvr_config_async]\n", "own.yaml"))
+    assert error.endswith("cannot include 'sub/rlvr_config_async': not found"), "names of shipped files have no folder"
 
 
 def test_an_error_names_the_file_and_line_of_the_key(files, monkeypatch):

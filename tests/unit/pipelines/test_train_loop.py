@@ -251,13 +251,17 @@ def test_an_error_of_the_learner_ends_everything_and_closes_the_queue(run, a_run
 def test_the_fully_asynchronous_trainer_publishes_every_name_of_its_mode(run, a_run):
     class Mine(FullyAsyncTrainer):
         def _compute_custom_metrics(self, batch):
-            return {"mine/groups": float(len(batch))}
+            rows = [item for item in batch.to_dataproto()]
+            assert [float(item.batch["token_level_scores"].sum()) for item in rows] == [
+                sample.reward.score for group in batch for sample in group.samples
+            ]
+            return {"mine/groups": float(len(batch)), "mine/rows": float(len(rows))}
 
     done = a_run(trainer=Mine, parts=2, steps=5)
     run(done.go())
     for metrics in done.published:
         names = {key.removeprefix("fully_async/") for key in metrics if key.startswith("fully_async/")}
-        assert FULLY_ASYNC_NAMES <= names and metrics["mine/groups"] == 4
+        assert FULLY_ASYNC_NAMES <= names and (metrics["mine/groups"], metrics["mine/rows"]) == (4, 8)
         shares = [v for key, v in metrics.items() if "token_share_version_lag" in key]
         assert sum(shares) == pytest.approx(1.0)
     last = done.published[-1]
