@@ -13,19 +13,18 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from roll_async.agents.groups import AgentGroups
-from roll_async.cluster.node_pool import NodePool
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, SglangConfig, VllmConfig
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import Endpoint, EndpointOptions, Refused
 from roll_async.launch.agents import agent_parts, group_options, validation_tasks
-from roll_async.launch.engines import ReplicaStarter
-from roll_async.launch.roles import place_roles
+from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.launch.rollout import data_options, held_out_of, start_scorer
 from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, ValidationPlace
-from roll_async.pipelines.wire import EngineOptions, connect, wire_validation
+from roll_async.pipelines.wire import wire_validation
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rewards.router import RewardRouter
@@ -72,35 +71,24 @@ def for_evaluation(config: C, model: str | None) -> C:
     elif isinstance(config, AgenticConfig):
         changes["val_env_manager"] = replace(config.val_env_manager, mode="pause")
     for name, role in config.roles():
-        strategy, arguments = role.strategy_args, replace(role.model_args, model_name_or_path=model)
-        if isinstance(strategy.strategy_config, VllmConfig | SglangConfig):  # dummy waits for the first push of a run
-            strategy = replace(strategy, strategy_config=replace(strategy.strategy_config, load_format="auto"))
+        arguments = replace(role.model_args, model_name_or_path=model)
         data = None if role.data_args is None else held_out
-        changes[name] = replace(role, model_args=arguments, strategy_args=strategy, data_args=data)
+        changes[name] = replace(loading_weights(role), model_args=arguments, data_args=data)
     changes["weight_sync"] = replace(config.weight_sync, adapters="merged")  # nobody pushes adapters to these engines
     return replace(config, **changes)
 
 
 async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Evaluation:
-    """Measure the model of `config.actor_infer`. Ray runs; what is started closes with the stack. Raises ValueError for
-    what the user can fix, RoleFailed and ConnectionError for engines that do not start or are lost.
-    """
-    placements = place_roles(config).engines
-    pool = NodePool(placements)
-    await pool.reserve(config.fault.stall_timeout)
-    stack.callback(pool.release)
-    starter = ReplicaStarter(config, placements, pool, stack)
+    """Measure the model of `config.actor_infer`. Raises what `launch/roles.py: start_without_training` does."""
     if isinstance(config, AgenticConfig):
-        held_out, starting = validation_tasks(config), _start_worlds(config, stack)
+        held_out, beside = validation_tasks(config), partial(_start_worlds, config, stack)
     else:
         assert isinstance(config, RLVRConfig)
-        held_out, starting = await asyncio.to_thread(held_out_of, config), _start_rewards(config, stack)
-    clients, source = await asyncio.gather(starter.start_all(), starting)
-    engines = connect(clients, starter, EngineOptions.of(config))
-    await engines.start(stack)
+        held_out, beside = await asyncio.to_thread(held_out_of, config), partial(_start_rewards, config, stack)
+    source, manager = await start_without_training(config, beside, stack)
     report = Report(config)
     place = ValidationPlace(lambda: 0, on_answers=report.add)
-    measure = wire_validation(source(engines.manager), engines.manager, held_out, _sampling(config), place)
+    measure = wire_validation(source(manager), manager, held_out, _sampling(config), place)
     return report.evaluation(await measure(0))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from roll_async.cluster.engine_group import replica_name
 from roll_async.cluster.folders import SharedFolders, shared_folders
@@ -17,11 +18,21 @@ from roll_async.cluster.placement import ProcessPlacement, devices_of, place, th
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
 from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
-from roll_async.config.schema import PipelineConfig, WorkerConfig, reference_is_actor, roles_on_engine_devices
-from roll_async.launch.rollout import StartedRollout, start_rollout
+from roll_async.config.schema import (
+    PipelineConfig,
+    SglangConfig,
+    VllmConfig,
+    WorkerConfig,
+    reference_is_actor,
+    roles_on_engine_devices,
+)
+from roll_async.launch.engines import ReplicaStarter
+from roll_async.launch.rollout import StartedRollout, start_engines, start_rollout
 from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, DeviceTurns
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +77,31 @@ def place_roles(config: PipelineConfig) -> RolePlacements:
         training={name: put(w, w.num_ranks) for name, w in roles.items()},
         engines=put(config.actor_infer, config.num_servers),
     )
+
+
+async def start_without_training(
+    config: PipelineConfig, beside: Callable[[], Awaitable[T]], stack: AsyncExitStack
+) -> tuple[T, AsyncLLMServerManager]:
+    """Engines that hold the weights they were loaded with, and what is started beside them. Ray runs; all of it closes
+    with the stack. Raises ValueError for what the user can fix, RoleFailed and ConnectionError for engines that do not
+    start or are lost.
+    """
+    placements = place_roles(config).engines
+    pool = NodePool(placements)
+    await pool.reserve(config.fault.stall_timeout)
+    stack.callback(pool.release)
+    starter = ReplicaStarter(config, placements, pool, stack)
+    found, engines, _ = await start_engines(config, starter, beside(), stack)
+    return found, engines.manager
+
+
+def loading_weights(worker: WorkerConfig) -> WorkerConfig:
+    """Engines that load their weights: dummy ones wait for the first push of a run."""
+    strategy = worker.strategy_args
+    if not isinstance(strategy.strategy_config, VllmConfig | SglangConfig):
+        return worker
+    loads = replace(strategy.strategy_config, load_format="auto")
+    return replace(worker, strategy_args=replace(strategy, strategy_config=loads))
 
 
 def _written(config: PipelineConfig) -> list[tuple[str, str]]:

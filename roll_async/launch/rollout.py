@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from roll_async.agents.groups import AgentGroups
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
@@ -52,6 +53,7 @@ from roll_async.weight_sync.protocol import WeightSource
 from roll_async.weight_sync.transports import ONE_HOST, choose_transport
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,13 +134,23 @@ async def start_rollout(
     """Start engines and rewards in parallel; all of them are closed when the stack closes. Raises ValueError for what
     the user can fix, RoleFailed for what a role reports.
     """
-    starter = ReplicaStarter(config, engines, pool, stack)
     if isinstance(config, AgenticConfig):
         starting = start_agents(config, stack)
     else:
         assert isinstance(config, RLVRConfig)
         starting = start_answers(config, stack)
-    tasks, clients = await asyncio.gather(starting, starter.start_all())
+    starter = ReplicaStarter(config, engines, pool, stack)
+    tasks, training, validators = await start_engines(config, starter, starting, stack)
+    return StartedRollout(engines=training, tasks=tasks, starter=starter, stack=stack, validators=validators)
+
+
+async def start_engines(
+    config: PipelineConfig, starter: ReplicaStarter, beside: Awaitable[T], stack: AsyncExitStack
+) -> tuple[T, Engines, Engines | None]:
+    """(what `beside` gives, which is started at the same time; the replicas; those that run validations alone, if
+    any).
+    """
+    found, clients = await asyncio.gather(beside, starter.start_all())
     first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
     connected = connect(clients[:first_own], starter, options)
     await connected.start(stack)
@@ -146,7 +158,7 @@ async def start_rollout(
     if own := clients[first_own:]:
         validators = connect(own, starter, options)
         await validators.start(stack)
-    return StartedRollout(engines=connected, tasks=tasks, starter=starter, stack=stack, validators=validators)
+    return found, connected, validators
 
 
 async def start_answers(config: RLVRConfig, stack: AsyncExitStack) -> StartedTasks:

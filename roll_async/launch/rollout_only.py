@@ -11,19 +11,17 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from roll_async.agents.groups import AgentGroups
 from roll_async.agents.tasks import Tasks
-from roll_async.cluster.node_pool import NodePool
-from roll_async.config.schema import AgenticConfig, PipelineConfig, SglangConfig, VllmConfig
+from roll_async.config.schema import AgenticConfig, PipelineConfig
 from roll_async.launch.agents import agent_parts, group_options, held_out_tasks
-from roll_async.launch.engines import ReplicaStarter
-from roll_async.launch.roles import place_roles
+from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.metrics import ratio_metrics, sample_rows
 from roll_async.pipelines.validation import validation_metrics
-from roll_async.pipelines.wire import EngineOptions, connect
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.group_source import GroupFate
 from roll_async.schema import Group
@@ -38,33 +36,22 @@ def for_rollout(config: PipelineConfig, output: Path) -> AgenticConfig:
     """The config of a rollout into this folder. Raises ValueError for a config without worlds."""
     if not isinstance(config, AgenticConfig):
         raise ValueError("pipeline rlvr has no worlds to run; rollout takes agentic configs, eval the others")
-    engine = config.actor_infer
-    if isinstance(engine.strategy_args.strategy_config, VllmConfig | SglangConfig):
-        # Dummy weights wait for the first push of a run, and here is none.
-        loads = replace(engine.strategy_args.strategy_config, load_format="auto")
-        engine = replace(engine, strategy_args=replace(engine.strategy_args, strategy_config=loads))
+    engine = loading_weights(config.actor_infer)
     return replace(config, output_dir=str(output.parent), exp_name=output.name, actor_infer=engine)
 
 
 async def rolled_batches(
     config: AgenticConfig, num_batches: int, stack: AsyncExitStack
 ) -> AsyncIterator[Mapping[str, float]]:
-    """The metrics of each batch of `val_batch_size` trajectories when its samples are written. Ray runs; what is
-    started closes with the stack. Raises ValueError for what the user can fix, RoleFailed and ConnectionError for
-    engines that do not start or are lost.
+    """The metrics of each batch of `val_batch_size` trajectories when its samples are written. Raises what
+    `launch/roles.py: start_without_training` does.
     """
-    placements = place_roles(config).engines
-    pool = NodePool(placements)
-    await pool.reserve(config.fault.stall_timeout)
-    stack.callback(pool.release)
-    starter = ReplicaStarter(config, placements, pool, stack)
-    parts, clients = await asyncio.gather(agent_parts(config, stack, trains=False), starter.start_all())
-    engines = connect(clients, starter, EngineOptions.of(config))
-    await engines.start(stack)
+    worlds = partial(agent_parts, config, stack, trains=False)
+    parts, manager = await start_without_training(config, worlds, stack)
     folder = Path(config.output_dir) / config.exp_name / SAMPLES
     dump = SampleDump(folder, load_tokenizer(config.pretrain).batch_decode)
     stack.callback(dump.close)
-    groups, tasks = AgentGroups(engines.manager, parts, group_options(config, trains=False)), held_out_tasks(config)
+    groups, tasks = AgentGroups(manager, parts, group_options(config, trains=False)), held_out_tasks(config)
     group_size = config.val_env_manager.group_size
     size = config.val_batch_size // group_size
     before: Mapping[str, tuple[float, float]] = {}
