@@ -19,7 +19,7 @@ from roll_async.config.loading.node import Node, Plain, drop, find, leaves, plai
 from roll_async.config.loading.references import resolve_references
 from roll_async.config.loading.rename import compose, rename
 from roll_async.config.schema import ROLES
-from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES
+from roll_async.config.schema_rollout import REWARDS, WORLDS
 from roll_async.config.schema_worker import TRAINED_ROLES
 
 Tree = dict[str, Plain]
@@ -38,8 +38,6 @@ _REWARDS = {
 """Class of ROLL's reward workers to `rewards.NAME.type`."""
 _IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker", "VLTrajEnvManager")
 _TOWERS = ("vision_model", "audio_model")
-_NO_WORLDS = ("webshop", "code")
-"""Names of `env_type` whose worlds are not there yet."""
 _STRATEGIES = {"fsdp2_train": "megatron_train", "deepspeed_train": "megatron_train"}
 _SCORERS = ("hf_infer", "fsdp2_infer", "deepspeed_infer")
 _NO_PIPELINE_KEYS = (
@@ -339,7 +337,7 @@ def _rewards(found: Port) -> None:
         if not isinstance(reward, dict):
             continue
         worker = str(reward.pop("worker_cls", "")).rpartition(".")[2]
-        kind = _REWARDS.get(worker) or (name if name in REWARD_TYPES else None)
+        kind = _REWARDS.get(worker) or (name if name in REWARDS else None)
         if kind is None:
             del rewards[name]
             found.note(
@@ -403,7 +401,7 @@ def _worlds(found: Port) -> None:
 def _is_there(world: Plain) -> bool:
     """Whether this project has the world, under its own name or that of ROLL."""
     kind = str(world.get("env_type")) if isinstance(world, dict) else ""
-    known = (*(name for name in ENV_TYPES if name not in _NO_WORLDS), "roll_math", "roll_qa")
+    known = (*(name for name, path in WORLDS.items() if path), "roll_math", "roll_qa")
     return kind in known or kind.startswith(("rg:", "game:"))
 
 

@@ -7,19 +7,41 @@ from typing import Literal
 from roll_async.config.fields import bounded, derived, required, section
 from roll_async.config.schema_worker import DataArguments, GeneratingArguments
 
-REWARD_TYPES = (
-    "math_rule", "math_service", "code_sandbox", "llm_judge", "ifeval", "ifeval_strict", "multiple_choice", "qa",
-    "exact_match", "supervised", "distilled",
-)  # fmt: skip
+REWARDS = {
+    "math_rule": "roll_async.rewards.math_rule.MathRule",
+    "math_service": None,  # a client in the router, as is llm_judge
+    "code_sandbox": "roll_async.rewards.code_sandbox.CodeSandbox",
+    "llm_judge": None,
+    "ifeval": "roll_async.rewards.ifeval.InstructionFollowing",
+    "ifeval_strict": "roll_async.rewards.ifeval.StrictInstructionFollowing",
+    "multiple_choice": "roll_async.rewards.multiple_choice.MultipleChoice",
+    "qa": "roll_async.rewards.qa.QuestionAnswer",
+    "exact_match": "roll_async.rewards.exact_match.ExactMatch",
+    "supervised": None,  # scores nothing, as distilled
+    "distilled": None,
+}
+"""Name of a reward to its class or function, which judges in worker processes."""
 LOSS_PARTS = {"supervised": "cross_entropy", "distilled": "reference_kl"}
 """Types that score nothing: their rows feed another part of the loss than the policy's."""
 ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa", "exact_match")
 
-ENV_TYPES = (
-    "frozen_lake", "sokoban", "countdown", "math", "qa", "text_game",
-    "gymnasium", "minigrid", "textarena", "reasoning_gym", "command", "http_agent",
-    "webshop", "code",
-)  # fmt: skip
+WORLDS = {
+    "frozen_lake": "roll_async.envs.worlds.frozen_lake.FrozenLake",
+    "sokoban": "roll_async.envs.worlds.sokoban.Sokoban",
+    "countdown": "roll_async.envs.worlds.countdown.Countdown",
+    "math": "roll_async.envs.worlds.questions.Questions",
+    "qa": "roll_async.envs.worlds.questions.Questions",
+    "text_game": "roll_async.envs.worlds.text_game.TextGame",
+    "gymnasium": "roll_async.envs.wrappers.any_gymnasium.GymnasiumWorld",
+    "minigrid": "roll_async.envs.wrappers.any_minigrid.MinigridWorld",
+    "textarena": "roll_async.envs.wrappers.any_textarena.TextArenaWorld",
+    "reasoning_gym": "roll_async.envs.wrappers.any_reasoning_gym.ReasoningGymWorld",
+    "command": "roll_async.agents.external.CommandAgent",
+    "http_agent": "roll_async.agents.external.HttpAgent",
+    "webshop": None,  # names of ROLL's files, refused with what there is instead
+    "code": None,
+}
+"""`env_type` to the class of a world or an agent. Wrappers need their extra (`roll_async[minigrid]`, ...)."""
 
 MAIN_SET = "main"
 """What the results of `roll-async eval` call the set that has no name in the config."""

@@ -12,24 +12,11 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from roll_async.config.schema_rollout import WORLDS as NAMES
 from roll_async.config.user_code import find, told
 from roll_async.envs.options import build_options
 
-WORLDS = {
-    "frozen_lake": "roll_async.envs.worlds.frozen_lake.FrozenLake",
-    "sokoban": "roll_async.envs.worlds.sokoban.Sokoban",
-    "countdown": "roll_async.envs.worlds.countdown.Countdown",
-    "math": "roll_async.envs.worlds.questions.Questions",
-    "qa": "roll_async.envs.worlds.questions.Questions",
-    "text_game": "roll_async.envs.worlds.text_game.TextGame",
-    "gymnasium": "roll_async.envs.wrappers.any_gymnasium.GymnasiumWorld",
-    "minigrid": "roll_async.envs.wrappers.any_minigrid.MinigridWorld",
-    "textarena": "roll_async.envs.wrappers.any_textarena.TextArenaWorld",
-    "reasoning_gym": "roll_async.envs.wrappers.any_reasoning_gym.ReasoningGymWorld",
-    "command": "roll_async.agents.external.CommandAgent",
-    "http_agent": "roll_async.agents.external.HttpAgent",
-}
-"""By `env_type`. Three wrappers need their extra (pip install "roll_async[minigrid]" and so on)."""
+WORLDS = {name: path for name, path in NAMES.items() if path is not None}
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from roll_async.agents.tools.toolbox import TOOLS
 from roll_async.config.api import Loaded
 from roll_async.config.loading.diagnostics import shown
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.config.schema_rollout import REWARD_TYPES
+from roll_async.config.schema_rollout import REWARDS
+from roll_async.config.schema_rollout import WORLDS as NAMED_WORLDS
 from roll_async.config.user_code import folders_beside
 from roll_async.envs.registry import WORLDS
 
-_NOT_THERE = ("webshop", "code")
 _TYPES: Mapping[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 """Types of settings that are told apart here; others are checked when the class is there."""
 _NO_CODE = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
@@ -36,16 +36,14 @@ def named_code(loaded: Loaded) -> Iterator[tuple[str, str]]:
     if isinstance(config, RLVRConfig):
         for name, reward in config.rewards.items():
             key = f"rewards.{name}.type"
-            if reward.type not in REWARD_TYPES and (why := unusable(reward.type, folders, is_class=False)):
+            if reward.type not in REWARDS and (why := unusable(reward.type, folders, is_class=False)):
                 yield key, f"{shown(reward.type)}: {why}"
         return
     for key, name, known, section, values in _classes(config):
         path = known.get(name, name)
         if "." not in path:
-            there = (
-                "is not there yet; give a dotted path" if name in _NOT_THERE else f"is not one of {' | '.join(known)}"
-            )
-            yield key, f"{shown(name)} {there}" + ("" if name in _NOT_THERE else ", nor a dotted path")
+            among = f"is not one of {' | '.join(known)}, nor a dotted path"
+            yield key, f"{shown(name)} {'is not there yet; give a dotted path' if name in NAMED_WORLDS else among}"
         elif why := unusable(path, folders, is_class=True):
             yield key, f"{shown(name)}: {why}"
         else:

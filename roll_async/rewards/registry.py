@@ -9,19 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from roll_async.config.schema_rollout import REWARDS as NAMES
 from roll_async.config.user_code import defined_at, find, told
 from roll_async.rewards.verdict import Verdict, verdict_of
 
-REWARDS = {
-    "math_rule": "roll_async.rewards.math_rule.MathRule",
-    "exact_match": "roll_async.rewards.exact_match.ExactMatch",
-    "multiple_choice": "roll_async.rewards.multiple_choice.MultipleChoice",
-    "qa": "roll_async.rewards.qa.QuestionAnswer",
-    "ifeval": "roll_async.rewards.ifeval.InstructionFollowing",
-    "ifeval_strict": "roll_async.rewards.ifeval.StrictInstructionFollowing",
-    "code_sandbox": "roll_async.rewards.code_sandbox.CodeSandbox",
-}
-"""Judged in worker processes. `llm_judge` is a client of a server and lives in the router."""
+REWARDS = {name: path for name, path in NAMES.items() if path is not None}
+"""Judged in worker processes."""
 
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _PAUSES_S = (0.2, 1.0)

@@ -16,7 +16,7 @@ from roll_async.config.loading.node import Plain
 from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
-from roll_async.config.schema_rollout import REWARD_TYPES, EnvManagerConfig
+from roll_async.config.schema_rollout import REWARDS, EnvManagerConfig
 from roll_async.config.schema_worker import STRATEGIES, DataArguments, SglangConfig, VllmConfig, WorkerConfig
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def _fill_rlvr(config: RLVRConfig) -> None:
     elif config.response_length is not None:
         _default(config, "sequence_length", config.prompt_length + config.response_length)
     for domain, reward in config.rewards.items():
-        _default(reward, "type", domain if domain in REWARD_TYPES else None)
+        _default(reward, "type", domain if domain in REWARDS else None)
 
 
 def _fill_worker(worker: WorkerConfig, model: str) -> None:

@@ -3,6 +3,8 @@
 Only what is written comes out; defaults are left to the dataclasses. All errors are collected.
 """
 
+from collections.abc import Iterable
+
 from roll_async.config.fields import RANGES
 from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
@@ -14,7 +16,7 @@ from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, Fiel
 from roll_async.config.loading.suggest import closest, foreign_character
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_async import TRACKER_NAMES
-from roll_async.config.schema_rollout import ENV_TYPES, REWARD_TYPES, reads_answers
+from roll_async.config.schema_rollout import REWARDS, WORLDS, reads_answers
 from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
 
 KIND_CLASSES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
@@ -152,7 +154,7 @@ class Checker:
             if path == "rewards":
                 self._reward(name, child, f"{path}.{name}", values[name])
             elif path == "custom_envs":
-                self._named_type(child, values[name], f"{path}.{name}.env_type", ENV_TYPES)
+                self._named_type(child, values[name], f"{path}.{name}.env_type", WORLDS)
         return values
 
     # ---- scalars and special forms --------------------------------------------------------------------------------
@@ -282,12 +284,12 @@ class Checker:
             and "type" not in values
             and (node.value.get("type") is None or node.value["type"].value is None)
         ):
-            kind = domain if domain in REWARD_TYPES else None
+            kind = domain if domain in REWARDS else None
             if kind is None:
-                message = f"required and not set; give one of {' | '.join(REWARD_TYPES)} or a dotted path"
+                message = f"required and not set; give one of {' | '.join(REWARDS)} or a dotted path"
                 self._error("C006", f"{path}.type", node, message)
                 return
-        self._named_type(node, values, f"{path}.type", REWARD_TYPES)
+        self._named_type(node, values, f"{path}.type", REWARDS)
         for key, owner in (("judge", "llm_judge"), ("sandbox", "code_sandbox"), ("service", "math_service")):
             if values.get(key) is not None and kind != owner:
                 self._error("C020", f"{path}.{key}", node.value[key], f"has no effect on role {kind}; remove it")
@@ -302,7 +304,7 @@ class Checker:
         if kind == "math_service" and values.get("service") is None:
             self._error("C006", f"{path}.service", node, "required and not set; give api_url")
 
-    def _named_type(self, node: Node, values: Plain, path: str, names: tuple[str, ...]) -> None:
+    def _named_type(self, node: Node, values: Plain, path: str, names: Iterable[str]) -> None:
         """A built-in name or a dotted path to user code."""
         key = path.rpartition(".")[2]
         value = values.get(key) if isinstance(values, dict) else None

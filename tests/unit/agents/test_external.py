@@ -16,8 +16,7 @@ from roll_async.agents.play import run_agent
 from roll_async.agents.protocol import Task, is_agent
 from roll_async.agents.supervisor import _KEPT_BYTES, Output
 from roll_async.cluster.reaper import MARKER_VARIABLE
-from roll_async.config.schema_rollout import ENV_TYPES
-from roll_async.envs.registry import WORLDS, WorldSpec, build, check
+from roll_async.envs.registry import WorldSpec, build, check
 from roll_async.schema import Outcome
 from tests.patience import patient
 
@@ -338,7 +337,3 @@ def test_a_row_too_long_for_a_variable_is_said(sessions, tmp_path):
     file.write_text(json.dumps({"question": "x" * 130_000}))
     ending, _, _ = run_one(sessions, command("print()", file=str(file)))
     assert ending.outcome is Outcome.AGENT_ERROR and "use env_type http_agent" in ending.reason
-
-
-def test_every_world_that_has_a_name_may_stand_in_a_config():
-    assert set(WORLDS) == set(ENV_TYPES) - {"webshop", "code"}
