@@ -6,10 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+from roll_async.inference.sleeping import drop_expandable_segments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+RANK_LOADER = "roll_async.inference.sglang_rank.obey"
+"""By this name each rank finds what loads weights there."""
 CPU_STREAM_INTERVAL, GPU_STREAM_INTERVAL = 16, 32
 """Tokens of a request between two messages of the scheduler: what is told of a running one lies no further back."""
 
@@ -27,6 +30,8 @@ def prepare_environment(settings: EngineSettings) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
         return
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # what Megatron needs serialises an engine's streams
+    if settings.sleep_level:
+        drop_expandable_segments()
 
 
 def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
@@ -61,6 +66,7 @@ def engine_arguments(settings: EngineSettings, text_config: PretrainedConfig) ->
         "sampling_mask_max_tokens": text_config.vocab_size,
         "stream_interval": CPU_STREAM_INTERVAL if settings.device == "cpu" else GPU_STREAM_INTERVAL,
         "weight_version": "0",
+        "custom_weight_loader": [RANK_LOADER],
         "log_level": "error",
     }
     if settings.span is not None:

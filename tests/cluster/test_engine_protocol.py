@@ -575,17 +575,17 @@ def test_a_partial_update_is_refused_and_a_whole_one_heals(replica, name):
 @pytest.mark.parametrize("shared", ["sglang"], indirect=True)
 def test_sglang_takes_an_update_after_one_whose_commit_failed_while_it_loaded(replica):
     """Its session of an update is open then, and it opens no second one."""
-    engine = replica.engine
-    load = engine._load
+    engine, session = replica.engine, replica.engine._session
+    load = session.load
 
     async def without_room(tensors):
-        engine._load = load
+        session.load = load
         raise RuntimeError("no room in /dev/shm")
 
     async def go():
         await replica.take_in(tensors_of(replica.models["new"]), 8)
         await engine.pause(PauseMode.ABORT)
-        engine._load, replica.version = without_room, None
+        session.load, replica.version = without_room, None
         with pytest.raises(RuntimeError, match="no room"):
             await engine.commit(8)
         await replica.push("new", 9)
