@@ -34,7 +34,7 @@ VARIANTS = {
     "sglang": ("sglang", {"cpu_kv_cache_bytes": 1 << 20}, "tied"),
 }
 """Strategy and settings of each engine that keeps the protocol, and its model's head."""
-LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
+LIBRARY = {"vllm": "vllm", "hf_infer": "transformers"}
 EOS, CONTEXT = 2, 512
 TOLERANCE = 10 * Bounds(layers=2, hidden=128, inner=256, length=CONTEXT).forward
 """Of log-probs, in nat: they are sums of logits of up to 10."""
@@ -242,8 +242,9 @@ def shared(request, tmp_path_factory):
     """
     strategy, changes, head = VARIANTS[request.param]
     if strategy == "sglang":
-        request.getfixturevalue("sglang_stubs")
-    pytest.importorskip(LIBRARY[strategy])
+        request.getfixturevalue("sglang_on_cpu")
+    else:
+        pytest.importorskip(LIBRARY[strategy])
     children = set(psutil.Process().children(recursive=True))
     replica = Replica(
         strategy,

@@ -37,8 +37,7 @@ def port():
         yield port
 
 
-def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(sglang_stubs, tmp_path, port):
-    pytest.importorskip("sglang")
+def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(sglang_on_cpu, tmp_path, port):
     tiny_model(1, tied=False).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     span = NodeSpan(num_nodes=2, node_rank=0, master_addr=HOST, master_port=port)

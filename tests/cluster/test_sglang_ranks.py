@@ -16,11 +16,10 @@ from roll_async.weight_sync.layout import EngineLayout
 
 
 @pytest.fixture(scope="module")
-def replica(sglang_stubs, tmp_path_factory):
+def replica(sglang_on_cpu, tmp_path_factory):
     """Two tensor ranks, served weights `old` of version 0. On a CPU the transport is gloo; on devices NCCL or IPC would
     bring the same blocks to the same receivers.
     """
-    pytest.importorskip("sglang")
     patch = pytest.MonkeyPatch()
     patch.setenv("GLOO_SOCKET_IFNAME", "lo")
     made = Replica("sglang", tmp_path_factory.mktemp("model"), tied=False, tensor_parallel_size=2)
