@@ -1,4 +1,4 @@
-"""The launcher with SGLang on CPU: two tensor ranks on either side, half precision, no weights before the first push."""
+"""The launcher with SGLang on CPU: two tensor ranks on either side, half precision, no weights before a first push."""
 
 import pytest
 
