@@ -1,4 +1,4 @@
-"""`data/math_deepmath_deal.jsonl`, the prompts of `configs/rlvr_config_async.yaml`: problems whose answers a rule checks.
+"""`data/math_deepmath_deal.jsonl`, the prompts of `configs/rlvr_config_async.yaml`: problems with answers for a rule.
 
     python tools/make_math_rows.py [--source zwhe99/DeepMath-103K | FILE | bundled] [--output FILE]
 

@@ -470,6 +470,6 @@ def _sampling(params: SamplingParams, budget: int, vocab_size: int) -> dict[str,
         "no_stop_trim": True,  # the response includes the token that ends it
         "skip_special_tokens": False,
     }
-    if _truncates(params) and params.top_k <= 0:
-        options["top_k"] = vocab_size  # the sampling mask is kept only with a bound
+    if _truncates(params):  # the sampling mask is kept only with a bound, of at most the vocabulary
+        options["top_k"] = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
     return options

@@ -86,7 +86,9 @@ def reference_logprobs(model, prompt, tokens, sampling, *, joint=False):
     logits = logits / (sampling.temperature or 1.0)
     whole = logits
     if sampling.top_k > 0:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+        logits = logits.masked_fill(
+            logits < logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:], -torch.inf
+        )
     if sampling.top_p < 1:
         ordered, order = (whole if joint else logits).sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
@@ -274,7 +276,14 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(replica):
     async def go():
         requests = [
             replica.request(temperature=t, top_k=k, top_p=p)
-            for t, k, p in [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.3, 20, 1.0), (1.0, -1, 0.8), (0.9, 30, 0.7)]
+            for t, k, p in [
+                (1.0, -1, 1.0),
+                (0.7, -1, 1.0),
+                (1.3, 20, 1.0),
+                (1.0, -1, 0.8),
+                (0.9, 30, 0.7),
+                (1.0, 1000, 1.0),  # more than the vocabulary
+            ]
             for _ in range(3)
         ]
         completions = await asyncio.gather(*replica.start(*requests))
