@@ -76,9 +76,9 @@ def sglang_nccl(device: str, scratch: str) -> dict:
 
 
 def _sglang(device: str, scratch: str, transport: str, *, devices: int, **changes) -> dict:
-    from roll_async.inference.sglang_arguments import CPU_FOLDER
+    from roll_async.inference.backends import SGLANG_ON_CPU
 
-    there = Path(CPU_FOLDER, "sglang").is_dir() if device == "cpu" else find_spec("sglang") is not None
+    there = Path(SGLANG_ON_CPU, "sglang").is_dir() if device == "cpu" else find_spec("sglang") is not None
     if not there:
         return {"ok": True, "skipped": "the package sglang is not installed"}
     if (missing := _too_few(device, devices)) is not None:

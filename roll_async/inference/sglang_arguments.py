@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_async.config.versions import refuse_unknown_release
+from roll_async.inference.backends import SGLANG_ON_CPU
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
 from roll_async.inference.sleeping import drop_expandable_segments
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 RANK_LOADER = "roll_async.inference.sglang_rank.obey"
 """By this name each rank finds what loads weights there."""
-CPU_FOLDER = str(Path(sys.prefix) / "sglang")
-"""Where SGLang may lie for runs on CPU, apart from the other packages: vLLM's CPU build must not find Triton."""
 _STAND_INS = str(Path(__file__).parent / "stand_ins")
 """Modules that SGLang imports, and that are not to be had for a CPU or not needed for text."""
 CPU_STREAM_INTERVAL, GPU_STREAM_INTERVAL = 16, 32
@@ -32,7 +31,7 @@ def prepare_environment(settings: EngineSettings) -> None:
     if settings.device == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
         # At the end, where what is installed comes first. SGLang's processes are spawned, with this path for theirs.
-        sys.path += [folder for folder in (CPU_FOLDER, _STAND_INS) if folder not in sys.path]
+        sys.path += [folder for folder in (SGLANG_ON_CPU, _STAND_INS) if folder not in sys.path]
         refuse_unknown_release("sglang")  # of that folder: nobody could find it before
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size

@@ -18,7 +18,7 @@ from roll_async.config.schema import (
     VllmConfig,
     WorkerConfig,
 )
-from roll_async.inference.sglang_arguments import CPU_FOLDER
+from roll_async.inference.backends import SGLANG_ON_CPU
 from roll_async.launch.inputs import files_of
 from roll_async.trainer.megatron.engine_import import other_apex
 
@@ -78,7 +78,7 @@ def _of_roles(config: PipelineConfig) -> Iterator[Need]:
                 yield f"{at}.strategy_name", "vllm", line, folders
             case SglangConfig():
                 on_cpu = worker.device_mapping is None
-                places = [*folders, CPU_FOLDER] if on_cpu else folders
+                places = [*folders, SGLANG_ON_CPU] if on_cpu else folders
                 yield f"{at}.strategy_name", "sglang", _CPU_SGLANG if on_cpu else "", places
             case HfInferConfig() if worker.model_args.attn_implementation == "fa2":
                 yield f"{role}.model_args.attn_implementation", "flash_attn", "pip install flash-attn", folders

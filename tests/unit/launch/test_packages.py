@@ -28,7 +28,7 @@ def nothing_is_installed(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    monkeypatch.setattr(packages, "CPU_FOLDER", "nowhere")
+    monkeypatch.setattr(packages, "SGLANG_ON_CPU", "nowhere")
     for name in LOOKED_FOR:  # another test of this process may have imported it, or put a stub there
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -78,7 +78,7 @@ def test_sglang_on_cpu_is_found_in_its_own_folder_or_named_with_the_line_that_pu
     assert line.endswith(pins.replace("\\ ", "").strip())
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("")
-    monkeypatch.setattr(packages, "CPU_FOLDER", str(tmp_path))
+    monkeypatch.setattr(packages, "SGLANG_ON_CPU", str(tmp_path))
     assert "actor_infer.strategy_args.strategy_name" not in missing(CPU, sglang)
     assert "actor_infer.strategy_args.strategy_name" in missing(SEVEN), "on devices it lies among the other packages"
 
