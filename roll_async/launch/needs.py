@@ -31,12 +31,12 @@ def needs_elsewhere(config: PipelineConfig) -> str | None:
     return f"the run needs {needs}{here if isinstance(config, RLVRConfig) else ''}"
 
 
-def gpus_here() -> int | None:
-    """NVIDIA devices that this process may use; None: devices of another maker are here, which Ray counts."""
-    if Path("/dev/kfd").exists():
+def gpus_here(devices: Path = Path("/dev")) -> int | None:
+    """NVIDIA devices that this process may use; None: only Ray can count what is here (AMD's, those of WSL)."""
+    if (devices / "kfd").exists() or (devices / "dxg").exists():
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))
+    there = sum(entry.name.removeprefix("nvidia").isdigit() for entry in devices.glob("nvidia[0-9]*"))
     return there if visible is None else min(there, len([x for x in visible.split(",") if x.strip()]))
 
 
@@ -54,4 +54,4 @@ def _rest(config: PipelineConfig) -> Iterator[str]:
 
 def _devices(lacking: str) -> str:
     wanted, _, there = lacking.removeprefix("device_mapping needs ").partition(", and Ray has ")
-    return f"{wanted}, here is {there}" if there == "no GPU" else f"{wanted}, here are {there}"
+    return f"{wanted}, here: {there}"

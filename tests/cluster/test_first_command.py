@@ -32,7 +32,7 @@ def test_it_says_in_one_line_what_it_needs_and_how_to_get_each(tmp_path):
     wanted = (
         "model Qwen/Qwen2.5-7B (hf download Qwen/Qwen2.5-7B, or pretrain=FOLDER)",
         "data/math_deepmath_deal.jsonl does not exist; make it with: python tools/make_math_rows.py",
-        "3 nodes with 8 + 8 + 8 GPUs, here is no GPU (RAY_ADDRESS=HOST:6379 of a cluster)",
+        "3 nodes with 8 + 8 + 8 GPUs, here: no GPU (RAY_ADDRESS=HOST:6379 of a cluster)",
         "on the CPU here, on the demo's model and data: --device cpu",
     )
     assert [part for part in wanted if part not in line] == []
