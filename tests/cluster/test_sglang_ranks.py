@@ -11,8 +11,10 @@ from test_engine_protocol import Replica, tensors_of
 
 from roll_async.inference.protocol import PauseMode
 from roll_async.weight_sync.bucket import Bucket
-from roll_async.weight_sync.digest import of_trainer
+from roll_async.weight_sync.changes import LastExport
+from roll_async.weight_sync.digest import of_replica, of_trainer
 from roll_async.weight_sync.layout import EngineLayout
+from roll_async.weight_sync.transports import open_receiver
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,29 @@ def test_a_rank_whose_sender_is_gone_says_so_and_lives(replica):
         await load(replica, sender)
         assert await replica.engine.finish_update() == of_trainer([sender.sent])
         await serve(replica, "old", 22)
+
+    replica.runner.run(go())
+
+
+def test_its_ranks_relay_what_they_receive_to_those_of_the_next_replica(replica):
+    async def go():
+        await replica.engine.pause(PauseMode.ABORT)
+        sender = replica.send(tensors_of(replica.models["new"]), 25, "gloo")
+        plans = sender.plan.chained(["engine", "below"], attempt=1)
+        await replica.engine.begin_update(plans["engine"])
+        below = [open_receiver(plans["below"], LastExport(), rank=rank) for rank in range(2)]
+        taken = 0
+        while (block := await asyncio.to_thread(sender.next_block)) is not None:
+            bucket = Bucket(index=taken, blocks=(block,))
+            reading = (asyncio.to_thread(receiver.take, bucket) for receiver in below)
+            await asyncio.gather(replica.engine.load_bucket(bucket), *reading)
+            taken += 1
+        digest = await replica.engine.finish_update()
+        assert digest == of_trainer([sender.sent]) == of_replica(receiver.digest for receiver in below)
+        for receiver in below:
+            assert receiver._reader._upstream is not None, "it pulled from the trainer"
+            receiver.close()
+        await serve(replica, "new", 25)
 
     replica.runner.run(go())
 
