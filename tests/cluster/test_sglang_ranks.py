@@ -24,7 +24,7 @@ def replica(sglang_on_cpu, tmp_path_factory):
     """
     patch = pytest.MonkeyPatch()
     patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    made = Replica("sglang", tmp_path_factory.mktemp("model"), tied=False, tensor_parallel_size=2)
+    made = Replica("sglang", tmp_path_factory.mktemp("model"), tied=False, tensor_parallel_size=2, sleep_level=2)
     made.layout = EngineLayout(tensor=2, num_kv_heads=2)
     made.engine.goes_to_ranks = lambda plan: True
     yield made
@@ -128,6 +128,28 @@ def test_its_ranks_relay_what_they_receive_to_those_of_the_next_replica(replica)
             assert receiver._reader._upstream is not None, "it pulled from the trainer"
             receiver.close()
         await serve(replica, "new", 25)
+
+    replica.runner.run(go())
+
+
+def test_a_replica_that_shares_its_devices_wakes_its_weights_takes_new_ones_in_and_then_wakes_its_cache(replica):
+    """The order of a colocated run: the trainer's weights and the cache are never on a device together."""
+
+    async def go():
+        engine = replica.engine
+        await engine.pause(PauseMode.ABORT)
+        await engine.sleep(2)
+        with pytest.raises(RuntimeError, match="wake its weights first"):
+            await begun(replica, "old", 28)
+        await engine.wake(["weights"])
+        sender = await begun(replica, "old", 28)
+        await load(replica, sender)
+        assert await engine.finish_update() == of_trainer([sender.sent])
+        await engine.commit(28)
+        await engine.wake(["kv_cache"])
+        await engine.resume()
+        request = replica.request(temperature=1.0)
+        replica.assert_sampled_from("old", request, await engine.generate(request))
 
     replica.runner.run(go())
 
