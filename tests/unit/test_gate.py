@@ -148,6 +148,13 @@ def test_sglang_gets_weights_on_its_devices_as_vllm_does_where_its_ranks_keep_wh
     assert role.engine_layout("shm", num_kv_heads=4).tensor == 1, "what waits in host memory waits in one process"
 
 
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl"])
+def test_every_worker_of_vllm_takes_its_part_over_every_transport(transport):
+    config = load(str(MOE))
+    role = TrainingRole.of(config, "actor_train", config.actor_train)
+    assert role.engine_layout(transport, num_kv_heads=4).tensor == 4
+
+
 def test_a_missing_folder_is_an_error_where_a_run_starts_and_not_where_a_config_is_looked_at(tmp_path):
     override = f"pretrain={tmp_path}/nothing"
     with pytest.raises(ConfigError, match=r"C204: pretrain: model folder .*nothing does not exist"):
