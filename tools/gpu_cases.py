@@ -8,7 +8,7 @@ same two.
 packing, engine, tensor2, context2: log-probs of packed rows, of Transformer Engine's layers, of two tensor and of two
 context ranks (each on a device of its own) against those of one rank of local layers and padded rows, bf16.
 offload: steps with all memory given back in between, bit by bit the same; what stays allocated meanwhile.
-ipc, nccl, engine2, sleep, fp8, pushes, experts: transports and engines, see gpu_engine_cases.py.
+ipc, nccl, engine2, sglang_ipc, sglang_nccl, sleep, fp8, pushes, experts: transports, engines; see gpu_engine_cases.py.
 What a case needs and does not find (two devices, Transformer Engine) makes it skipped, with the reason.
 """
 

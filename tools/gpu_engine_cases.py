@@ -5,6 +5,8 @@ and between two devices. On a CPU: through shared memory, and gloo.
 engine2, fp8, pushes: vLLM on two tensor ranks, with fp8 weights, and with experts, against the trainer: log-probs of
 the sampled tokens. The last two are pushed other weights first, so that the compared ones go to known places. On a CPU
 fp8 pushes bf16 weights, there is no kernel.
+sglang_ipc, sglang_nccl: SGLang, whose ranks receive three pushes themselves, against the trainer: from the memory of
+their own device, and from another device. On a CPU one and two ranks, over gloo.
 sleep: a replica that slept goes on with the same tokens; what it holds meanwhile.
 experts: vLLM's record of experts of every position (on a CPU: that of the Hugging Face engine).
 """
@@ -64,6 +66,29 @@ def pushes(device: str, scratch: str) -> dict:
     return asyncio.run(_agreement(device, scratch, gpu_cases.LOGPROB_BUDGET, pushed=True, random_weights=True))
 
 
+def sglang_ipc(device: str, scratch: str) -> dict:
+    return _sglang(device, scratch, "cuda_ipc", devices=1)
+
+
+def sglang_nccl(device: str, scratch: str) -> dict:
+    on_another = {"extra": {"base_gpu_id": 1}} if device == "cuda" else {"tensor_parallel_size": 2}
+    return _sglang(device, scratch, "nccl", devices=2, **on_another)
+
+
+def _sglang(device: str, scratch: str, transport: str, *, devices: int, **changes) -> dict:
+    from roll_async.inference.backends import SGLANG_ON_CPU
+
+    there = Path(SGLANG_ON_CPU, "sglang").is_dir() if device == "cpu" else find_spec("sglang") is not None
+    if not there:
+        return {"ok": True, "skipped": "the package sglang is not installed"}
+    if (missing := _too_few(device, devices)) is not None:
+        return missing
+    gpu_cases.write_tiny(scratch, experts=False)
+    way = transport if device == "cuda" else "gloo"
+    common = {"strategy": "sglang", "random_weights": True, "push_over": way, **changes}
+    return asyncio.run(_agreement(device, scratch, gpu_cases.LOGPROB_BUDGET, pushed=True, **common))
+
+
 def sleep(device: str, scratch: str) -> dict:
     if (missing := _missing(device, devices=1)) is not None:
         return missing
@@ -83,6 +108,8 @@ CASES = {
     "ipc": ipc,
     "nccl": nccl,
     "engine2": engine2,
+    "sglang_ipc": sglang_ipc,
+    "sglang_nccl": sglang_nccl,
     "sleep": sleep,
     "fp8": fp8,
     "pushes": pushes,
@@ -213,18 +240,26 @@ async def _answers(engine, requests: Sequence) -> list:
     return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
-async def _push(engine, folder: str, version: int, scale: float) -> None:
-    """The weights of a folder times `scale`, through shared memory, as a trainer sends them."""
+async def _push(engine, folder: str, version: int, scale: float, transport: str, ranks: int) -> None:
+    """The weights of a folder times `scale`, as a trainer sends them. `ranks`: of the engine, each of which receives
+    its part itself.
+    """
     from safetensors.torch import load_file
 
-    from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+    from roll_async.inference.protocol import PauseMode
+    from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
     from roll_async.weight_sync.digest import of_trainer
+    from roll_async.weight_sync.layout import EngineLayout
     from roll_async.weight_sync.packing import TensorPart
     from roll_async.weight_sync.transports import open_sender
 
+    place = "cpu" if transport in STAGED else "cuda"
     weights = {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
-    plan = UpdatePlan(version=version, transport="shm", verify="full")
-    sender = open_sender(plan, [TensorPart.whole(n, t * scale) for n, t in weights.items()], block_bytes=BLOCK_BYTES)
+    layout = EngineLayout(tensor=ranks, num_kv_heads=2)
+    plan = UpdatePlan(version=version, transport=transport, verify="full", layout=layout)
+    parts = [TensorPart.whole(name, (tensor * scale).to(place)) for name, tensor in weights.items()]
+    sender = open_sender(plan, parts, block_bytes=BLOCK_BYTES)
+    await engine.pause(PauseMode.ABORT)
     await engine.begin_update(sender.plan)
     index = 0
     while (block := await asyncio.to_thread(sender.next_block)) is not None:
@@ -232,22 +267,26 @@ async def _push(engine, folder: str, version: int, scale: float) -> None:
         index += 1
     if await engine.finish_update() != of_trainer([sender.sent]):
         raise RuntimeError("the replica's digest is not the sender's")
-    from roll_async.inference.protocol import PauseMode
-
-    await engine.pause(PauseMode.ABORT)
     await engine.commit(version)
     await engine.resume()
     sender.close()
 
 
-async def _agreement(device: str, folder: str, budget: float, *, pushed: bool = False, **changes) -> dict:
+async def _agreement(
+    device: str, folder: str, budget: float, *, pushed: bool = False, push_over: str = "shm", **changes
+) -> dict:
     """Sampled tokens' log-probs, the engine's against one rank of the trainer's local layers."""
-    engine, requests = _engine(device, folder, **changes), _requests(temperature=1.0)
+    engine, requests, ranks = _engine(device, folder, **changes), _requests(temperature=1.0), 1
+    if push_over == "gloo":  # a CPU stands in for devices: the ranks receive themselves here, too
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        engine.goes_to_ranks = lambda plan: True
+    if push_over != "shm":
+        ranks = changes.get("tensor_parallel_size", 1)
     await engine.start()
     try:
         if pushed:
             for version, scale in enumerate((-1.0, 0.5, 1.0), start=1):
-                await _push(engine, folder, version, scale)
+                await _push(engine, folder, version, scale, push_over, ranks)
         completions = await _answers(engine, requests)
     finally:
         await engine.close()

@@ -6,8 +6,8 @@ demo: the CPU demo with Megatron and vLLM both on GPU 0 in two processes (weight
 synchronous steps: step time and the agreement of engine and trainer log-probs.
 trainer: tokens/s, model FLOPs utilisation and peak memory of the Megatron trainer (packed, bf16) and of plain
 Transformers on random-weight Qwen2.5 shapes with rows of up to 2k and 8k tokens: a line per side, then their ratio.
-CASE: moe, resume, packing, engine, tensor2, context2, offload; ipc, nccl, engine2, sleep, fp8, pushes, experts. See
-gpu_cases.py and gpu_engine_cases.py; the way of each but the kernels runs with --device cpu, too.
+CASE: moe, resume, packing, engine, tensor2, context2, offload; ipc, nccl, engine2, sglang_ipc, sglang_nccl, sleep, fp8,
+pushes, experts. See gpu_cases.py and gpu_engine_cases.py; the way of each but the kernels runs with --device cpu, too.
 A side or case that takes longer than --limit seconds is ended, and its line says so. `--device cpu --shape tiny` walks
 all but the demo without a GPU; its figures mean nothing.
 """
@@ -174,7 +174,7 @@ def utilisation(result: dict) -> float | None:
 
 
 CASES = ("moe", "resume", "packing", "engine", "tensor2", "context2", "offload",
-         "ipc", "nccl", "engine2", "sleep", "fp8", "pushes", "experts")  # fmt: skip
+         "ipc", "nccl", "engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "experts")  # fmt: skip
 """Of gpu_cases.py and gpu_engine_cases.py."""
 
 SUITE: dict[str, Callable[[argparse.Namespace], Iterable[dict]]] = {
@@ -211,7 +211,7 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no CUDA device")
         return 0
-    packages = ("megatron-core", "transformers", "transformer-engine", "flash-attn", "vllm", "ray")
+    packages = ("megatron-core", "transformers", "transformer-engine", "flash-attn", "vllm", "sglang", "apex", "ray")
     about = {
         "name": "gpu/device",
         "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import sys
@@ -174,6 +175,25 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         parquet.write_table(pyarrow.Table.from_pylist(list(rows), schema), part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_chats(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """The same rows with ROLL's columns, one JSON object a line: id, tag, messages, ground_truth."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            for number, row in enumerate(rows):
+                chat = {
+                    "id": f"{row['data_source']}-{number}",
+                    "tag": row["data_source"],
+                    "messages": row["prompt"],
+                    "ground_truth": row["reward_model"]["ground_truth"],  # type: ignore[index]
+                }
+                file.write(json.dumps(chat, ensure_ascii=False) + "\n")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

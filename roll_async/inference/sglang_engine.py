@@ -12,7 +12,7 @@ import base64
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +26,8 @@ from roll_async.inference.sglang_arguments import (
     leave_failures_to_the_start,
     prepare_environment,
 )
-from roll_async.inference.sglang_broadcast import RankBroadcast, checked
 from roll_async.inference.sglang_load import LoadReader
+from roll_async.inference.sglang_session import WeightSession
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
 from roll_async.inference.staging import Incoming
 from roll_async.schema import (
@@ -43,9 +43,6 @@ from roll_async.schema import (
 )
 from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ABORT_AGAIN_S = 0.1
 """Interval of repeated aborts: SGLang loses the abort of a request that has not reached its scheduler yet."""
@@ -82,12 +79,11 @@ class SglangEngine:
         """The model holds no whole version: nothing is generated until the next commit."""
         self._running: dict[str, _Running] = {}
         self._incoming: Incoming | None = None
-        self._open_in_sglang = False
-        """Its session of a weight update: it opens no second one."""
+        """An update that waits in the memory of this process."""
+        self._ranks_receive = False
+        """An update that the ranks receive themselves."""
         self._kept = LastExport()
         self._failed = False
-        self._broadcast: RankBroadcast | None = None
-        """Where ranks are on other nodes."""
         # On CUDA SGLang decides at the start whether it keeps a copy of the weights on the host.
         levels = levels_up_to(settings.sleep_level)
         self._sleep = SleepRules(levels if settings.device == "cpu" else levels[-1:])
@@ -118,8 +114,7 @@ class SglangEngine:
         self._manager.signal_handler_class = self._signals
         self._kv_tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
         self._load_reader = LoadReader(self._manager, self._kv_tokens)
-        if settings.span is not None:
-            self._broadcast = await RankBroadcast.join(self._manager, settings.span.master_addr, num_ranks=self._ranks)
+        self._session = await WeightSession.over(self._manager, settings)
 
     def _signals(self, manager: Any) -> Any:
         """What SGLang's manager does on signals, where it runs on the main thread: when one of its processes fails,
@@ -332,49 +327,64 @@ class SglangEngine:
 
     async def begin_update(self, plan: UpdatePlan) -> None:
         self._sleep.need_weights("begin_update")
-        in_place = plan.transport not in STAGED
+        in_place = self.goes_to_ranks(plan)
         if in_place and self._serving.is_set():
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
         await self._give_up()
-        self._incoming = Incoming(plan, self._names, self._kept)
         if in_place:
-            self._mixed = True
-            await self._open()
+            self._mixed = self._ranks_receive = True
+            await self._session.open()
+            await self._session.command("begin", plan, list(self._names))
+        else:
+            self._incoming = Incoming(plan, self._names, self._kept)
+
+    @staticmethod
+    def goes_to_ranks(plan: UpdatePlan) -> bool:
+        """Whether the ranks receive an update themselves, into the served weights; else it waits in this process."""
+        return plan.transport not in STAGED
 
     async def _give_up(self) -> None:
         """Discard an update that was not committed, or whose commit failed."""
-        if self._open_in_sglang and not self._failed:  # dead schedulers answer nothing
-            await self._close()
+        if self._session.is_open and not self._failed:  # dead schedulers answer nothing
+            if self._ranks_receive:
+                await self._session.command("give_up")
+            await self._session.close()
+        self._ranks_receive = False
         if self._incoming is not None:
             self._incoming.close()
             self._incoming = None
 
     async def load_bucket(self, bucket: Bucket) -> None:
+        self._need_update("load_bucket")
         if self._incoming is None:
-            raise RuntimeError("load_bucket without begin_update")
-        tensors = await asyncio.to_thread(self._incoming.take_in, bucket)
-        if self._incoming.in_place:
-            await self._load(tensors)
+            await self._session.command("load", bucket)
+        else:
+            await asyncio.to_thread(self._incoming.take_in, bucket)
 
     async def finish_update(self) -> str:
-        if self._incoming is None:
-            raise RuntimeError("finish_update without begin_update")
-        return self._incoming.finish()
+        self._need_update("finish_update")
+        return await self._session.digest() if self._incoming is None else self._incoming.finish()
+
+    def _need_update(self, what: str) -> None:
+        if self._incoming is None and not self._ranks_receive:
+            raise RuntimeError(f"{what} without begin_update")
 
     async def commit(self, version: WeightVersion) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         self._sleep.need_weights("commit")
-        if self._incoming is None:
-            raise RuntimeError("commit without an update")
-        self._incoming.need_whole()
+        self._need_update("commit")
+        if self._incoming is not None:
+            self._incoming.need_whole()
         if self._serving.is_set():
             raise RuntimeError("commit on a running engine; pause it first")
         self._mixed = True
-        if not self._incoming.in_place:
-            await self._open()
-            await self._load(self._incoming.staged)
-        await self._close()
+        if self._incoming is None:
+            await self._session.command("commit")
+        else:
+            await self._session.open()
+            await self._session.load(self._incoming.staged)
+        await self._session.close()
         if self._settings.enable_prefix_caching or not self._running:
             flushed = await self._manager.flush_cache()
             if not flushed.success:
@@ -382,37 +392,9 @@ class SglangEngine:
         await self._manager.update_weight_version(
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
-        self._incoming.committed()
-        self._incoming, self._version, self._mixed = None, version, False
-
-    async def _open(self) -> None:
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
-
-        checked("begin_weight_update", await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
-        self._open_in_sglang = True
-
-    async def _close(self) -> None:
-        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
-
-        checked("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
-        self._open_in_sglang = False
-
-    @property
-    def _ranks(self) -> int:
-        return self._settings.tensor_parallel_size
-
-    async def _load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Every rank gets all tensors and keeps its part."""
-        if self._broadcast is not None:
-            await self._broadcast.send(tensors)
-            return
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        send = MultiprocessingSerializer.serialize
-        payloads = [await asyncio.to_thread(send, list(tensors)) for _ in range(self._ranks)]
-        wanted = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
-        checked("update_weights_from_tensor", await self._manager.update_weights_from_tensor(wanted, None))
+        if self._incoming is not None:
+            self._incoming.committed()
+        self._incoming, self._ranks_receive, self._version, self._mixed = None, False, version, False
 
     # Sleep
 
@@ -488,6 +470,6 @@ def _sampling(params: SamplingParams, budget: int, vocab_size: int) -> dict[str,
         "no_stop_trim": True,  # the response includes the token that ends it
         "skip_special_tokens": False,
     }
-    if _truncates(params) and params.top_k <= 0:
-        options["top_k"] = vocab_size  # the sampling mask is kept only with a bound
+    if _truncates(params):  # the sampling mask is kept only with a bound, of at most the vocabulary
+        options["top_k"] = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
     return options

@@ -9,6 +9,7 @@ still has no memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import Enum
 
@@ -24,6 +25,17 @@ class SleepState(str, Enum):
 SLEEP_LEVELS = (1, 2)
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 WAKE_TAGS = (WEIGHTS, KV_CACHE)
+
+
+_EXPANDABLE = "expandable_segments:True"
+
+
+def drop_expandable_segments() -> None:
+    """Before an engine that will sleep imports torch: the allocators that give memory back exclude them."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if name in os.environ:
+            kept = [part for part in os.environ[name].split(",") if part and part != _EXPANDABLE]
+            os.environ[name] = ",".join(kept)
 
 
 def levels_up_to(deepest: int) -> tuple[int, ...]:

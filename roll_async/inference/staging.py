@@ -15,12 +15,14 @@ from roll_async.weight_sync.transports import open_receiver
 class Incoming:
     """One update, from its first bucket to its commit."""
 
-    def __init__(self, plan: UpdatePlan, names: Iterable[str], kept: LastExport) -> None:
-        """`names`: of all tensors that the engine holds. `kept`: what it holds of the last update."""
+    def __init__(self, plan: UpdatePlan, names: Iterable[str], kept: LastExport, *, rank: int = 0) -> None:
+        """`names`: of all tensors that the engine holds. `kept`: what it holds of the last update. `rank`: which one of
+        the engine takes in its part.
+        """
         self.in_place = plan.transport not in STAGED
         """The transport leaves no room for a second model: tensors go into the served one as they come."""
         self.staged: list[tuple[str, Tensor]] = []
-        self._receiver = open_receiver(plan, kept)
+        self._receiver = open_receiver(plan, kept, rank=rank)
         self._missing = {name for name in names if is_adapter(name) or plan.content is not Content.ADAPTERS}
 
     def take_in(self, bucket: Bucket) -> list[tuple[str, Tensor]]:

@@ -9,11 +9,11 @@ from roll_async.checkpoint.hf_folder import HfFolder
 from roll_async.inference.backends import refuse_attention_on_cpu
 from roll_async.inference.processes import own_children
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
+from roll_async.inference.sleeping import drop_expandable_segments
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-_EXPANDABLE = "expandable_segments:True"
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -31,11 +31,8 @@ def prepare_environment(settings: EngineSettings) -> None:
         return
     # What Megatron needs for its overlaps serialises an engine's streams.
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-    if settings.sleep_level:  # vLLM's sleeping allocator and expandable segments exclude each other
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-            kept = [part for part in os.environ.get(name, "").split(",") if part and part != _EXPANDABLE]
-            if name in os.environ:
-                os.environ[name] = ",".join(kept)
+    if settings.sleep_level:
+        drop_expandable_segments()
 
 
 def in_this_process(settings: EngineSettings) -> bool:

@@ -101,6 +101,16 @@ def require_models(loaded: Loaded, config: PipelineConfig) -> None:
         raise ConfigError(tuple(placed("C203", _written(loaded.root, key), text, loaded.root) for key, text in found))
 
 
+def require_devices(loaded: Loaded) -> None:
+    """Raises ConfigError (C204), of one line, for a config whose devices are not on this machine while no cluster is
+    joined: nothing else of what is missing need be said in another one.
+    """
+    from roll_async.launch.needs import needs_elsewhere  # Ray and torch, which other commands do not wait for
+
+    if (needs := needs_elsewhere(loaded.config)) is not None:
+        raise ConfigError((placed("C204", "(file)", needs, loaded.root),))
+
+
 def require_inputs(loaded: Loaded) -> None:
     """Raises ConfigError (C204) for packages, model folders, prompt files and worlds that are not on this machine.
     Called where the run starts only: a config may be validated on another machine.

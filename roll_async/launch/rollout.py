@@ -21,7 +21,7 @@ from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import pretended_gpus
-from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig, SglangConfig
+from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
@@ -50,7 +50,7 @@ from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
 from roll_async.weight_sync.protocol import WeightSource
-from roll_async.weight_sync.transports import ONE_HOST, choose_transport
+from roll_async.weight_sync.transports import ONE_HOST, choose_transport, needs_front_end
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -286,7 +286,7 @@ def _transport(config: PipelineConfig, hosts: Set[str]) -> str:
         trainer_devices=None if pretended else config.actor_train.device_mapping,
         engine_devices=None if pretended else config.actor_infer.device_mapping,
         num_gpus_per_node=config.num_gpus_per_node,
-        into_devices=not isinstance(config.actor_infer.strategy_args.strategy_config, SglangConfig),
+        front_end=needs_front_end(config),
     )
     logger.info("weight transport: %s (%s)", name, reason)
     return name

@@ -38,6 +38,16 @@ times what a copy costs; between devices, it would have to pass through the host
 """
 
 
+_OTHER_PARTS = frozenset({
+    "attn_cp_size", "attn_dp_size", "dcp_size", "dp_size", "dwdp_size", "enable_dense_mlp_attn_tp",
+    "enable_dp_attention", "enable_dp_lm_head", "enable_prefill_cp", "enable_shared_experts_attn_tp",
+    "moe_dense_tp_size", "moe_dp_size", "shared_experts_tp_size", "speculative_algorithm",
+})  # fmt: skip
+"""Of `strategy_config.extra`: with these SGLang's ranks hold a model otherwise than `layout.py` cuts it, or a second
+one.
+"""
+
+
 def sends_changes(wanted: str, transport: str) -> bool:
     """`weight_sync.sparse` for a transport."""
     return wanted == "on" or (wanted == "auto" and transport in OVER_NETWORK)
@@ -50,8 +60,20 @@ def transport_of(config: PipelineConfig) -> tuple[str, str]:
         trainer_devices=config.actor_train.device_mapping,
         engine_devices=config.actor_infer.device_mapping,
         num_gpus_per_node=config.num_gpus_per_node,
-        into_devices=not isinstance(config.actor_infer.strategy_args.strategy_config, SglangConfig),
+        front_end=needs_front_end(config),
     )
+
+
+def needs_front_end(config: PipelineConfig) -> str | None:
+    """Why the ranks of an engine cannot take weights in themselves, each its part on its device; None = they can."""
+    strategy = config.actor_infer.strategy_args.strategy_config
+    if not isinstance(strategy, SglangConfig):
+        return None
+    if strategy.pipeline_parallel_size > 1:
+        return "SGLang has pipeline stages, and only the first one answers"
+    if others := sorted(strategy.extra.keys() & _OTHER_PARTS):
+        return f"with {', '.join(others)} SGLang's ranks keep other parts than its tensor parallelism says"
+    return None
 
 
 def choose_transport(
@@ -60,18 +82,18 @@ def choose_transport(
     trainer_devices: Sequence[int] | None,
     engine_devices: Sequence[int] | None,
     num_gpus_per_node: int,
-    into_devices: bool = True,
+    front_end: str | None = None,
 ) -> tuple[str, str]:
-    """(transport, reason). Devices None: CPU. `into_devices`: the engine's workers receive weights themselves; where
-    the engine's front end passes them on (SGLang), they go through host memory. Raises ValueError when the wanted
-    transport cannot connect the roles.
+    """(transport, reason). Devices None: CPU. `front_end`: why the engine's ranks do not receive weights themselves;
+    its front end then passes them on, through host memory. Raises ValueError when the wanted transport cannot connect
+    the roles.
     """
     trainer, engines = set(trainer_devices or ()), set(engine_devices or ())
     nodes, shared = sorted({d // num_gpus_per_node for d in trainer | engines}), sorted(trainer & engines)
     if wanted == "auto":
-        if trainer and engines and not into_devices:
+        if trainer and engines and front_end is not None:
             name = "gloo" if len(nodes) > 1 else "shm"
-            return name, "the engine's front end receives the weights and passes them to its workers"
+            return name, f"{front_end}, so its front end receives the weights"
         if shared:
             return "cuda_ipc", f"actor_train and actor_infer share devices {shared}"
         if trainer and engines:
@@ -81,8 +103,8 @@ def choose_transport(
         return "shm", "one host without devices on both sides, and engines generate while the weights travel"
     if wanted not in SENDERS:
         raise ValueError(f"weight_sync.transport {wanted!r} is not one of auto | {' | '.join(SENDERS)}")
-    if wanted in ("nccl", "cuda_ipc") and not into_devices:
-        raise ValueError(f"weight_sync.transport {wanted}: this engine takes weights in host memory; use auto")
+    if wanted in ("nccl", "cuda_ipc") and front_end is not None:
+        raise ValueError(f"weight_sync.transport {wanted}: {front_end}; use auto")
     if wanted in ("nccl", "cuda_ipc") and not (trainer and engines):
         raise ValueError(f"weight_sync.transport {wanted} needs actor_train and actor_infer on GPUs; use auto")
     if wanted == "nccl" and shared:

@@ -113,22 +113,17 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(scope="module")
-def sglang_stubs():
-    """SGLang, which lies beside the other packages because nothing else should find Triton, and stand-ins for modules
-    that it imports and a CPU does not have: for this process and its children, until the module ends.
+def sglang_on_cpu():
+    """SGLang, which lies beside the other packages. An engine finds it by itself, and what stands in for modules that a
+    CPU does not have; after the module nothing else does.
     """
-    folders = [str(Path(__file__).resolve().parent / "sglang_stubs"), str(Path(sys.prefix) / "sglang")]
-    before, path = os.environ.get("PYTHONPATH"), list(sys.path)
-    sys.path[:0] = folders
-    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
+    if not (Path(sys.prefix) / "sglang" / "sglang").is_dir():
+        pytest.skip("SGLang is not installed here")
+    path = list(sys.path)
     yield
     sys.path[:] = path
     for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "sgl_kernel", "IPython")]:
         del sys.modules[name]
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 @pytest.fixture(scope="session")

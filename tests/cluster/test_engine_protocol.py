@@ -34,7 +34,7 @@ VARIANTS = {
     "sglang": ("sglang", {"cpu_kv_cache_bytes": 1 << 20}, "tied"),
 }
 """Strategy and settings of each engine that keeps the protocol, and its model's head."""
-LIBRARY = {"vllm": "vllm", "hf_infer": "transformers", "sglang": "sglang"}
+LIBRARY = {"vllm": "vllm", "hf_infer": "transformers"}
 EOS, CONTEXT = 2, 512
 TOLERANCE = 10 * Bounds(layers=2, hidden=128, inner=256, length=CONTEXT).forward
 """Of log-probs, in nat: they are sums of logits of up to 10."""
@@ -86,7 +86,9 @@ def reference_logprobs(model, prompt, tokens, sampling, *, joint=False):
     logits = logits / (sampling.temperature or 1.0)
     whole = logits
     if sampling.top_k > 0:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+        logits = logits.masked_fill(
+            logits < logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:], -torch.inf
+        )
     if sampling.top_p < 1:
         ordered, order = (whole if joint else logits).sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
@@ -242,8 +244,9 @@ def shared(request, tmp_path_factory):
     """
     strategy, changes, head = VARIANTS[request.param]
     if strategy == "sglang":
-        request.getfixturevalue("sglang_stubs")
-    pytest.importorskip(LIBRARY[strategy])
+        request.getfixturevalue("sglang_on_cpu")
+    else:
+        pytest.importorskip(LIBRARY[strategy])
     children = set(psutil.Process().children(recursive=True))
     replica = Replica(
         strategy,
@@ -273,7 +276,14 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(replica):
     async def go():
         requests = [
             replica.request(temperature=t, top_k=k, top_p=p)
-            for t, k, p in [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.3, 20, 1.0), (1.0, -1, 0.8), (0.9, 30, 0.7)]
+            for t, k, p in [
+                (1.0, -1, 1.0),
+                (0.7, -1, 1.0),
+                (1.3, 20, 1.0),
+                (1.0, -1, 0.8),
+                (0.9, 30, 0.7),
+                (1.0, 1000, 1.0),  # more than the vocabulary
+            ]
             for _ in range(3)
         ]
         completions = await asyncio.gather(*replica.start(*requests))
@@ -575,17 +585,17 @@ def test_a_partial_update_is_refused_and_a_whole_one_heals(replica, name):
 @pytest.mark.parametrize("shared", ["sglang"], indirect=True)
 def test_sglang_takes_an_update_after_one_whose_commit_failed_while_it_loaded(replica):
     """Its session of an update is open then, and it opens no second one."""
-    engine = replica.engine
-    load = engine._load
+    engine, session = replica.engine, replica.engine._session
+    load = session.load
 
     async def without_room(tensors):
-        engine._load = load
+        session.load = load
         raise RuntimeError("no room in /dev/shm")
 
     async def go():
         await replica.take_in(tensors_of(replica.models["new"]), 8)
         await engine.pause(PauseMode.ABORT)
-        engine._load, replica.version = without_room, None
+        session.load, replica.version = without_room, None
         with pytest.raises(RuntimeError, match="no room"):
             await engine.commit(8)
         await replica.push("new", 9)

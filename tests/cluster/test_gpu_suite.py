@@ -80,6 +80,15 @@ def test_a_case_with_an_engine_runs_its_way_on_a_cpu(name):
     assert line["same_tokens"] if name == "sleep" else 0 < line["value"] < line["budget"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sglang_ipc", "sglang_nccl"])
+def test_sglang_s_ranks_take_their_way_on_a_cpu(sglang_on_cpu, name):
+    done = suite("--only", name, "--device", "cpu", "--limit", "280")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, line = (json.loads(x) for x in done.stdout.splitlines())
+    assert line["ok"] and "skipped" not in line and 0 < line["value"] < line["budget"]
+
+
 def test_without_a_gpu_the_suite_says_so_and_succeeds():
     done = suite("--only", "trainer")
     assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n")

@@ -207,8 +207,7 @@ def as_tensor(record):
 def test_the_engine_records_what_its_routers_chose_also_over_an_interruption(folder, model, strategy, request):
     """vLLM's CPU build records nothing."""
     if strategy == "sglang":
-        request.getfixturevalue("sglang_stubs")
-        pytest.importorskip("sglang")
+        request.getfixturevalue("sglang_on_cpu")
 
     async def drive(engine):
         whole = asyncio.gather(*(engine.generate(ask(f"r{i}", range(1 + i, 9), 20)) for i in range(6)))

@@ -14,10 +14,13 @@ pytest.importorskip("transformers")
 psutil = pytest.importorskip("psutil")
 
 from test_engine_protocol import Replica, save_tokenizer, tiny_model
+from test_sglang_ranks import begun, load, serve
 
 from roll_async.cluster.network import held_port
 from roll_async.inference.backends import create_follower
 from roll_async.inference.settings import EngineSettings, NodeSpan
+from roll_async.weight_sync.digest import of_trainer
+from roll_async.weight_sync.layout import EngineLayout
 from tests.patience import patient
 
 HOST = "127.0.0.1"
@@ -37,8 +40,10 @@ def port():
         yield port
 
 
-def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(sglang_stubs, tmp_path, port):
-    pytest.importorskip("sglang")
+def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(
+    sglang_on_cpu, tmp_path, port, monkeypatch
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     tiny_model(1, tied=False).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     span = NodeSpan(num_nodes=2, node_rank=0, master_addr=HOST, master_port=port)
@@ -64,6 +69,15 @@ def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(
                 replica.assert_sampled_from(model, request, completion)
 
         replica.runner.run(go())
+
+        async def both_ranks_receive_themselves():
+            replica.layout, replica.engine.goes_to_ranks = EngineLayout(tensor=2, num_kv_heads=2), lambda plan: True
+            sender = await begun(replica, "new", 3)
+            await load(replica, sender)
+            assert await replica.engine.finish_update() == of_trainer([sender.sent])
+            await serve(replica, "new", 3)
+
+        replica.runner.run(both_ranks_receive_themselves())
         (rank,) = told.get(timeout=patient(10))
 
         async def lose_the_rank():

@@ -81,7 +81,8 @@ def test_the_plan_names_placement_weight_push_and_batches(capsys):
     assert rows["nodes"] == "3 of 8 devices"
     assert rows["actor_train"] == "16 ranks on devices 0-15 (node 0, 1): tensor 2, data 8 parallel"
     assert rows["actor_infer"] == "8 sglang replicas on devices 16-23 (node 2)"
-    assert rows["weight transport"].startswith("gloo: ") and "generate during the transfer" in rows["weight transport"]
+    push = rows["weight transport"]
+    assert push.startswith("nccl: ") and push.endswith("engines are paused during the transfer")
     assert rows["training step"] == "64 prompts x 8 samples in 1 optimizer steps of 512 samples"
     assert rows["admitted in total"] == "192, 256, 320 groups after 0, 1, 2 weight pushes, then 192 at a time"
     assert "mean about 2 batches, at most 2 weight versions, policy wait" in rows["staleness"]

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from roll_async.cli import main
+from roll_async.cluster.trainer_group import TrainingRole
 from roll_async.commands.run import prepare
 from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, load
 from roll_async.config.schema import RLVRConfig
 from roll_async.launch.gate import admit
+from roll_async.weight_sync.bucket import STAGED
+from roll_async.weight_sync.layout import EngineLayout
+from roll_async.weight_sync.transports import transport_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))]
@@ -88,7 +92,7 @@ REFUSED = [
     (SEVEN, ["actor_train.logits_in_fp32=false"]),
     (SEVEN, [*SYNCHRONOUS, "actor_infer.generating_args.logprobs=false"]),
     (SEVEN, ["weight_sync.transport=shm"]),
-    (SEVEN, ["weight_sync.transport=nccl"]),
+    (SEVEN, ["weight_sync.transport=nccl", f"{ENGINE}.pipeline_parallel_size=2"]),
     (SEVEN, [VLLM, "weight_sync.transport=cuda_ipc"]),
     (CPU, ["weight_sync.transport=cuda_ipc"]),
     (SEVEN, [f"{TRAIN}.tensor_model_parallel_size=8"]),
@@ -119,6 +123,36 @@ def test_all_commands_and_launchers_refuse_in_the_same_words(path, overrides):
     for command in (["validate"], *shows, ["simulate"]):
         code, lines = printed(main, [*command, path, *overrides])
         assert code == 2 and [line for line in lines if ": error " in line] == errors, command
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transport", "reason"),
+    [
+        ([], "nccl", "lie on different devices"),
+        ([f"{ENGINE}.tensor_parallel_size=2"], "nccl", "lie on different devices"),
+        ([f"{ENGINE}.pipeline_parallel_size=2"], "gloo", "SGLang has pipeline stages.*, so its front end receives"),
+        ([f"{ENGINE}.extra={{dp_size: 2}}"], "gloo", "with dp_size SGLang's ranks keep other parts"),
+        ([*SYNCHRONOUS, "actor_infer.device_mapping=0-15"], "cuda_ipc", "share devices"),
+    ],
+)
+def test_sglang_gets_weights_on_its_devices_as_vllm_does_where_its_ranks_keep_what_ours_say(
+    overrides, transport, reason
+):
+    config = load(str(SEVEN), overrides)
+    found, why = transport_of(config)
+    assert found == transport and re.search(reason, why)
+    role = TrainingRole.of(config, "actor_train", config.actor_train)
+    on_devices = transport not in STAGED
+    ranks = config.actor_infer.strategy_args.strategy_config.tensor_parallel_size if on_devices else 1
+    assert role.engine_layout(transport, num_kv_heads=4) == EngineLayout(tensor=ranks, num_kv_heads=4)
+    assert role.engine_layout("shm", num_kv_heads=4).tensor == 1, "what waits in host memory waits in one process"
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl"])
+def test_every_worker_of_vllm_takes_its_part_over_every_transport(transport):
+    config = load(str(MOE))
+    role = TrainingRole.of(config, "actor_train", config.actor_train)
+    assert role.engine_layout(transport, num_kv_heads=4).tensor == 4
 
 
 def test_a_missing_folder_is_an_error_where_a_run_starts_and_not_where_a_config_is_looked_at(tmp_path):

@@ -1,6 +1,8 @@
 """Published data sets to prompt files: what is kept, what is dropped and why, and in which order."""
 
+import json
 import random
+import re
 
 import pytest
 
@@ -87,3 +89,32 @@ def test_broken_lines_of_a_source_are_counted_and_the_rest_is_read(tmp_path):
 def test_a_local_source_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="missing.parquet does not exist"):
         list(read_source("missing.parquet", "train"))
+
+
+def test_the_prompts_of_the_first_config_are_made_from_a_file_or_without_one(tmp_path, monkeypatch, capsys):
+    from tools import make_math_rows
+
+    def made(*arguments):
+        output = tmp_path / "data" / "math_deepmath_deal.jsonl"
+        monkeypatch.setattr("sys.argv", ["make_math_rows.py", "--output", str(output), *arguments])
+        code = make_math_rows.main()
+        return code, [json.loads(line) for line in output.read_text().splitlines()] if code == 0 else []
+
+    source = tmp_path / "raw.jsonl"
+    records = [{"question": f"{n}+{n}?", "final_answer": str(2 * n), "difficulty": n} for n in range(8)]
+    source.write_text("\n".join(map(json.dumps, [*records, {"question": "who?"}])))
+    code, rows = made("--source", str(source), "--max_difficulty", "5")
+    assert code == 0 and {row["ground_truth"] for row in rows} == {"0", "2", "4", "6", "8", "10"}
+    assert rows[0]["tag"] == "deepmath_103k" and len({row["id"] for row in rows}) == 6
+    assert rows[0]["messages"][-1]["role"] == "user"
+    said = capsys.readouterr().out
+    assert "2 difficulty outside of -1 to 5" in said and "1 no answer" in said
+    code, rows = made("--source", "bundled")
+    assert code == 0 and len(rows) == 900 and rows[0]["tag"] == "word_problems"
+    by_text = {row["messages"][-1]["content"]: row["ground_truth"] for row in rows}
+    pencils = next(text for text in by_text if "pencils" in text)
+    a, b, c = map(int, re.findall(r"\d+", pencils))
+    assert by_text[pencils] == str(a * b - c)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert made("--source", str(tmp_path / "nothing.jsonl"))[0] == 2
+    assert "without a network: --source bundled" in capsys.readouterr().err

@@ -170,8 +170,10 @@ def install(*, cuda: bool | None = None) -> None:
     # Megatron warns once for each accelerator library that is not there; the choice is logged where it is made.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|transformer_engine).*")
+    cuda = torch.cuda.is_available() if cuda is None else cuda
     engine_import.problem()  # hides half an install from the imports below
-    if torch.cuda.is_available() if cuda is None else cuda:
+    engine_import.apex_problem(cuda=cuda)
+    if cuda:
         return
     with _nothing_compiled():
         for name in _MODULES:

@@ -38,6 +38,22 @@ LONGEST_SHARED_ROW = 16384
 """Positions of a row under context parallelism without Transformer Engine: a mask of S * S / ranks is formed."""
 
 
+FusedNorm = Callable[[Tensor, Tensor, Sequence[int], float], Tensor]
+"""(input, weight, normalized shape, epsilon)."""
+
+
+@cache
+def fused_norm() -> FusedNorm | None:
+    """Apex's RMSNorm in one kernel, forward and backward; None: torch's own."""
+    if (missing := engine_import.apex_problem(cuda=torch.cuda.is_available())) is not None:
+        logger.info("norms of local layers: torch's (Apex: %s)", missing)
+        return None
+    logger.info("norms of local layers: Apex's (NVIDIA Apex is installed)")
+    from apex.normalization.fused_layer_norm import fused_rms_norm_affine
+
+    return fused_rms_norm_affine
+
+
 class TorchRMSNorm(torch.nn.RMSNorm):
     """Megatron's own wrapper refuses sequence parallelism; its gradient only needs the all-reduce this attribute asks
     for.
@@ -46,6 +62,12 @@ class TorchRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._fused, self._epsilon = fused_norm(), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._fused is None:
+            return super().forward(x)
+        return self._fused(x, self.weight, self.normalized_shape, self._epsilon)
 
 
 class LatentRMSNorm(TorchRMSNorm):

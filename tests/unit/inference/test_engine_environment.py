@@ -34,6 +34,7 @@ def test_an_engine_drops_the_one_connection_that_megatron_needs(engine, inherite
     ("sleep_level", "expected"),
     [(0, "expandable_segments:True,max_split_size_mb:128"), (1, "max_split_size_mb:128"), (2, "max_split_size_mb:128")],
 )
-def test_an_engine_that_sleeps_drops_expandable_segments_and_nothing_else(inherited, sleep_level, expected):
-    vllm_arguments.prepare_environment(settings(sleep_level=sleep_level))
+@pytest.mark.parametrize("engine", [vllm_arguments, sglang_arguments], ids=["vllm", "sglang"])
+def test_an_engine_that_sleeps_drops_expandable_segments_and_nothing_else(engine, inherited, sleep_level, expected):
+    engine.prepare_environment(settings(sleep_level=sleep_level))
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected

@@ -29,6 +29,7 @@ def nothing_is_installed(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "SGLANG_ON_CPU", "nowhere")
     for name in LOOKED_FOR:  # another test of this process may have imported it, or put a stub there
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -78,6 +79,32 @@ def test_a_package_in_a_folder_that_the_roles_environment_names_is_there(tmp_pat
     assert "actor_infer.strategy_args.strategy_name" in missing(CPU, sglang)
     found = missing(CPU, sglang, f"actor_infer.system_envs={{PYTHONPATH: {tmp_path}}}")
     assert "actor_infer.strategy_args.strategy_name" not in found
+
+
+def test_sglang_on_cpu_is_found_in_its_own_folder_or_named_with_the_line_that_puts_it_there(tmp_path, monkeypatch):
+    sglang = "actor_infer.strategy_args={strategy_name: sglang}"
+    line = missing(CPU, sglang)["actor_infer.strategy_args.strategy_name"].partition(": ")[2]
+    assert line.startswith("pip install --no-deps --target ") and line in (ROOT / "docs_roll/engines.md").read_text()
+    pins = " ".join((ROOT / "Makefile").read_text().partition("SGLANG := ")[2].partition("\n#")[0].split())
+    assert line.endswith(pins.replace("\\ ", "").strip())
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    monkeypatch.setattr(packages, "SGLANG_ON_CPU", str(tmp_path))
+    assert "actor_infer.strategy_args.strategy_name" not in missing(CPU, sglang)
+    assert "actor_infer.strategy_args.strategy_name" in missing(SEVEN), "on devices it lies among the other packages"
+
+
+def test_a_package_apex_that_is_not_nvidia_s_is_refused_before_a_rank_starts(tmp_path, monkeypatch):
+    hf = "actor_infer.strategy_args={strategy_name: hf_infer}"
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert "actor_train.strategy_args.strategy_name" not in missing(CPU, hf)
+    (tmp_path / "apex" / "lib").mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("raise SyntaxError\n")
+    found = missing(CPU, hf)["actor_train.strategy_args.strategy_name"]
+    assert "is not NVIDIA's Apex" in found and "pip uninstall apex" in found
+    assert "actor_train.strategy_args.strategy_name" not in missing(CPU, hf, engines=False)
+    (tmp_path / "apex" / "optimizers").mkdir()
+    assert "actor_train.strategy_args.strategy_name" not in missing(CPU, hf)
 
 
 def test_a_run_of_this_machine_is_refused_by_validate_too_and_one_with_devices_is_warned(capsys, monkeypatch):

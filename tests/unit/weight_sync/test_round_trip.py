@@ -187,10 +187,10 @@ def test_auto_takes_the_devices_own_ways_where_there_are_devices_and_host_memory
 
 
 def test_an_engine_whose_front_end_takes_the_weights_in_gets_them_in_host_memory():
-    assert choose("auto", [0], [1], into_devices=False) == "shm"
-    assert choose("auto", range(8), range(8, 16), into_devices=False) == "gloo"
-    with pytest.raises(ValueError, match="nccl: this engine takes weights in host memory; use auto"):
-        choose("nccl", [0], [1], into_devices=False)
+    assert choose("auto", [0], [1], front_end="it has stages") == "shm"
+    assert choose("auto", range(8), range(8, 16), front_end="it has stages") == "gloo"
+    with pytest.raises(ValueError, match="nccl: it has stages; use auto"):
+        choose("nccl", [0], [1], front_end="it has stages")
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""SGLang imports what it shows notebooks with; nothing of it is called here."""

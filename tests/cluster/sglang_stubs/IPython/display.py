@@ -1,3 +1,0 @@
-"""Two names that SGLang imports."""
-
-HTML = display = None
