@@ -223,5 +223,5 @@ def test_the_start_scripts_themselves_find_the_configs_of_the_documents_from_the
             env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
         )  # fmt: skip
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-        assert "error C204: pretrain: model folder no/such/model does not exist" in done.stderr, line
+        assert "pretrain: model folder no/such/model does not exist" in done.stderr, line
         assert set(re.findall(r"error (C\d+)", done.stderr)) == {"C204"}, "other things that are not there, no fault"
