@@ -83,7 +83,7 @@ def test_a_training_step_is_that_of_one_rank(rank_pool, reference, one_rank, nam
     parallel = dict(LAYOUTS[layout], sequence_parallel=layout == "TP=2")
     settings = cases.settings_of(str(reference(name)[0]), parallel=parallel)
     found = rank_pool.run(cases.measure, 2, settings=settings)[0]
-    cases.assert_same_steps(found, expected)
+    cases.assert_same_steps(found, expected, routed=name in MOE)
     first, second = (step["trainer/loss"] for step in expected["steps"])
     assert second < first - 1e-3
 
