@@ -75,6 +75,7 @@ validation:
   sets: {more: {data_args: {file_name: more.jsonl}, generating_args: {temperature: 0.7}}}
 """
 SEVERAL = (ENGINE, "rewards.", "prompt_pool.")
+"""Sections whose keys are tried on every base, and not up to the first on which they act."""
 BASES = (
     (),
     (f"{ENGINE}={{strategy_name: sglang, strategy_config: {{tensor_parallel_size: 2}}}}",),
@@ -305,9 +306,8 @@ def effects(folder):
     for number in range(1, len(BASES)):  # what a choice itself changes
         if base(number, folder) is not None:
             settings, other = base(0, folder)[1], base(number, folder)[1]
-            both = {
-                w for w in settings.keys() | other.keys() if w.startswith("start.")
-            } | settings.keys() & other.keys()
+            started = {w for w in settings.keys() | other.keys() if w.startswith("start.")}
+            both = started | settings.keys() & other.keys()
             where = frozenset(w for w in both if settings.get(w) != other.get(w))
             found[f"base {number}", 0] = (0, base(number, folder)[0].config, where)
     return found
