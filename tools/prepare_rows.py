@@ -131,6 +131,8 @@ def read_source(source: str, split: str) -> Iterator[object]:
     that it is counted. Raises ValueError naming what cannot be read.
     """
     if source.endswith(_SUFFIXES) or Path(source).exists():
+        if not (source.startswith("hf://") or Path(source).exists()):
+            raise ValueError(f"{source} does not exist; give a downloaded file, or a name on the hub, with --source")
         bad = BadRows(_NO_LIMIT)
         told = 0
         for _, record in read_records(source, bad):

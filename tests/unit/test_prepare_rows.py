@@ -87,7 +87,7 @@ def test_broken_lines_of_a_source_are_counted_and_the_rest_is_read(tmp_path):
 
 
 def test_a_local_source_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="missing.parquet does not exist"):
+    with pytest.raises(ValueError, match="missing.parquet does not exist; .* with --source"):
         list(read_source("missing.parquet", "train"))
 
 
