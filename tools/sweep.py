@@ -20,7 +20,7 @@ from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import RLVRConfig
 from roll_async.launch.roles import RoleStarter, place_roles
 from roll_async.launch.rollout import StartedRollout, prompts_of
-from roll_async.launch.run import RunClasses, couple
+from roll_async.launch.run import UserHooks, couple
 from roll_async.launch.run_start import go_back, open_run, restored_step
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import Recorder
@@ -49,12 +49,12 @@ class Sweep:
         self._runner.close()
 
     def run(
-        self, config: RLVRConfig, classes: RunClasses | None = None, *, timeout_s: float = 3600.0
+        self, config: RLVRConfig, classes: UserHooks | None = None, *, timeout_s: float = 3600.0
     ) -> list[dict[str, float]]:
         """Metrics of the steps of one run. Raises TimeoutError after `timeout_s`, and whatever ends a run early."""
-        return self._runner.run(self._run(config, RunClasses() if classes is None else classes, timeout_s))
+        return self._runner.run(self._run(config, UserHooks() if classes is None else classes, timeout_s))
 
-    async def _run(self, config: RLVRConfig, classes: RunClasses, timeout_s: float) -> list[dict[str, float]]:
+    async def _run(self, config: RLVRConfig, classes: UserHooks, timeout_s: float) -> list[dict[str, float]]:
         for name, reward in config.rewards.items():
             started = self._config.rewards.get(name)
             if name not in config.loss_parts and (started is None or started.type != reward.type):

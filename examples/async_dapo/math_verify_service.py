@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.pool import RewardPool, RewardPoolOptions
 from roll_async.rewards.registry import create_reward
 from roll_async.schema import Reward, RewardStatus
 
@@ -158,7 +158,7 @@ class Service:
         self.options = options
         self.in_flight = 0
         self.pool = RewardPool(
-            PoolOptions(
+            RewardPoolOptions(
                 reward=options.reward,
                 num_workers=options.workers,
                 timeout_s=options.timeout_s,

@@ -24,7 +24,7 @@ _COLOURS = {
 }  # fmt: skip
 
 
-class TrajectoryBook:
+class TrajectoryLog:
     """Writes the first trajectory and every hundredth after it, in a thread of its own. A resumed run goes on counting
     after what it has written, so that it replaces nothing.
     """

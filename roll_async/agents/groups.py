@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from roll_async.agents.counts import AgentCounts
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.play import Play, PlayOptions, run_agent
+from roll_async.agents.play import PlayOptions, WorldEpisode, run_agent
 from roll_async.agents.policies import EnginePolicy
 from roll_async.agents.protocol import Ending, Task
 from roll_async.agents.rendering import Renderer
@@ -92,7 +92,7 @@ class AgentParts:
 
 
 @dataclass(eq=False, slots=True)
-class _Running:
+class _RunningGroup:
     """A running group."""
 
     sessions: set[Session] = field(default_factory=set)
@@ -109,7 +109,7 @@ class AgentGroups:
         self._manager, self._parts, self._options = manager, parts, options
         self._policy = EnginePolicy(manager)
         self._counts = AgentCounts()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningGroup] = {}
         limits = {True: options.max_worlds, False: options.max_validation_worlds}
         self._worlds = {counted: asyncio.Semaphore(most) for counted, most in limits.items() if most}
         # A validation has slots of its own: trajectories of the training that it has set aside keep theirs.
@@ -126,7 +126,7 @@ class AgentGroups:
         """One group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised."""
         loop, options = asyncio.get_running_loop(), self._options
         admitted, name = loop.time(), f"{group_id}.{attempt}"
-        running = self._running[group_id] = _Running()
+        running = self._running[group_id] = _RunningGroup()
         try:
             running.tasks = [
                 loop.create_task(self._trajectory(prompt, f"{name}/{i}", running))
@@ -178,7 +178,7 @@ class AgentGroups:
         return kept, problems
 
     async def _trajectory(
-        self, prompt: Prompt, name: str, running: _Running, sampling: SamplingParams | None = None
+        self, prompt: Prompt, name: str, running: _RunningGroup, sampling: SamplingParams | None = None
     ) -> list[Sample] | str:
         """The rows of one trajectory with a trusted outcome, or the reason why there are none."""
         pause_s, reason = _FIRST_RETRY_S, ""
@@ -200,7 +200,7 @@ class AgentGroups:
         return reason
 
     async def _ended(
-        self, prompt: Prompt, name: str, running: _Running, sampling: SamplingParams | None
+        self, prompt: Prompt, name: str, running: _RunningGroup, sampling: SamplingParams | None
     ) -> tuple[Ending, list[Sample]]:
         """How one attempt ended, and its rows if that is trusted. This is the border round a trajectory: what was said
         in it, and what nobody foresaw about that, ends it and nothing else.
@@ -226,7 +226,7 @@ class AgentGroups:
         return ending, rows
 
     async def _attempt(
-        self, task: Task, name: str, running: _Running, sampling: SamplingParams | None
+        self, task: Task, name: str, running: _RunningGroup, sampling: SamplingParams | None
     ) -> tuple[Ending, Session]:
         """Run one trajectory in a new world to its end."""
         plan, parts = self._parts.tags[task.tag], self._parts
@@ -251,7 +251,7 @@ class AgentGroups:
             worlds = own or parts.worlds
             world = worlds.open(plan.spec)
             stack.callback(worlds.close_soon, world)
-            return await Play(session, world, plan.toolbox, plan.play).run(task.seed), session
+            return await WorldEpisode(session, world, plan.toolbox, plan.play).run(task.seed), session
 
     @property
     def _pools(self) -> list[WorldPool]:
@@ -285,7 +285,7 @@ class AgentGroups:
 
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
         """One trajectory per prompt; failed ones are left out, logged."""
-        running = _Running()
+        running = _RunningGroup()
         running.tasks = [
             asyncio.ensure_future(self._trajectory(p, f"{name}/{i}", running, sampling)) for i, p in enumerate(prompts)
         ]

@@ -32,7 +32,7 @@ class BadRequest(ValueError):
     """The request cannot be served as it is; the trajectory goes on."""
 
 
-class LimitedTurns(ABC):
+class TurnHandler(ABC):
     """The policy as one trajectory sees it. Requests may overlap."""
 
     takes_sampling = True

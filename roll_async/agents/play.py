@@ -55,7 +55,7 @@ class PlayOptions:
         return template is not None and bool(names_in(template, system=system) & {*RULES})
 
 
-class Play:
+class WorldEpisode:
     """The course of one trajectory in a world."""
 
     def __init__(self, session: Session, world: LiveWorld, toolbox: Toolbox, options: PlayOptions) -> None:

@@ -11,7 +11,7 @@ from roll_async.rollout.requests import Interrupted
 from roll_async.schema import Completion, GenerateRequest
 
 
-class Generates(Protocol):
+class TokenSource(Protocol):
     """What `EnginePolicy` needs of `rollout/server_manager.py`."""
 
     async def generate(
@@ -22,7 +22,7 @@ class Generates(Protocol):
 class EnginePolicy:
     """The engines of a run. All turns of a trajectory go to its replica while that lives, which has their prefix."""
 
-    def __init__(self, manager: Generates) -> None:
+    def __init__(self, manager: TokenSource) -> None:
         self._manager = manager
         self.resampled_turns = 0
         """Turns sampled anew because a weight push discarded them (interrupt.mode abort)."""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from roll_async.agents.gateway import chat
-from roll_async.agents.limited_turns import BadRequest, LimitedTurns
+from roll_async.agents.limited_turns import BadRequest, TurnHandler
 from roll_async.agents.messages import TurnReply, TurnRequest
 from roll_async.agents.rendering import written_out
 from roll_async.observe.outside import OutsideError, border
@@ -145,7 +145,7 @@ class RemoteModel:
         return text.replace(self.options.key, "***") if self.options.key else text
 
 
-class RemoteTurns(LimitedTurns):
+class RemoteTurns(TurnHandler):
     """One trajectory. Its turns are numbered in the order in which they were answered."""
 
     def __init__(self, name: str, model: RemoteModel, tell: Callable[[Json], None]) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from roll_async.agents.limited_turns import BadRequest, LimitedTurns
+from roll_async.agents.limited_turns import BadRequest, TurnHandler
 from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.trace_tree import TraceTree
@@ -85,7 +85,7 @@ class _Plan:
     """Digest."""
 
 
-class Session(LimitedTurns):
+class Session(TurnHandler):
     """Turns of the engines' policy, recorded token by token."""
 
     def __init__(

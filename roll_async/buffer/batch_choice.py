@@ -1,5 +1,5 @@
-"""Which groups form the next batch, which are too old, and which in flight are too many. Reads a `GroupBook`, changes
-nothing.
+"""Which groups form the next batch, which are too old, and which in flight are too many. Reads a
+`GroupAccounting`, changes nothing.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from roll_async.buffer.book import Entry, GroupBook
+from roll_async.buffer.book import Entry, GroupAccounting
 from roll_async.buffer.freshness import newest_trained_version
 from roll_async.buffer.staleness import StalenessPolicy, is_schedulable, largest_excess, staleness
 from roll_async.buffer.states import GroupState, QueueOptions
@@ -17,7 +17,7 @@ from roll_async.schema import Group, WeightVersion
 class BatchChoice:
     """Which groups a step takes; the proof that they are in time is in `staleness.py`."""
 
-    def __init__(self, options: QueueOptions, book: GroupBook) -> None:
+    def __init__(self, options: QueueOptions, book: GroupAccounting) -> None:
         self._options, self._book = options, book
 
     def batch(self, step: int, num_groups: int) -> list[Entry] | None:

@@ -33,7 +33,7 @@ class Entry:
     """In flight, and no step can train it in time: its result will be refused."""
 
 
-class GroupBook:
+class GroupAccounting:
     """States and counts of all groups. Costs O(1) per change, whatever the number of groups; buffered ids are
     sorted.
     """

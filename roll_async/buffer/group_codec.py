@@ -67,7 +67,7 @@ def _shape_of(record: ExpertRecord) -> dict[str, object]:
     }
 
 
-class _Reader:
+class _ArrayReader:
     """Reads arrays from a block, in order."""
 
     def __init__(self, block: bytes) -> None:
@@ -95,7 +95,7 @@ class _Reader:
 
 def decode_group(header: str, block: bytes) -> Group:
     """Inverse of `encode_group`. Raises ValueError when the block is shorter than the header says."""
-    fields, reader = json.loads(header), _Reader(block)
+    fields, reader = json.loads(header), _ArrayReader(block)
     stored = fields["prompt"]
     prompt = Prompt(
         row_id=stored["row_id"],

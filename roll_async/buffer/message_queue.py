@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from roll_async.buffer.batch_choice import BatchChoice
-from roll_async.buffer.book import Entry, GroupBook
+from roll_async.buffer.book import Entry, GroupAccounting
 from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooManyFailures
 from roll_async.buffer.fingerprint import Fingerprint, PromptAt, require_own_ledger, same_or_regenerate
 from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, newest_version
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
-from roll_async.buffer.states import GroupState, Outcome, QueueOptions, QueueStats, Slot
+from roll_async.buffer.states import GroupState, QueueOptions, QueueStats, ReleaseReason, Slot
 from roll_async.schema import Group, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class MessageQueue:
 
     def __init__(self, options: QueueOptions, ledger: Ledger) -> None:
         self._options, self._ledger = options, ledger
-        self._book = GroupBook()
+        self._book = GroupAccounting()
         self._choice = BatchChoice(options, self._book)
         self._next_id = self._next_index = 0
         self._requeued: list[tuple[int, int]] = []  # heap of (prompt index, attempt)
@@ -139,7 +139,7 @@ class MessageQueue:
                 self._dropped_surplus += 1
                 if not entry.surplus:
                     self._book.mark_surplus(entry)
-                await self.release(group.group_id, Outcome.REQUEUED, "surplus", group=group)
+                await self.release(group.group_id, ReleaseReason.REQUEUED, "surplus", group=group)
                 return False
             if self._closed:
                 logger.error("group %d finished after the queue was closed: it is not kept", group.group_id)
@@ -160,7 +160,9 @@ class MessageQueue:
         await self._ledger.durable()
         return True
 
-    async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
+    async def release(
+        self, group_id: int, outcome: ReleaseReason, reason: str = "", *, group: Group | None = None
+    ) -> None:
         """Give a slot back without a kept group. `group`: samples that were generated, for the length audit.
 
         Raises TooManyFailures when more than `max_failed_groups` were quarantined.
@@ -173,24 +175,24 @@ class MessageQueue:
             self._audit.generated(group)
         index = entry.slot.prompt_index
         match outcome:
-            case Outcome.UNUSED:
+            case ReleaseReason.UNUSED:
                 self._book.forget(entry)
                 self._next_index = min(self._next_index, index)  # otherwise a checkpoint counts it as trained
-            case Outcome.REQUEUED:
+            case ReleaseReason.REQUEUED:
                 self._book.move(entry, GroupState.DROPPED)
                 self._requeue_prompt(entry)
-            case Outcome.FILTERED:
+            case ReleaseReason.FILTERED:
                 self._ledger.closed(index, group_id, "filtered", reason)
                 self._book.move(entry, GroupState.FILTERED)
-            case Outcome.FAILED:
+            case ReleaseReason.FAILED:
                 self._ledger.closed(index, group_id, "failed", reason)
                 self._book.move(entry, GroupState.FAILED)
                 self._failures.append(f"prompt {index}: {reason}")
         self._notify()
-        if outcome in (Outcome.FILTERED, Outcome.FAILED):
+        if outcome in (ReleaseReason.FILTERED, ReleaseReason.FAILED):
             await self._ledger.durable()
         failed, allowed = len(self._failures), self._options.max_failed_groups
-        if outcome is Outcome.FAILED and failed > allowed:
+        if outcome is ReleaseReason.FAILED and failed > allowed:
             last = "; ".join(self._failures[-3:])
             raise TooManyFailures(f"{failed} groups failed, more than fault.max_failed_groups={allowed}; last: {last}")
 

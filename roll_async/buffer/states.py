@@ -24,7 +24,7 @@ class GroupState(str, Enum):
     FAILED = "failed"  # its prompt is not used again; the reason is stored
 
 
-class Outcome(str, Enum):
+class ReleaseReason(str, Enum):
     """Why a slot is given back without a finished group."""
 
     FILTERED = "filtered"  # no training signal; the prompt is not used again

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.checkpoint.hf_names.table import Row, Transform
+from roll_async.checkpoint.hf_names.table import ParameterRow, Transform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class HeadLayout:
         return cls(num_groups=groups, heads_per_group=heads // groups, head_size=size)
 
 
-def to_megatron(row: Row, tensors: Sequence[Tensor], heads: HeadLayout) -> Tensor:
+def to_megatron(row: ParameterRow, tensors: Sequence[Tensor], heads: HeadLayout) -> Tensor:
     """One full (not sharded) Megatron tensor from its HF tensors."""
     if row.transform is Transform.QKV:
         groups, tail = heads.num_groups, tensors[0].shape[1:]
@@ -45,7 +45,7 @@ def to_megatron(row: Row, tensors: Sequence[Tensor], heads: HeadLayout) -> Tenso
     return tensors[0]
 
 
-def to_hf(row: Row, tensor: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
+def to_hf(row: ParameterRow, tensor: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
     """The HF tensors of one full Megatron tensor; inverse of `to_megatron`, bit for bit."""
     if row.transform is Transform.QKV:
         tail = tensor.shape[1:]
@@ -57,7 +57,7 @@ def to_hf(row: Row, tensor: Tensor, heads: HeadLayout) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
-def shard(row: Row, full: Tensor, *, rank: int, size: int) -> Tensor:
+def shard(row: ParameterRow, full: Tensor, *, rank: int, size: int) -> Tensor:
     """This tensor-parallel rank's part of a full Megatron tensor."""
     if row.tp_dim is None or size == 1:
         return full
@@ -66,7 +66,7 @@ def shard(row: Row, full: Tensor, *, rank: int, size: int) -> Tensor:
     return full.chunk(size, row.tp_dim)[rank]
 
 
-def unshard(row: Row, parts: Sequence[Tensor]) -> Tensor:
+def unshard(row: ParameterRow, parts: Sequence[Tensor]) -> Tensor:
     """The full Megatron tensor of all ranks' parts; inverse of `shard`."""
     if row.tp_dim is None or len(parts) == 1:
         return parts[0]

@@ -18,20 +18,20 @@ from roll_async.cluster.errors import told
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.observe.memory import peak_bytes_of_self
 from roll_async.observe.run_folder import log_to
-from roll_async.rollout.remote_side import Counters, HostedSide, Side
+from roll_async.rollout.remote_side import Counters, CoupledRollout, RolloutServer
 
 _CONCURRENT_CALLS = 32
 """Concurrent calls of the driver: the rollouter's run, a batch, a push, the counters."""
 
 
-class Roles(Protocol):
+class UncoupledRoles(Protocol):
     """The running roles before they are coupled. The type of the spec is the launcher's (`launch/rollout.py`)."""
 
     @property
-    def couple(self) -> Callable[..., Awaitable[Side]]: ...
+    def couple(self) -> Callable[..., Awaitable[CoupledRollout]]: ...
 
 
-StartRoles = Callable[[AsyncExitStack], Awaitable[Roles]]
+StartRoles = Callable[[AsyncExitStack], Awaitable[UncoupledRoles]]
 """Starts engines and rewards; they close with the stack."""
 
 
@@ -68,7 +68,7 @@ class RolloutHost:
     async def couple(self, spec: object) -> tuple[bool, Counters]:
         """Build queue, rollouter and synchronizer. Returns also whether there are validation prompts."""
         side = await self._roles.couple(spec)
-        self._hosted = HostedSide(side)
+        self._hosted = RolloutServer(side)
         return side.validate is not None, self._counters()
 
     async def answer(self, what: str, *args: object) -> tuple[object, Counters]:

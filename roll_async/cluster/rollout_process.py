@@ -24,7 +24,7 @@ from roll_async.buffer.errors import EndOfData, LedgerError, StallError, TooMany
 from roll_async.cluster.errors import call, wait_ended
 from roll_async.cluster.rollout_host import RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
-from roll_async.rollout.remote_side import ROLE, Border, Counters, RemoteSide
+from roll_async.rollout.remote_side import ROLE, Counters, RolloutClient, RpcChannel
 from roll_async.weight_sync.synchronizer import SyncFailed
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _INNER_S = 30.0
 """Added to the deadline of the start, so that the roles inside, whose errors say more, time out first."""
 
 
-class _Link(Border):
+class _HostLink(RpcChannel):
     """Calls to the host."""
 
     def __init__(self, host: ActorHandle, *, silence_s: float, rpc_timeout_s: float) -> None:
@@ -97,7 +97,7 @@ class _Link(Border):
 class RolloutProcess:
     """One RolloutHost."""
 
-    def __init__(self, link: _Link) -> None:
+    def __init__(self, link: _HostLink) -> None:
         self._link = link
 
     @classmethod
@@ -126,9 +126,9 @@ class RolloutProcess:
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise
-        return cls(_Link(host, silence_s=silence_s, rpc_timeout_s=rpc_timeout_s))
+        return cls(_HostLink(host, silence_s=silence_s, rpc_timeout_s=rpc_timeout_s))
 
-    async def couple(self, spec: object) -> RemoteSide:
+    async def couple(self, spec: object) -> RolloutClient:
         """Build queue, rollouter and synchronizer in the process. Raises ValueError for an unpicklable spec."""
         link = self._link
         try:
@@ -138,7 +138,7 @@ class RolloutProcess:
             raise ValueError(f"rollouter class and tools run in the {ROLE} and must be picklable: {why}") from error
         validates, counters = await call(ROLE, "couple", coupling, timeout_s=link.rpc_timeout_s, own=_OWN_ERRORS)
         link.update(counters)
-        return RemoteSide(link, validates=validates)
+        return RolloutClient(link, validates=validates)
 
     async def close(self) -> None:
         """End engines and rewards, then the process."""

@@ -37,7 +37,7 @@ from roll_async.cluster.runtime import LOOPBACK
 from roll_async.config.schema import PipelineConfig, SglangConfig, VllmConfig, WorkerConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.trainer.megatron.settings import MegatronSettings
-from roll_async.trainer.megatron.shares import BatchSplitter, Share
+from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard
 from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import STAGED, Block, Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
@@ -160,25 +160,25 @@ class MegatronRank:
         self._role = replace(self._role, settings=settings)
         return self.start(world_size, master_addr, master_port)
 
-    def compute_logprobs(self, share: Share) -> Tensor | None:
+    def compute_logprobs(self, share: DataParallelShard) -> Tensor | None:
         return self._worker.compute_logprobs(share)
 
-    def compute_squares(self, share: Share) -> Tensor | None:
+    def compute_squares(self, share: DataParallelShard) -> Tensor | None:
         return self._worker.compute_squares(share)
 
-    def compute_plain_logprobs(self, share: Share) -> Tensor | None:
+    def compute_plain_logprobs(self, share: DataParallelShard) -> Tensor | None:
         return self._worker.compute_plain_logprobs(share)
 
-    def update_policy(self, share: Share, step: int) -> Mapping[str, float]:
+    def update_policy(self, share: DataParallelShard, step: int) -> Mapping[str, float]:
         return self._worker.update_policy(share, step)
 
-    def compute_base_logprobs(self, share: Share) -> Tensor | None:
+    def compute_base_logprobs(self, share: DataParallelShard) -> Tensor | None:
         return self._worker.compute_base_logprobs(share)
 
-    def compute_values(self, share: Share) -> Tensor | None:
+    def compute_values(self, share: DataParallelShard) -> Tensor | None:
         return self._worker.compute_values(share)
 
-    def update_values(self, share: Share, step: int) -> Mapping[str, float]:
+    def update_values(self, share: DataParallelShard, step: int) -> Mapping[str, float]:
         return self._worker.update_values(share, step)
 
     def export_begin(self, plan: UpdatePlan, block_bytes: int) -> UpdatePlan:
@@ -348,7 +348,9 @@ class RayTrainerGroup:
     def _splitter(self) -> BatchSplitter:
         return self._started[0].splitter
 
-    async def _put(self, split: Callable[[T], list[Share]], rows: T) -> tuple[list[Share], list[ray.ObjectRef]]:
+    async def _put(
+        self, split: Callable[[T], list[DataParallelShard]], rows: T
+    ) -> tuple[list[DataParallelShard], list[ray.ObjectRef]]:
         """(shares, references): the shares by data-parallel rank, and each rank's reference to its own."""
         shares = await asyncio.to_thread(split, rows)
         refs = [ray.put(share) for share in shares]

@@ -33,7 +33,7 @@ class VerificationError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arguments:
+class _ConvertArguments:
     source: Path
     target: Path
     dtype: str | None
@@ -74,7 +74,7 @@ def command(**options: Any) -> int:
     Exit codes: 0 converted, 1 the disk failed or the verification found a difference, 2 bad usage or input, 130
     interrupted; in each case but 0 nothing is left under TARGET.
     """
-    arguments = _Arguments(**options)
+    arguments = _ConvertArguments(**options)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch, imported below: large pages for large tensors
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -101,7 +101,7 @@ def _fail(problem: str, code: int) -> int:
     return code
 
 
-def _convert(arguments: _Arguments) -> None:
+def _convert(arguments: _ConvertArguments) -> None:
     import torch
 
     from roll_async.checkpoint.comparison import compare_adapter

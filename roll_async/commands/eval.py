@@ -35,7 +35,7 @@ _COLUMNS = ("prompts", "samples", "accuracy", "standard_error", "reward", "lengt
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arguments:
+class _EvalArguments:
     target: str
     config: str
     output: Path | None
@@ -71,10 +71,10 @@ def command(**given: object) -> int:
     """
     from roll_async.commands.run import ended
 
-    return ended("eval", lambda: _evaluate(_Arguments(**given)))  # type: ignore[arg-type]
+    return ended("eval", lambda: _evaluate(_EvalArguments(**given)))  # type: ignore[arg-type]
 
 
-def _evaluate(arguments: _Arguments) -> int:
+def _evaluate(arguments: _EvalArguments) -> int:
     """Everything that needs no engine is checked first."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.config.api import load_with_warnings
@@ -168,7 +168,7 @@ def _require_inputs(config: PipelineConfig, *, model_is_used: bool) -> None:
             raise ValueError(f"{key}: {message}")
 
 
-async def _address(config: RLVRConfig, arguments: _Arguments) -> Evaluation:
+async def _address(config: RLVRConfig, arguments: _EvalArguments) -> Evaluation:
     from roll_async.inference.endpoint import EndpointOptions
     from roll_async.launch.evaluation import evaluate_address
 
@@ -207,7 +207,7 @@ def _name_of(target: str) -> str:
     return "-".join(part.replace(":", "_") for part in named if part not in ("/", "..", "."))
 
 
-def _write(output: Path, arguments: _Arguments, found: Evaluation, *, seconds: float) -> None:
+def _write(output: Path, arguments: _EvalArguments, found: Evaluation, *, seconds: float) -> None:
     from roll_async.config.secrets import shown_override
 
     lines = (json.dumps(sample, ensure_ascii=False) for sample in found.samples)

@@ -18,7 +18,7 @@ from pathlib import Path
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.commands.command_line import execute
 from roll_async.commands.run import launcher
-from roll_async.launch.run import RunClasses
+from roll_async.launch.run import UserHooks
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.health import CustomMonitor
 from roll_async.rollout.rollouter import Rollouter
@@ -50,7 +50,7 @@ class FullyAsyncMain:
         custom_monitor: CustomMonitor | None = None,
         monitor_interval_s: float = 10.0,
     ) -> None:
-        self._classes = RunClasses(
+        self._classes = UserHooks(
             trainer=trainer,
             rollouter=rollouter,
             tools=dict(tools or {}),

@@ -36,7 +36,7 @@ from roll_async.observe.disk import Unwritable
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
     from roll_async.launch.roles import RolePlacements
-    from roll_async.launch.run import RunClasses
+    from roll_async.launch.run import UserHooks
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.run_folder import RunFolder
     from roll_async.observe.trackers import Tracker
@@ -67,7 +67,7 @@ def launcher(
     name: str,
     *,
     pipeline: str | None,
-    classes: RunClasses | None = None,
+    classes: UserHooks | None = None,
     default: str | None = None,
     example: str | None = None,
 ) -> click.Command:
@@ -99,7 +99,7 @@ def launch(name: str, args: Sequence[str], *, pipeline: str) -> int:
     return execute(launcher(name, pipeline=pipeline, example=example), args, name)
 
 
-def run_command(args: Sequence[str], *, pipeline: str | None, classes: RunClasses | None = None) -> int:
+def run_command(args: Sequence[str], *, pipeline: str | None, classes: UserHooks | None = None) -> int:
     """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray
     starts. `classes`: the user's own code, see `launch/run.py`.
     """
@@ -159,13 +159,13 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
-def _run(config: RLVRConfig | AgenticConfig, classes: RunClasses | None) -> int:
+def _run(config: RLVRConfig | AgenticConfig, classes: UserHooks | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.cluster.folders import absolute_paths
-    from roll_async.launch.run import RunClasses
+    from roll_async.launch.run import UserHooks
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    classes = RunClasses() if classes is None else classes
+    classes = UserHooks() if classes is None else classes
     outlive_state_requests()  # before the folder's lock tells anybody the process to ask
     config = absolute_paths(config, Path.cwd())
     try:
@@ -244,7 +244,7 @@ def ended(name: str, work: Callable[[], int]) -> int:
         return code
 
 
-def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: RunClasses) -> int:
+def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: UserHooks) -> int:
     from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.roles import place_roles
@@ -316,7 +316,7 @@ async def _train(
     runtime: RuntimeInfo,
     placements: RolePlacements,
     observers: tuple[Recorder, RunFolder],
-    classes: RunClasses,
+    classes: UserHooks,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
     from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles

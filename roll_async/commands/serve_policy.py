@@ -27,7 +27,7 @@ from roll_async.commands.command_line import EXIT_CODES, HELP
 from roll_async.config.processor import default_dtype
 
 if TYPE_CHECKING:
-    from roll_async.agents.limited_turns import LimitedTurns
+    from roll_async.agents.limited_turns import TurnHandler
     from roll_async.agents.remote import RemoteOptions
     from roll_async.agents.session import Session
     from roll_async.inference.settings import EngineSettings
@@ -134,10 +134,10 @@ class _Trajectories:
     """Sessions by key."""
 
     token: str
-    make: Callable[[str], LimitedTurns]
-    sessions: dict[str, LimitedTurns] = field(default_factory=dict)
+    make: Callable[[str], TurnHandler]
+    sessions: dict[str, TurnHandler] = field(default_factory=dict)
 
-    def adopt(self, key: str) -> LimitedTurns | None:
+    def adopt(self, key: str) -> TurnHandler | None:
         """The session of a key that begins with the token."""
         given, _, name = key.partition("/")
         if not hmac.compare_digest(given.encode(), self.token.encode()):
@@ -174,7 +174,7 @@ async def _serve(arguments: Arguments, *, told_token: bool) -> int:
     return 0
 
 
-def _remote(options: RemoteOptions, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], LimitedTurns]:
+def _remote(options: RemoteOptions, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], TurnHandler]:
     """Makes trajectories whose turns a remote model answers."""
     from roll_async.agents.remote import RemoteModel, RemoteTurns
 
@@ -189,7 +189,7 @@ def _remote(options: RemoteOptions, record: TextIO | None, stack: AsyncExitStack
     return lambda name: RemoteTurns(name, model, tell)
 
 
-async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], LimitedTurns]:
+async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], TurnHandler]:
     """Makes trajectories whose turns an engine of this process samples."""
     from roll_async.agents.policies import OneEnginePolicy
     from roll_async.agents.rendering import TemplateRenderer

@@ -39,12 +39,12 @@ class WorldPool:
         *,
         max_per_worker: int = 16,
         step_timeout_s: float = 600.0,
-        worker: Callable[[float], Worker] | None = None,
+        worker: Callable[[float], WorldWorker] | None = None,
     ) -> None:
         """`worker`: makes one from the step time-out, another kind than processes."""
         self._max_per_worker, self._step_timeout_s = max_per_worker, step_timeout_s
-        self._new_worker = worker or Worker
-        self._workers: list[Worker] = []
+        self._new_worker = worker or WorldWorker
+        self._workers: list[WorldWorker] = []
         self._numbers = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
         self.killed = 0
@@ -56,7 +56,7 @@ class WorldPool:
             return _InLoop(spec, self._step_timeout_s)
         return _InWorker(self, spec, next(self._numbers), self._step_timeout_s)
 
-    def place(self) -> Worker:
+    def place(self) -> WorldWorker:
         """The fullest worker that has room, to run as few processes as possible; a new worker if none has room."""
         self._workers = [w for w in self._workers if w.takes_worlds or w.alive]
         usable = [w for w in self._workers if w.takes_worlds and len(w.worlds) < self._max_per_worker]
@@ -66,7 +66,7 @@ class WorldPool:
         self._workers.append(worker)
         return worker
 
-    def lost(self, worker: Worker) -> None:
+    def lost(self, worker: WorldWorker) -> None:
         """Remove a worker whose process has ended or will be killed."""
         if not worker.counted_lost:
             worker.counted_lost = True
@@ -99,7 +99,7 @@ class WorldPool:
         await asyncio.gather(*(w.kill("the pool is closed") for w in workers))
 
 
-class Worker:
+class WorldWorker:
     """One worker process; started with its first world."""
 
     def __init__(self, step_timeout_s: float) -> None:
@@ -227,7 +227,7 @@ class _InWorker:
 
     def __init__(self, pool: WorldPool, spec: WorldSpec, number: int, timeout_s: float) -> None:
         self._pool, self._spec, self._number, self._timeout_s = pool, spec, number, timeout_s
-        self._worker: Worker | None = None
+        self._worker: WorldWorker | None = None
 
     async def reset(self, seed: int) -> Observation:
         if self._worker is None:

@@ -53,7 +53,7 @@ class EndpointOptions:
         return whole if urlsplit(whole).path else f"{whole}/v1"
 
 
-class Endpoint:
+class ChatEndpoint:
     """Client of one address. `start` before use, `close` at the end."""
 
     def __init__(self, options: EndpointOptions) -> None:

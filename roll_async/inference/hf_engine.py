@@ -44,7 +44,7 @@ class _SamplingOptions(TypedDict, total=False):
 
 
 @dataclass(eq=False, slots=True)
-class _Running:
+class _HfRequest:
     """One request and its tokens so far."""
 
     request: GenerateRequest
@@ -67,7 +67,7 @@ class HfEngine:
         self._version: WeightVersion | None = None if settings.random_weights else 0
         self._mixed = settings.random_weights
         """The model holds no whole version: nothing is generated until the next commit."""
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _HfRequest] = {}
         self._truncating, self._num_managers = settings.truncated_sampling, 0
         self._sleep = SleepRules(levels_up_to(settings.sleep_level))
         self._manager: Any = None
@@ -173,7 +173,7 @@ class HfEngine:
         budget = token_budget(request, self._settings)
         if sampling.stop_strings or sampling.repetition_penalty != 1.0:
             raise ValueError("hf_infer samples without stop_strings and repetition_penalty; use vllm")
-        run = _Running(request, budget, self._loop.time())
+        run = _HfRequest(request, budget, self._loop.time())
         self._running[request.request_id] = run
         try:
             if await self._may_start(run):
@@ -213,7 +213,7 @@ class HfEngine:
             found = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
         return array("f", found.tolist())
 
-    async def _may_start(self, run: _Running) -> bool:
+    async def _may_start(self, run: _HfRequest) -> bool:
         """Wait while paused, and until the manager can sample as wanted; False when aborted meanwhile."""
         while not run.finished.is_set():
             if not self._serving.is_set():
@@ -237,7 +237,7 @@ class HfEngine:
         finally:
             self._settled.set()
 
-    def _submit(self, run: _Running) -> None:
+    def _submit(self, run: _HfRequest) -> None:
         """Submit the request to the manager. Its handler is registered first, because a token may arrive at once."""
         sampling, request_id = run.request.sampling, run.request.request_id
         options: _SamplingOptions = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
@@ -261,7 +261,7 @@ class HfEngine:
         if taken is None:
             raise ConnectionError("the generation loop of Transformers has ended; see the log for its error")
 
-    def _received(self, run: _Running, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
+    def _received(self, run: _HfRequest, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
         if run.finished.is_set():
             return
         run.tokens, run.logprobs = output.generated_tokens, output.logprobs
@@ -274,7 +274,7 @@ class HfEngine:
         if not any(r.submitted for r in self._running.values()):
             self._idle.set()
 
-    def _completion(self, run: _Running) -> Completion:
+    def _completion(self, run: _HfRequest) -> Completion:
         tokens = run.tokens
         if tokens and tokens[-1] in self._stops(run):
             reason = FinishReason.STOP
@@ -315,14 +315,14 @@ class HfEngine:
             generation_s=self._loop.time() - run.started_s,
         )
 
-    def _stops(self, run: _Running) -> set[int]:
+    def _stops(self, run: _HfRequest) -> set[int]:
         """Token ids that end a response."""
         return {*self._eos_ids, *run.request.sampling.stop_token_ids}
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._stop([self._running[i] for i in request_ids if i in self._running])
 
-    async def _stop(self, runs: Iterable[_Running]) -> None:
+    async def _stop(self, runs: Iterable[_HfRequest]) -> None:
         runs = list(runs)
         running = [r for r in runs if r.submitted and not r.finished.is_set()]
         for run in running:

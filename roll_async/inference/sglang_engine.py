@@ -26,7 +26,7 @@ from roll_async.inference.sglang_arguments import (
     leave_failures_to_the_start,
     prepare_environment,
 )
-from roll_async.inference.sglang_load import LoadReader
+from roll_async.inference.sglang_load import SglangLoadReader
 from roll_async.inference.sglang_session import WeightSession
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
 from roll_async.inference.staging import Incoming
@@ -50,7 +50,7 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": F
 
 
 @dataclass(eq=False, slots=True)
-class _Running:
+class _SglangRequest:
     """One request and its tokens so far."""
 
     request: GenerateRequest
@@ -77,7 +77,7 @@ class SglangEngine:
         self._version: WeightVersion | None = None if settings.random_weights else 0
         self._mixed = settings.random_weights
         """The model holds no whole version: nothing is generated until the next commit."""
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _SglangRequest] = {}
         self._incoming: Incoming | None = None
         """An update that waits in the memory of this process."""
         self._ranks_receive = False
@@ -113,7 +113,7 @@ class SglangEngine:
         self._manager = self._engine.tokenizer_manager
         self._manager.signal_handler_class = self._signals
         self._kv_tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
-        self._load_reader = LoadReader(self._manager, self._kv_tokens)
+        self._load_reader = SglangLoadReader(self._manager, self._kv_tokens)
         self._session = await WeightSession.over(self._manager, settings)
 
     def _signals(self, manager: Any) -> Any:
@@ -156,7 +156,7 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         self._need_alive()
         self._sleep.need_awake(f"request {request.request_id}")
-        run = self._running[request.request_id] = _Running(
+        run = self._running[request.request_id] = _SglangRequest(
             request=request,
             budget=token_budget(request, self._settings),
             started_s=asyncio.get_running_loop().time(),
@@ -175,14 +175,14 @@ class SglangEngine:
             del self._running[request.request_id]
             run.done.set()
 
-    async def _admitted(self, run: _Running) -> bool:
+    async def _admitted(self, run: _SglangRequest) -> bool:
         """Wait while the engine is paused; False when the request is aborted meanwhile."""
         while not self._serving.is_set() and not run.aborted.is_set():
             await first_of(self._serving, run.aborted)
         run.admitted, run.version = not run.aborted.is_set(), self._version or 0
         return run.admitted
 
-    async def _stream(self, run: _Running) -> None:
+    async def _stream(self, run: _SglangRequest) -> None:
         """Until the request has ended. Raises ConnectionError when a scheduler is dead."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -224,7 +224,7 @@ class SglangEngine:
         output = await anext(self._manager.generate_request(wanted, None))
         return array("f", [row[0] for row in output["meta_info"]["input_token_logprobs"][1:]])
 
-    def _completion(self, run: _Running) -> Completion:
+    def _completion(self, run: _SglangRequest) -> Completion:
         tokens, logprobs, runs = self._tokens(run, len(run.output.get("output_ids", ())))
         finish = run.output.get("meta_info", {}).get("finish_reason") or {"type": "abort"}
         if finish["type"] == "abort" and not run.aborted.is_set() and self._serving.is_set():
@@ -239,7 +239,7 @@ class SglangEngine:
             experts=self._experts(run) if self._settings.record_experts else None,
         )
 
-    def _tokens(self, run: _Running, end: int, start: int = 0) -> tuple[array, array, VersionRuns]:
+    def _tokens(self, run: _SglangRequest, end: int, start: int = 0) -> tuple[array, array, VersionRuns]:
         """Tokens, log-probs and versions of [start, end)."""
         if end <= start:
             return array("i"), array("f"), ()
@@ -254,7 +254,7 @@ class SglangEngine:
         runs = merge_runs([(int(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]])
         return array("i", ids[start:end]), array("f", logprobs[start:end]), cut_runs(runs, start, end)
 
-    def _experts(self, run: _Running) -> ExpertRecord | None:
+    def _experts(self, run: _SglangRequest) -> ExpertRecord | None:
         """From SGLang's int32 [positions, layers, experts per token]."""
         encoded = run.output.get("meta_info", {}).get("routed_experts")
         if encoded is None:
@@ -287,7 +287,7 @@ class SglangEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._end(self._running[i] for i in request_ids if i in self._running)
 
-    async def _end(self, runs: Iterable[_Running]) -> None:
+    async def _end(self, runs: Iterable[_SglangRequest]) -> None:
         """Abort until all of them have ended."""
         left = list(runs)
         for run in left:

@@ -12,7 +12,7 @@ from typing import Any
 from roll_async.inference.protocol import KVCache
 
 
-class LoadReader:
+class SglangLoadReader:
     """`manager`: SGLang's TokenizerManager; `total_tokens`: size of the KV cache."""
 
     def __init__(self, manager: Any, total_tokens: int) -> None:

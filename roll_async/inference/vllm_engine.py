@@ -23,7 +23,7 @@ from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
 from roll_async.inference.vllm_adapters import adapter_request
 from roll_async.inference.vllm_arguments import engine_arguments, in_this_process, prepare_environment
 from roll_async.inference.vllm_failure import start_errors
-from roll_async.inference.vllm_load import LoadReader, SchedulerReader, StatisticsReader
+from roll_async.inference.vllm_load import SchedulerReader, StatisticsReader, VllmLoadReader
 from roll_async.inference.vllm_progress import ProgressReader
 from roll_async.schema import (
     Completion,
@@ -107,7 +107,7 @@ class VllmEngine:
             await self._workers("roll_start_adapter")
         await self._measure_memory()
 
-    def _new_llm(self) -> tuple[AsyncLLM, LoadReader]:
+    def _new_llm(self) -> tuple[AsyncLLM, VllmLoadReader]:
         """vLLM with its core in a separate process, or in this one, and who reads its load."""
         arguments = engine_arguments(self._settings)
         if self._in_process:
@@ -404,7 +404,7 @@ def expert_record(routed: np.ndarray | None) -> ExpertRecord | None:
     return ExpertRecord(ids=ids, num_layers=routed.shape[1], top_k=routed.shape[2])
 
 
-class _Recorded(TypedDict, total=False):
+class _NewParameter(TypedDict, total=False):
     """A sampling parameter that the oldest supported vLLM does not have."""
 
     routed_experts_prompt_start: int
@@ -416,7 +416,7 @@ def _sampling(params: SamplingParams, max_tokens: int, recorded_from: int | None
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
-    recorded: _Recorded = {} if recorded_from is None else {"routed_experts_prompt_start": recorded_from}
+    recorded: _NewParameter = {} if recorded_from is None else {"routed_experts_prompt_start": recorded_from}
     return VllmSampling(
         max_tokens=max_tokens,
         temperature=params.temperature,

@@ -31,7 +31,7 @@ class SchedulerLoad:
     kv: KVCache
 
 
-class LoadReader(Protocol):
+class VllmLoadReader(Protocol):
     def read(self) -> SchedulerLoad | None:
         """None while nothing is known."""
         ...

@@ -2,8 +2,8 @@
 
 To load a tensor vLLM looks up its name and calls the parameter's loader twice, the first time to count. That takes 0.3
 ms, and a mixture of experts has tens of thousands of tensors, while the engine is paused. But the places are the same
-at every push: `Recorder` notes what the loaders write where, and `Places` writes it again. What follows when a layer is
-complete (packing, quantization, the copy into the tensors that are served) stays vLLM's.
+at every push: `WriteRecorder` notes what the loaders write where, and `WeightWritePlan` writes it again. What follows
+when a layer is complete (packing, quantization, the copy into the tensors that are served) stays vLLM's.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Noted:
     source: _Region | float
 
 
-class Recorder(TorchDispatchMode):
+class WriteRecorder(TorchDispatchMode):
     """Notes what loaders write while vLLM loads a push. Made when the model is open for a reload."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         self._writes[layer, parameter, target] = _Noted(self._name, address, source)
         return before is None or before.name == self._name
 
-    def places(self) -> Places | None:
+    def places(self) -> WeightWritePlan | None:
         """What was noted; None when something cannot be repeated."""
         if self._unknown:
             logger.info("Parameter sync: vLLM looks up the tensors of every push: %s", self._unknown)
@@ -149,10 +149,10 @@ class Recorder(TorchDispatchMode):
         writes = defaultdict(list)
         for place, noted in self._writes.items():
             writes[noted.name].append(_Write(*place, noted.source))
-        return Places({name: _Loaded(*form, tuple(writes[name])) for name, form in self._tensors.items()})
+        return WeightWritePlan({name: _Loaded(*form, tuple(writes[name])) for name, form in self._tensors.items()})
 
 
-class Places:
+class WeightWritePlan:
     """Loads pushes of the tensors that a recorded one had. One push at a time."""
 
     def __init__(self, loaded: dict[str, _Loaded]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from roll_async.inference.vllm_packed import pack, unpack
-from roll_async.inference.vllm_places import Places, Recorder
+from roll_async.inference.vllm_places import WeightWritePlan, WriteRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,8 +26,8 @@ class Reload:
     def __init__(self, model: nn.Module, config: VllmConfig) -> None:
         self._model, self._config = model, config
         self._learns = not config.parallel_config.enable_eplb  # that moves experts between pushes
-        self._places: Places | None = None
-        self._recorder: Recorder | None = None
+        self._places: WeightWritePlan | None = None
+        self._recorder: WriteRecorder | None = None
         self.is_open = False
 
     @property
@@ -52,7 +52,7 @@ class Reload:
         if self._places is not None:
             self._places.begin()
         elif self._learns:
-            self._recorder = Recorder(self._model)
+            self._recorder = WriteRecorder(self._model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Whole tensors with their names in the checkpoint, in any order."""

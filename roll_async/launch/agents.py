@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from roll_async.agents.book import TrajectoryBook
+from roll_async.agents.book import TrajectoryLog
 from roll_async.agents.gateway.server import PolicyGateway
 from roll_async.agents.groups import AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
@@ -66,7 +66,7 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
         gateway = PolicyGateway(model=config.exp_name)
         await gateway.start()
         stack.push_async_callback(gateway.close)
-    book = TrajectoryBook(Path(config.output_dir) / config.exp_name / "trajectories")
+    book = TrajectoryLog(Path(config.output_dir) / config.exp_name / "trajectories")
     stack.callback(book.close)
     return AgentParts(
         tags={tag: await _tag_plan(config, tag, env, stack) for tag, env in config.custom_envs.items()},

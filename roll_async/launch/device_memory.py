@@ -32,7 +32,7 @@ _KV_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineMemory:
+class EngineBytes:
     """Bytes on one device of an engine."""
 
     weights: int
@@ -52,7 +52,7 @@ class DeviceUse:
 
     devices: tuple[int, ...]
     trainers: tuple[tuple[str, RankMemory], ...]
-    engine: EngineMemory | None
+    engine: EngineBytes | None
     buckets: int
     device_bytes: int
 
@@ -174,7 +174,7 @@ def _trainer(config: PipelineConfig, role: WorkerConfig) -> RankMemory:
     return rank_memory(_model(role), MegatronSettings.of(config, role), len(role.device_mapping))
 
 
-def _engine(role: WorkerConfig, device_bytes: int) -> EngineMemory:
+def _engine(role: WorkerConfig, device_bytes: int) -> EngineBytes:
     strategy, model = role.strategy_args.strategy_config, _model(role)
     ranks, stages, share, longest = 1, 1, 1.0, 0
     if isinstance(strategy, VllmConfig):
@@ -194,7 +194,7 @@ def _engine(role: WorkerConfig, device_bytes: int) -> EngineMemory:
     reserved = int(share * device_bytes)
     kv = reserved - weights - ENGINE_WORK_BYTES
     per_token = _kv_bytes_per_token(model, ranks) // stages
-    return EngineMemory(
+    return EngineBytes(
         weights=weights, reserved=reserved, kv=max(0, kv), kv_tokens=max(0, kv) // per_token, longest=longest
     )
 

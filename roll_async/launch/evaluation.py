@@ -19,7 +19,7 @@ from typing import TypeVar
 from roll_async.agents.groups import AgentGroups
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import MAIN_SET
-from roll_async.inference.endpoint import Endpoint, EndpointOptions, Refused
+from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
 from roll_async.launch.agents import agent_parts, group_options, validation_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.launch.rollout import data_options, held_out_of, start_scorer
@@ -110,7 +110,7 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     """Measure what is behind an address. Raises ValueError for what the user can fix, ConnectionError when nothing
     answers.
     """
-    endpoint = Endpoint(options)
+    endpoint = ChatEndpoint(options)
     stack.push_async_callback(endpoint.close)
     await endpoint.start()
     held_out = await asyncio.to_thread(held_out_of, config)
@@ -130,7 +130,7 @@ def _sampling(config: PipelineConfig) -> dict[str, SetSampling]:
 class EndpointSource:
     """`pipelines/validation.py: AnswersPrompts` over an address. The tokens of an answer are those of its text."""
 
-    def __init__(self, config: RLVRConfig, endpoint: Endpoint, router: RewardRouter) -> None:
+    def __init__(self, config: RLVRConfig, endpoint: ChatEndpoint, router: RewardRouter) -> None:
         self._endpoint, self._router, self._tokenizer = endpoint, router, load_tokenizer(config.pretrain)
         self._chats: dict[tuple[str, str], Sequence[Mapping[str, str]]] = {}
         assert config.validation is not None

@@ -23,7 +23,7 @@ from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.launch.roles import RolePlacements
-from roll_async.launch.run import Assembled, RunClasses, build_run
+from roll_async.launch.run import Assembled, UserHooks, build_run
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, restored_step
 from roll_async.launch.signals import print_line, stop_on_signals
 from roll_async.observe.recorder import Recorder
@@ -42,7 +42,7 @@ async def started_roles(
     runtime: RuntimeInfo,
     placements: RolePlacements,
     observers: tuple[Recorder, RunFolder],
-    classes: RunClasses,
+    classes: UserHooks,
 ) -> AsyncIterator[Assembled]:
     """The started roles, coupled, with signal handlers. All of them are closed when the block ends."""
     loop = asyncio.get_running_loop()

@@ -28,7 +28,7 @@ from roll_async.config.schema import (
 )
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.rollout import StartedRollout, start_engines, start_rollout
-from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, DeviceTurns
+from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, PhaseSwitcher
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Roles:
 
     training: Mapping[str, RayTrainerGroup]
     rollout: StartedRollout | RolloutProcess
-    turns: DeviceTurns | None = None
+    turns: PhaseSwitcher | None = None
     """The turns of training roles and engines on shared devices; None = they share none."""
 
 
@@ -166,7 +166,7 @@ class RoleStarter:
         sleepers = {name for name, devices in engines.items() if theirs & set(devices)}
         memory = DeviceMemory(devices_of={**engines, **ranks})
         manager = rollout.engines.manager
-        turns = DeviceTurns(lambda: [r for r in manager.clients if r.name in sleepers], memory)  # type: ignore[misc]
+        turns = PhaseSwitcher(lambda: [r for r in manager.clients if r.name in sleepers], memory)  # type: ignore[misc]
         await manager.interrupt("resume", config.async_training.interrupt.timeout)
         await turns.to_trainer(DROP_WEIGHTS)
         workers = training_roles(config).items()

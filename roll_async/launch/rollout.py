@@ -25,9 +25,9 @@ from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfi
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
-from roll_async.pipelines.turns import DeviceTurns
+from roll_async.pipelines.turns import PhaseSwitcher
 from roll_async.pipelines.wire import (
-    Classes,
+    ComponentTypes,
     EngineOptions,
     Engines,
     RolloutOptions,
@@ -37,7 +37,7 @@ from roll_async.pipelines.wire import (
     wire_rollout,
 )
 from roll_async.prompts.load import DataOptions, judged, load_prompts
-from roll_async.prompts.pool import PooledPrompts, PoolOptions
+from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import at_time, load_tokenizer
 from roll_async.prompts.tool_turns import ChatToolCodec
@@ -72,7 +72,7 @@ class RolloutSpec:
     rollouter: type[Rollouter] = Rollouter
     tools: Mapping[str, Tool] = field(default_factory=dict)
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
-    turns: DeviceTurns | None = None
+    turns: PhaseSwitcher | None = None
     """The turns of training roles and engines on shared devices; None = they share none."""
     trainer_hosts: frozenset[str] = frozenset()
     """Addresses of the trainer's nodes."""
@@ -121,7 +121,7 @@ class StartedRollout:
             pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
         transport = _transport(config, hosts)
-        side = wire_rollout(roles, RolloutOptions.of(config, transport), Classes(rollouter=spec.rollouter))
+        side = wire_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
         self.starter.one_host = next(iter(hosts)) if transport in ONE_HOST else None
         folder = Path(config.output_dir) / config.exp_name
         await follow_requests(folder, self.engines, self.starter, side.queue, self.stack)
@@ -206,7 +206,7 @@ def prompts_of(config: RLVRConfig) -> LoadedPrompts:
         reserve, files = {}, config.prompt_pool.refill_file_name
         if files:
             reserve = load_prompts(data_options(config, replace(data, file_name=files)), every_domain=False)
-        pool = partial(PooledPrompts, stream.at, train, PoolOptions.of(config), reserve=reserve)
+        pool = partial(PooledPrompts, stream.at, train, PromptPoolOptions.of(config), reserve=reserve)
         pool()  # raises before anything starts if the rows have no numbers for the curriculum
     return LoadedPrompts(stream=stream, held_out=held_out_of(config), pool=pool)
 

@@ -20,8 +20,8 @@ from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.turns import TurnRollout
-from roll_async.pipelines.wire import Classes, RunOptions, wire
+from roll_async.pipelines.turns import PhasedRollout
+from roll_async.pipelines.wire import ComponentTypes, RunOptions, wire
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
@@ -30,7 +30,7 @@ from roll_async.trainer.roles import LearnerParts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunClasses:
+class UserHooks:
     """Classes and callbacks that a user may replace, and options of the launcher."""
 
     trainer: type[TrainLoop] = TrainLoop
@@ -65,7 +65,7 @@ class Assembled:
     pipeline: RLVRPipeline
     actor: RayTrainerGroup
     checkpoint: LoopCheckpoint
-    turns: TurnRollout | None = None
+    turns: PhasedRollout | None = None
     """The turns of trainer and engines on shared devices; None = they share none."""
 
     async def export_hf(self, folder: str) -> None:
@@ -81,7 +81,7 @@ async def build_run(
     placements: RolePlacements,
     stack: AsyncExitStack,
     observers: tuple[Recorder, RunFolder],
-    classes: RunClasses,
+    classes: UserHooks,
 ) -> Assembled:
     """Start every role and couple them; they close with the stack. Raises ValueError for what the user can fix,
     RoleFailed for what a role reports.
@@ -114,7 +114,7 @@ async def couple(
     roles: Roles,
     recorder: Recorder,
     folder: RunFolder,
-    classes: RunClasses,
+    classes: UserHooks,
     samples: SampleDump | None = None,
 ) -> Assembled:
     """A pipeline on roles that run already; restores the checkpoint that `checkpoint.resume_from` names."""
@@ -155,5 +155,5 @@ async def couple(
         monitor_interval_s=classes.monitor_interval_s,
         custom_monitor=classes.custom_monitor,
     )
-    pipeline = wire(parts, options, Classes(trainer=classes.trainer), side.turns)
+    pipeline = wire(parts, options, ComponentTypes(trainer=classes.trainer), side.turns)
     return Assembled(pipeline=pipeline, actor=actor, checkpoint=checkpoint, turns=side.turns)

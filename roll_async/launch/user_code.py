@@ -151,7 +151,7 @@ def _bound(file: Path) -> Mapping[str, ast.stmt]:
     return found
 
 
-class Field(NamedTuple):
+class Setting(NamedTuple):
     """One setting of a world or tool."""
 
     type: str
@@ -159,7 +159,7 @@ class Field(NamedTuple):
     is_required: bool
 
 
-def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Field] | None:
+def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Setting] | None:
     """Fields of the `Options` of a class; None where the source does not tell."""
     world = bound.get(name)
     if not isinstance(world, ast.ClassDef):
@@ -175,11 +175,11 @@ def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Field] | Non
     return None if world.bases or world.keywords else {}
 
 
-def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Field] | None:
+def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Setting] | None:
     node = bound.get(name)
     if not isinstance(node, ast.ClassDef) or node.keywords:
         return None
-    found: dict[str, Field] = {}
+    found: dict[str, Setting] = {}
     for base in node.bases:
         inherited = _fields(bound, base.id) if isinstance(base, ast.Name) else None
         if inherited is None:
@@ -192,5 +192,5 @@ def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Field] | None
             given = ast.unparse(field.value) if field.value is not None else ""
             if "init=False" not in given:
                 has_default = field.value is not None and ("field(" not in given or "default" in given)
-                found[field.target.id] = Field(ast.unparse(field.annotation), not has_default)
+                found[field.target.id] = Setting(ast.unparse(field.annotation), not has_default)
     return found

@@ -52,7 +52,7 @@ class LagZeroOptions:
         return cls(band=band_of(config), stop=config.weight_sync.on_mismatch == "stop")
 
 
-class LagZero:
+class OnPolicyCheck:
     """Keeps what the last canary found, to tell the suspects apart."""
 
     def __init__(self, options: LagZeroOptions | None) -> None:

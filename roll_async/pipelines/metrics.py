@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
-from roll_async.pipelines.protocol import Observes
+from roll_async.pipelines.protocol import RunObserver
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
@@ -51,7 +51,7 @@ class StepClock:
         return self._loop.time() - self._started
 
 
-def trace_step(observer: Observes, step: int, groups: Sequence[Group], clock: StepClock) -> None:
+def trace_step(observer: RunObserver, step: int, groups: Sequence[Group], clock: StepClock) -> None:
     """The trace's spans of one training step."""
     for name, started, ended in clock.spans:
         observer.span("trainer", name, started, ended, step=step)

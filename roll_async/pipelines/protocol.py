@@ -16,6 +16,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.config.schema import PipelineConfig
 from roll_async.pipelines.lag_zero import LagZeroOptions
+from roll_async.rollout.protocol import Validator
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
@@ -23,7 +24,7 @@ from roll_async.weight_sync.canary import CanaryReport
 from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
 
 
-class Batches(Protocol):
+class BatchQueue(Protocol):
     """The consumer's side of `buffer/message_queue.py`."""
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]: ...
@@ -37,7 +38,7 @@ class Batches(Protocol):
     def close(self) -> None: ...
 
 
-class Generates(Protocol):
+class Generator(Protocol):
     """`rollout/rollouter.py`, seen from the train loop."""
 
     async def run(self) -> None: ...
@@ -51,7 +52,7 @@ class Generates(Protocol):
     def stats(self) -> RollouterStats: ...
 
 
-class Pushes(Protocol):
+class WeightPusher(Protocol):
     """`weight_sync/synchronizer.py`, seen from the train loop."""
 
     async def push(self, version: WeightVersion) -> SyncReport: ...
@@ -65,13 +66,13 @@ class Pushes(Protocol):
     def status(self) -> SyncStatus: ...
 
 
-class Learns(Protocol):
+class GroupLearner(Protocol):
     """`trainer/learner.py`, or a fake on the virtual clock."""
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport: ...
 
 
-class Saves(Protocol):
+class Checkpointer(Protocol):
     """Checkpoint of the whole loop at the end of a step."""
 
     async def save(self, step: int) -> None:
@@ -81,21 +82,7 @@ class Saves(Protocol):
         """Wait for the save in the background, and raise its error."""
 
 
-class Validates(Protocol):
-    """`pipelines/validation.py`, or its client."""
-
-    async def prepare(self, step: int) -> bool:
-        """With mode replicas, before the push of a step that is due: its replicas get the weights of the step, too.
-        False: there is none.
-        """
-        ...
-
-    async def __call__(self, step: int) -> Mapping[str, float]:
-        """The metrics of the validation after a training step; nothing where its own replicas are lost."""
-        ...
-
-
-class Observes(Protocol):
+class RunObserver(Protocol):
     """The receiver of metrics, trace spans and events."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -170,13 +157,13 @@ class RunPlan:
 class PipelineParts:
     """The roles the loop couples."""
 
-    queue: Batches
-    rollouter: Generates
-    learner: Learns
-    synchronizer: Pushes
-    checkpoint: Saves
-    observer: Observes
-    validate: Validates | None = None
+    queue: BatchQueue
+    rollouter: Generator
+    learner: GroupLearner
+    synchronizer: WeightPusher
+    checkpoint: Checkpointer
+    observer: RunObserver
+    validate: Validator | None = None
     dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
     """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
 

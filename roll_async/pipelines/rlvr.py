@@ -39,7 +39,7 @@ from typing import TypeVar
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
-from roll_async.pipelines.lag_zero import LagZero
+from roll_async.pipelines.lag_zero import OnPolicyCheck
 from roll_async.pipelines.metrics import (
     StepClock,
     canary_metrics,
@@ -168,7 +168,7 @@ class TrainLoop:
 
     def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
         self._parts, self._plan = parts, plan
-        self.lag_zero = LagZero(plan.lag_zero)
+        self.lag_zero = OnPolicyCheck(plan.lag_zero)
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
         self._busy_s: Mapping[str, float] = {}

@@ -28,7 +28,8 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
-from roll_async.pipelines.protocol import Batches, Learns, PipelineParts, RunPlan, Saves, Validates
+from roll_async.pipelines.protocol import BatchQueue, Checkpointer, GroupLearner, PipelineParts, RunPlan
+from roll_async.rollout.protocol import Validator
 from roll_async.schema import Group
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory, StepReport
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
@@ -51,7 +52,7 @@ class SleepingReplica(Protocol):
     async def wake(self, tags: Sequence[str]) -> EngineMemory: ...
 
 
-class Turn(Enum):
+class DevicePhase(Enum):
     """Which roles may use the shared devices."""
 
     ENGINES = "engines"  # weights and KV cache; the trainer has nothing there
@@ -114,7 +115,7 @@ class DeviceMemory:
                 raise MemoryNotGivenBack(f"{role} should have freed its device memory and holds {size} bytes")
 
 
-class DeviceTurns:
+class PhaseSwitcher:
     """The state machine of turns. Transitions run one at a time; the error of a failed one ends the run."""
 
     def __init__(self, replicas: Callable[[], Sequence[SleepingReplica]], memory: DeviceMemory) -> None:
@@ -125,7 +126,7 @@ class DeviceTurns:
         self._groups: dict[str, OffloadingGroup] = {}
         """Training roles that share devices with an engine."""
         self._lock = asyncio.Lock()
-        self.turn = Turn.ENGINES
+        self.turn = DevicePhase.ENGINES
         self.changes = 0
         """Changes of turn since the start."""
         self.seconds = 0.0
@@ -133,35 +134,37 @@ class DeviceTurns:
 
     async def add_groups(self, groups: Mapping[str, OffloadingGroup]) -> None:
         """Add ranks that were started in the trainer's turn; they hold memory on their devices."""
-        assert self.turn is Turn.TRAINER, "ranks start in the trainer's turn: otherwise there is no memory for them"
+        assert self.turn is DevicePhase.TRAINER, (
+            "ranks start in the trainer's turn: otherwise there is no memory for them"
+        )
         self._groups |= groups
         await self._record_groups(lambda group: group.load_states())
 
     async def to_trainer(self, level: int = KEEP_WEIGHTS) -> None:
         """Put the paused engines to sleep, then load all state of the ranks."""
         async with self._lock:
-            if self.turn is Turn.TRAINER:
+            if self.turn is DevicePhase.TRAINER:
                 return
-            if self.turn is Turn.BOTH:  # a push failed half way: engines must be whole before they can sleep
+            if self.turn is DevicePhase.BOTH:  # a push failed half way: engines must be whole before they can sleep
                 await self._both_to_engines()
             began = asyncio.get_running_loop().time()
             self.memory.check_released(await self._record_replicas(lambda replica: replica.sleep(level)))
             await self._record_groups(lambda group: group.load_states())
-            self._changed(Turn.TRAINER, began)
+            self._changed(DevicePhase.TRAINER, began)
 
     async def to_both(self) -> None:
         """For a push: the ranks keep only their weights on the devices, the engines allocate theirs."""
         async with self._lock:
-            if self.turn is Turn.TRAINER:
+            if self.turn is DevicePhase.TRAINER:
                 await self._trainer_to_both()
-            assert self.turn is Turn.BOTH, f"a push in the turn of the {self.turn.value}"
+            assert self.turn is DevicePhase.BOTH, f"a push in the turn of the {self.turn.value}"
 
     async def to_engines(self) -> None:
         """Offload all state of the ranks, then give the engines weights and KV cache. They stay paused."""
         async with self._lock:
-            if self.turn is Turn.TRAINER:
+            if self.turn is DevicePhase.TRAINER:
                 await self._trainer_to_both()
-            if self.turn is Turn.BOTH:
+            if self.turn is DevicePhase.BOTH:
                 await self._both_to_engines()
 
     async def _trainer_to_both(self) -> None:
@@ -171,14 +174,14 @@ class DeviceTurns:
             self.memory.record_ranks(name, await group.offload_states(kinds))
         self.memory.check_released([name for name in self._groups if name != _PUSHED_ROLE])
         await self._record_replicas(lambda replica: replica.wake([WEIGHTS]))
-        self._changed(Turn.BOTH, began)
+        self._changed(DevicePhase.BOTH, began)
 
     async def _both_to_engines(self) -> None:
         began = asyncio.get_running_loop().time()
         await self._record_groups(lambda group: group.offload_states())
         self.memory.check_released(list(self._groups))
         await self._record_replicas(lambda replica: replica.wake([KV_CACHE]))
-        self._changed(Turn.ENGINES, began)
+        self._changed(DevicePhase.ENGINES, began)
 
     async def _record_groups(self, change: Callable[[OffloadingGroup], Awaitable[Sequence[StateMemory]]]) -> None:
         changed = await asyncio.gather(*(change(group) for group in self._groups.values()))
@@ -193,21 +196,21 @@ class DeviceTurns:
             self.memory.record_replica(replica.name, memory)
         return [replica.name for replica in replicas]
 
-    def _changed(self, turn: Turn, began_s: float) -> None:
+    def _changed(self, turn: DevicePhase, began_s: float) -> None:
         self.turn, self.changes = turn, self.changes + 1
         self.seconds += asyncio.get_running_loop().time() - began_s
 
 
-class TurnRollout:
+class PhasedRollout:
     """`weight_sync/protocol.py: Rollout`: engines are resumed only in their own turn."""
 
-    def __init__(self, rollout: Rollout, turns: DeviceTurns, *, timeout_s: float, keeps_frozen: bool = False) -> None:
+    def __init__(self, rollout: Rollout, turns: PhaseSwitcher, *, timeout_s: float, keeps_frozen: bool = False) -> None:
         """`timeout_s`: how long the engines may take to pause. `keeps_frozen`: a push sends adapters alone, so engines
         need the weights below them afterwards.
         """
         self._rollout, self._turns, self._timeout_s = rollout, turns, timeout_s
         self.level_before_push = KEEP_WEIGHTS if keeps_frozen else DROP_WEIGHTS
-        self._stopped = turns.turn is not Turn.ENGINES
+        self._stopped = turns.turn is not DevicePhase.ENGINES
 
     async def interrupt(self, mode: str, timeout_s: float) -> None:
         """Pause the engines, unless they are paused."""
@@ -236,10 +239,10 @@ class TurnRollout:
         return not self._stopped
 
 
-class TurnSource:
+class PhasedSource:
     """`WeightSource`: the engines allocate memory for the weights before the first bucket."""
 
-    def __init__(self, source: WeightSource, turns: DeviceTurns) -> None:
+    def __init__(self, source: WeightSource, turns: PhaseSwitcher) -> None:
         self._source, self._turns = source, turns
 
     async def export_weights(self, plan: UpdatePlan) -> AsyncIterator[UpdatePlan | Bucket | str]:
@@ -251,12 +254,12 @@ class TurnSource:
         return await self._source.score(rows)
 
 
-class TurnLearner:
-    """`Learns` in the trainer's turn, whose beginning is reported apart from the work of the ranks. If a push of all
-    weights follows the step, engines drop theirs instead of keeping a copy in host memory.
+class PhasedLearner:
+    """`GroupLearner` in the trainer's turn, whose beginning is reported apart from the work of the ranks. If a push of
+    all weights follows the step, engines drop theirs instead of keeping a copy in host memory.
     """
 
-    def __init__(self, learner: Learns, rollout: TurnRollout, pushes_after: Callable[[int], bool]) -> None:
+    def __init__(self, learner: GroupLearner, rollout: PhasedRollout, pushes_after: Callable[[int], bool]) -> None:
         self._learner, self._rollout, self._pushes_after = learner, rollout, pushes_after
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
@@ -267,10 +270,10 @@ class TurnLearner:
         return replace(await self._learner.learn(groups, step), turn_s=turn_s)
 
 
-class TurnQueue:
-    """`Batches`: waiting for groups begins with the engines' turn."""
+class PhasedQueue:
+    """`BatchQueue`: waiting for groups begins with the engines' turn."""
 
-    def __init__(self, queue: Batches, rollout: TurnRollout) -> None:
+    def __init__(self, queue: BatchQueue, rollout: PhasedRollout) -> None:
         self._queue, self._rollout = queue, rollout
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]:
@@ -290,10 +293,10 @@ class TurnQueue:
         self._queue.close()
 
 
-class TurnSaves:
-    """`Saves` in the trainer's turn; engines that generated before are resumed afterwards."""
+class PhasedSaves:
+    """`Checkpointer` in the trainer's turn; engines that generated before are resumed afterwards."""
 
-    def __init__(self, saves: Saves, rollout: TurnRollout) -> None:
+    def __init__(self, saves: Checkpointer, rollout: PhasedRollout) -> None:
         self._saves, self._rollout = saves, rollout
 
     async def save(self, step: int) -> None:
@@ -307,10 +310,10 @@ class TurnSaves:
         await self._saves.finish()
 
 
-class TurnValidates:
-    """`Validates` in the engines' turn."""
+class PhasedValidates:
+    """`Validator` in the engines' turn."""
 
-    def __init__(self, validate: Validates, rollout: TurnRollout) -> None:
+    def __init__(self, validate: Validator, rollout: PhasedRollout) -> None:
         self._validate, self._rollout = validate, rollout
 
     async def prepare(self, step: int) -> bool:
@@ -321,7 +324,7 @@ class TurnValidates:
         return await self._validate(step)
 
 
-def take_turns(parts: PipelineParts, plan: RunPlan, rollout: TurnRollout) -> PipelineParts:
+def take_turns(parts: PipelineParts, plan: RunPlan, rollout: PhasedRollout) -> PipelineParts:
     """The parts of a run whose roles share devices. Each asks for the devices before it uses them."""
 
     def pushes_after(step: int) -> bool:
@@ -331,8 +334,8 @@ def take_turns(parts: PipelineParts, plan: RunPlan, rollout: TurnRollout) -> Pip
     validate = parts.validate
     return replace(
         parts,
-        queue=TurnQueue(parts.queue, rollout),
-        learner=TurnLearner(parts.learner, rollout, pushes_after),
-        checkpoint=TurnSaves(parts.checkpoint, rollout),
-        validate=None if validate is None else TurnValidates(validate, rollout),
+        queue=PhasedQueue(parts.queue, rollout),
+        learner=PhasedLearner(parts.learner, rollout, pushes_after),
+        checkpoint=PhasedSaves(parts.checkpoint, rollout),
+        validate=None if validate is None else PhasedValidates(validate, rollout),
     )

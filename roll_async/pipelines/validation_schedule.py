@@ -29,7 +29,7 @@ class Waits(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Running:
+class _RunningValidation:
     """A validation that has begun, and whose result is not published."""
 
     step: int
@@ -44,7 +44,7 @@ class ValidationSchedule:
         self._validate, self._rollouter = parts.validate, parts.rollouter
         self._every = plan.eval_every if parts.validate is not None else 0
         self._mode, self._wait_for, self._trained = plan.validation_mode, wait_for, trained
-        self._running: _Running | None = None
+        self._running: _RunningValidation | None = None
         self.begun_until = 0
         """Last step of which a validation has begun."""
         self.num_skipped = 0
@@ -90,7 +90,7 @@ class ValidationSchedule:
     def _begin(self, step: int) -> None:
         assert self._validate is not None and self._running is None
         self.begun_until = step
-        self._running = _Running(step=step, metrics=asyncio.ensure_future(self._validate(step)))
+        self._running = _RunningValidation(step=step, metrics=asyncio.ensure_future(self._validate(step)))
 
     async def result(self, *, wait: bool, stoppable: bool = True) -> Mapping[str, float]:
         """The result of the validation that has begun; nothing without one. What is left of it goes before training;
@@ -103,7 +103,7 @@ class ValidationSchedule:
         async with self._training_set_aside():
             return await self._result(stoppable=stoppable)
 
-    async def _wait(self, *, stoppable: bool) -> _Running:
+    async def _wait(self, *, stoppable: bool) -> _RunningValidation:
         """A stop ends the wait, not the validation."""
         assert self._running is not None
         await self._wait_for(asyncio.shield(self._running.metrics), stoppable=stoppable)

@@ -20,16 +20,16 @@ from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
-from roll_async.pipelines.protocol import PipelineParts, RunPlan, Validates
+from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.turns import DeviceTurns, TurnRollout, TurnSource, take_turns
+from roll_async.pipelines.turns import PhasedRollout, PhasedSource, PhaseSwitcher, take_turns
 from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation, ValidationPlace
 from roll_async.pipelines.validators import Validators
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.protocol import PromptPool, PromptSource, Replica
+from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, Validator
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
@@ -42,7 +42,7 @@ _MOST_TEXTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Classes:
+class ComponentTypes:
     """The classes to build: the usual ones, a user's sub-classes, or a test's faulty sub-classes."""
 
     manager: type[AsyncLLMServerManager] = AsyncLLMServerManager
@@ -88,7 +88,7 @@ class Engines:
 
 
 def connect(
-    replicas: Sequence[Replica], starter: Starter, options: EngineOptions, classes: Classes = Classes()
+    replicas: Sequence[Replica], starter: Starter, options: EngineOptions, classes: ComponentTypes = ComponentTypes()
 ) -> Engines:
     """The manager of the replicas and its supervisor. `starter` starts lost replicas again, and new ones."""
     manager = classes.manager(replicas, options.manager)
@@ -155,7 +155,7 @@ class RolloutRoles:
     """Of the run whose ledger this is; empty = it has none."""
     position: Mapping[str, object] | None = None
     """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
-    turns: DeviceTurns | None = None
+    turns: PhaseSwitcher | None = None
     """The turns of trainer and engines on shared devices; None = they share none."""
     pool: PromptPool | None = None
     """Chooses prompts by past pass rate."""
@@ -168,12 +168,14 @@ class RolloutSide:
     queue: MessageQueue
     rollouter: Rollouter
     synchronizer: ParameterSynchronizer[Replica]
-    validate: Validates | None
-    turns: TurnRollout | None = None
+    validate: Validator | None
+    turns: PhasedRollout | None = None
     """See `RolloutRoles.turns`."""
 
 
-def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes = Classes()) -> RolloutSide:
+def wire_rollout(
+    roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes = ComponentTypes()
+) -> RolloutSide:
     """Queue, rollouter, synchronizer and validation of one run. Nothing runs yet."""
     manager, supervisor = roles.engines.manager, roles.engines.supervisor
     source = roles.groups(manager)
@@ -199,13 +201,13 @@ def wire_rollout(roles: RolloutRoles, options: RolloutOptions, classes: Classes 
     )
     turns, source_of_weights = None, roles.weights
     if roles.turns is not None:
-        turns = TurnRollout(
+        turns = PhasedRollout(
             rollouter,
             roles.turns,
             timeout_s=options.sync.interrupt_timeout_s,
             keeps_frozen=options.sync.adapters,
         )
-        source_of_weights = TurnSource(roles.weights, roles.turns)
+        source_of_weights = PhasedSource(roles.weights, roles.turns)
     canary = None
     if options.canary is not None:
         canary = Canary(canary_rows(_texts(roles.prompts), options.canary), source_of_weights, options.canary)
@@ -275,7 +277,10 @@ class RunOptions:
 
 
 def wire(
-    roles: PipelineParts, options: RunOptions, classes: Classes = Classes(), turns: TurnRollout | None = None
+    roles: PipelineParts,
+    options: RunOptions,
+    classes: ComponentTypes = ComponentTypes(),
+    turns: PhasedRollout | None = None,
 ) -> RLVRPipeline:
     """The pipeline of one run. `roles` holds the objects of the rollout side that `wire_rollout` made, or clients of
     them; `turns` is from `wire_rollout`, too.

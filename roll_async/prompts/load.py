@@ -13,7 +13,7 @@ from itertools import islice
 from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, read_rows
-from roll_async.prompts.tokenizer import Renderer, at_time, load_tokenizer
+from roll_async.prompts.tokenizer import ChatEncoder, at_time, load_tokenizer
 from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,9 @@ def _tokenised(
     """Every row with its token ids or the reason it has none, in order."""
     chunks = _chunks(rows)
     if options.num_workers == 1:
-        renderer = Renderer(at_time(load_tokenizer(options.tokenizer_folder), options.template_time), options.template)
+        renderer = ChatEncoder(
+            at_time(load_tokenizer(options.tokenizer_folder), options.template_time), options.template
+        )
         for chunk in chunks:
             yield from zip(chunk, renderer.render([row.messages for row, _ in chunk]), strict=True)
         return
@@ -243,7 +245,7 @@ def _tokenised_in_processes(
         initializer=_start_worker,
         initargs=(options.tokenizer_folder, options.template_time, options.template),
     ) as pool:
-        Renderer(load_tokenizer(options.tokenizer_folder), options.template)  # its errors are readable here
+        ChatEncoder(load_tokenizer(options.tokenizer_folder), options.template)  # its errors are readable here
         under_way = []
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_render, [row.messages for row, _ in chunk])))
@@ -260,12 +262,12 @@ def _chunks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
         yield chunk
 
 
-_worker_renderer: Renderer | None = None
+_worker_renderer: ChatEncoder | None = None
 
 
 def _start_worker(folder: str, time: str | None, template: str) -> None:
     global _worker_renderer
-    _worker_renderer = Renderer(at_time(load_tokenizer(folder), time), template)
+    _worker_renderer = ChatEncoder(at_time(load_tokenizer(folder), time), template)
 
 
 def _render(chats: Chats) -> list[list[int] | str]:

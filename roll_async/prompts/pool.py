@@ -29,7 +29,7 @@ _VISITS_APART = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolOptions:
+class PromptPoolOptions:
     """How rows are chosen; see `config/schema_rollout.py: PromptPoolConfig`."""
 
     seed: int = 0
@@ -43,7 +43,7 @@ class PoolOptions:
     curriculum_prompts: int = 0
 
     @classmethod
-    def of(cls, config: RLVRConfig) -> PoolOptions:
+    def of(cls, config: RLVRConfig) -> PromptPoolOptions:
         """As the config has it."""
         pool = config.prompt_pool
         return cls(
@@ -100,7 +100,7 @@ class PooledPrompts:
         self,
         at: Callable[[int], Prompt | None],
         by_domain: Mapping[str, Sequence[Prompt]],
-        options: PoolOptions,
+        options: PromptPoolOptions,
         *,
         reserve: Mapping[str, Sequence[Prompt]] | None = None,
     ) -> None:
@@ -246,7 +246,7 @@ class PooledPrompts:
                 yield f"pool/pass_rate_visit_{visit}", total / count
 
 
-def _ranks(name: str, rows: Sequence[Prompt], options: PoolOptions) -> list[float]:
+def _ranks(name: str, rows: Sequence[Prompt], options: PromptPoolOptions) -> list[float]:
     """Share of the rows that are easier, by row; equal ones share theirs. Raises ValueError for a row whose column
     holds no number.
     """

@@ -134,7 +134,7 @@ def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:
     return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
 
 
-class Renderer:
+class ChatEncoder:
     """Chats to token ids, ready for the assistant's answer. Raises ValueError for an unknown template or a tokenizer
     without one.
     """

@@ -12,7 +12,7 @@ from roll_async.rewards.sandbox.cases import Case, parse_cases
 from roll_async.rewards.sandbox.checks import holds
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.local import LocalSandbox
-from roll_async.rewards.sandbox.protocol import Outcome, Run, Runner
+from roll_async.rewards.sandbox.protocol import ProgramResult, Run, Runner
 from roll_async.rewards.sandbox.remote import RemoteSandbox
 from roll_async.rewards.sandbox.values import decode
 from roll_async.rewards.verdict import Verdict
@@ -101,7 +101,7 @@ def program_of(text: str) -> str | None:
     return (python or plain or [None])[-1]
 
 
-def judge(case: Case, outcome: Outcome) -> tuple[float, str]:
+def judge(case: Case, outcome: ProgramResult) -> tuple[float, str]:
     """(share passed, problem). The comparison happens here, outside the sandbox."""
     if case.kind == "pytest":
         return _pytest_share(outcome)
@@ -164,7 +164,7 @@ def same_value(value: object, expected: object) -> bool:
     return type(value) is type(expected) and value == expected
 
 
-def _pytest_share(outcome: Outcome) -> tuple[float, str]:
+def _pytest_share(outcome: ProgramResult) -> tuple[float, str]:
     result = outcome.result or {}
     passed, total = result.get("passed"), result.get("total")
     if outcome.problem or not isinstance(passed, int) or not isinstance(total, int):

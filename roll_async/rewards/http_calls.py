@@ -32,6 +32,17 @@ class Backoff:
         return min(self.longest_s, max(0.0, seconds)) if math.isfinite(seconds) else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """A call that failed in a way that is worth another attempt."""
+
+    reason: str
+    pause_s: float | None = None
+    """What the service asked for."""
+    unreadable: bool = False
+    """It answered, but not what was asked for."""
+
+
 def open_session(*, key: str, variable: str | None, timeout_s: float) -> aiohttp.ClientSession:
     """A session that shows the secret in environment variable `variable` (None = none needed).
 

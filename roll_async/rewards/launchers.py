@@ -18,8 +18,8 @@ from typing import Protocol
 
 from roll_async.rewards.worker_process import (
     START_TIMEOUT_S,
+    JudgeWorker,
     Process,
-    Worker,
     WorkerOptions,
     start_python,
     worker_behind,
@@ -29,7 +29,7 @@ from roll_async.rewards.worker_process import (
 class Launcher(Protocol):
     """Where a pool gets its workers from."""
 
-    async def start_worker(self) -> Worker:
+    async def start_worker(self) -> JudgeWorker:
         """A worker that is ready. Raises RuntimeError with the reason when none can be started."""
         ...
 
@@ -43,11 +43,11 @@ class Spawner:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
-        self._spare: asyncio.Task[Worker] | None = None
-        self._kept: set[asyncio.Task[Worker]] = set()
+        self._spare: asyncio.Task[JudgeWorker] | None = None
+        self._kept: set[asyncio.Task[JudgeWorker]] = set()
         """Workers that nobody has yet. One that is ready in the moment in which its caller is cancelled stays here."""
 
-    async def start_worker(self) -> Worker:
+    async def start_worker(self) -> JudgeWorker:
         task, self._spare = self._spare or self._start_soon(), None
         try:
             worker = await asyncio.shield(task)
@@ -68,12 +68,12 @@ class Spawner:
                 await (await task).stop()
         self._kept.clear()
 
-    def _start_soon(self) -> asyncio.Task[Worker]:
+    def _start_soon(self) -> asyncio.Task[JudgeWorker]:
         task = asyncio.create_task(self._start(), name=f"worker of {self._options.reward}")
         self._kept.add(task)
         return task
 
-    async def _start(self) -> Worker:
+    async def _start(self) -> JudgeWorker:
         return await worker_behind(self._launch)
 
     async def _launch(self, end: socket.socket) -> Process:
@@ -105,7 +105,7 @@ class Template:
         self._generation = 0
         self._asking = asyncio.Lock()
 
-    async def start_worker(self) -> Worker:
+    async def start_worker(self) -> JudgeWorker:
         return await worker_behind(self._launch)
 
     async def close(self) -> None:

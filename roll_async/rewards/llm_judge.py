@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from roll_async.config.schema_rollout import JudgeConfig
 from roll_async.rewards.answers import after_thinking
-from roll_async.rewards.http_calls import Backoff, open_session
+from roll_async.rewards.http_calls import Backoff, Trouble, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class LlmJudge:
                     return _reward(reply, seconds)
                 case _Refusal():
                     return Reward(score=0.0, status=RewardStatus.ERROR, reason=reply.reason)
-                case _Trouble():
+                case Trouble():
                     problem = reply.reason
                     unreadable += reply.unreadable
                     if attempt < self._config.max_retries:
@@ -158,7 +158,7 @@ class LlmJudge:
             pieces += [rest[:place], values[name]]
             rest = rest[place + len(name) :]
 
-    async def _request(self, question: str) -> _Verdict | _Trouble | _Refusal:
+    async def _request(self, question: str) -> _Verdict | Trouble | _Refusal:
         import aiohttp
 
         assert self._http is not None, "start first"
@@ -178,11 +178,11 @@ class LlmJudge:
                 status, text = response.status, await response.text(errors="replace")
                 pause_s = _BACKOFF.asked_for_s(response.headers.get("Retry-After", ""))
         except TimeoutError:
-            return _Trouble(reason=f"no answer within {self._timeout_s:g} s")
+            return Trouble(reason=f"no answer within {self._timeout_s:g} s")
         except aiohttp.ClientError as error:
-            return _Trouble(reason=f"{type(error).__name__} {error}".strip())
+            return Trouble(reason=f"{type(error).__name__} {error}".strip())
         if status in _BUSY:
-            return _Trouble(reason=f"status {status}", pause_s=pause_s)
+            return Trouble(reason=f"status {status}", pause_s=pause_s)
         if status in (400, 422) and structured and "response_format" in text:
             if self._structured:
                 logger.warning("judge %s knows no response_format; it is asked in words only", self._config.api_url)
@@ -201,27 +201,18 @@ class _Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Trouble:
-    """Worth another attempt."""
-
-    reason: str
-    pause_s: float | None = None
-    unreadable: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Refusal:
     """Another attempt would bring the same."""
 
     reason: str
 
 
-def _read(body: str) -> _Verdict | _Trouble:
+def _read(body: str) -> _Verdict | Trouble:
     """The judge's words as a verdict: the last JSON object in them that is one."""
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
-        return _Trouble(reason=f"not a chat completion: {body[:100]!r}", unreadable=True)
+        return Trouble(reason=f"not a chat completion: {body[:100]!r}", unreadable=True)
     text = after_thinking(content if isinstance(content, str) else "")
     for start in reversed([i for i, c in enumerate(text) if c == "{"][-50:]):
         try:
@@ -231,7 +222,7 @@ def _read(body: str) -> _Verdict | _Trouble:
         verdict = _checked(found)
         if verdict is not None:
             return verdict
-    return _Trouble(reason=f"no verdict in {text[-100:]!r}", unreadable=True)
+    return Trouble(reason=f"no verdict in {text[-100:]!r}", unreadable=True)
 
 
 def _checked(found: object) -> _Verdict | None:

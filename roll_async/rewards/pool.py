@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from roll_async.rewards.launchers import Launcher, Spawner, Template
 from roll_async.rewards.registry import create_reward, is_rule
-from roll_async.rewards.worker_process import Task, Worker, WorkerOptions
+from roll_async.rewards.worker_process import JudgeTask, JudgeWorker, WorkerOptions
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MAX_STARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolOptions:
+class RewardPoolOptions:
     """One domain's workers."""
 
     reward: str
@@ -56,16 +56,16 @@ class PoolOptions:
 class RewardPool:
     """Workers of one domain. `start` before use, `close` at the end."""
 
-    def __init__(self, options: PoolOptions) -> None:
+    def __init__(self, options: RewardPoolOptions) -> None:
         self._options = options
         worker = WorkerOptions(reward=options.reward, memory_mb=options.memory_mb, arguments=options.arguments)
         rule = is_rule(options.reward)
         self._launcher: Launcher = Template(worker) if rule else Spawner(worker)
         self._depth = _RULE_DEPTH if rule else _DEPTH
         self._patience_s = min(_PATIENCE * options.timeout_s, _PATIENCE_S) if rule else options.timeout_s
-        self._waiting: deque[Task] = deque()
-        self._workers: set[Worker] = set()
-        self._aside: set[Worker] = set()
+        self._waiting: deque[JudgeTask] = deque()
+        self._workers: set[JudgeWorker] = set()
+        self._aside: set[JudgeWorker] = set()
         self._starting_up: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._handing_out = False
@@ -80,7 +80,7 @@ class RewardPool:
             *(self._launcher.start_worker() for _ in range(options.num_workers)), return_exceptions=True
         )
         for worker in started:
-            if isinstance(worker, Worker):
+            if isinstance(worker, JudgeWorker):
                 self._seat(worker)
         failed = [e for e in started if isinstance(e, BaseException)]
         if failed:
@@ -110,12 +110,12 @@ class RewardPool:
         caller that gives up takes its task out of the queue.
         """
         line = json.dumps({"text": text, "ground_truth": ground_truth, "extra": dict(extra)}).encode() + b"\n"
-        task = Task(line, self._loop.create_future())
+        task = JudgeTask(line, self._loop.create_future())
         self._waiting.append(task)
         self._hand_out_soon()
         return await task.result
 
-    def _seat(self, worker: Worker) -> None:
+    def _seat(self, worker: JudgeWorker) -> None:
         """From now on it gets tasks."""
         worker.on_answer, worker.on_end = self._answered, self._ended
         self._workers.add(worker)
@@ -139,7 +139,7 @@ class RewardPool:
         for worker in idle:
             self._give(worker, share)
 
-    def _give(self, worker: Worker, up_to: int) -> None:
+    def _give(self, worker: JudgeWorker, up_to: int) -> None:
         """Fill it to this number of tasks."""
         lines = []
         was_idle = not worker.tasks
@@ -156,7 +156,7 @@ class RewardPool:
         if worker.timer is None:
             worker.timer = self._loop.call_at(worker.since_s + self._patience_s, self._look, worker)
 
-    def _answered(self, worker: Worker, lines: list[bytes]) -> None:
+    def _answered(self, worker: JudgeWorker, lines: list[bytes]) -> None:
         worker.since_s = self._loop.time()
         for line in lines:
             try:
@@ -171,7 +171,7 @@ class RewardPool:
         elif len(worker.tasks) <= self._depth // 2:
             self._give(worker, self._depth)
 
-    def _look(self, worker: Worker) -> None:
+    def _look(self, worker: JudgeWorker) -> None:
         """The worker's timer. Tasks pass without touching it, so most of the time the head is a young one."""
         worker.timer = None
         if not worker.tasks:
@@ -191,13 +191,13 @@ class RewardPool:
         wait_s = self._patience_s if age_s < self._patience_s else timeout_s
         worker.timer = self._loop.call_at(worker.since_s + wait_s, self._look, worker)
 
-    def _ended(self, worker: Worker) -> None:
+    def _ended(self, worker: JudgeWorker) -> None:
         """It died, or answered what no worker answers."""
         self.crashes += 1
         head = worker.tasks.popleft() if worker.tasks else None
         self._drop(worker, head)
 
-    def _drop(self, worker: Worker, crashed: Task | None = None) -> None:
+    def _drop(self, worker: JudgeWorker, crashed: JudgeTask | None = None) -> None:
         """Another one takes its place; `crashed` is what it ended with."""
         self._take_back(worker, keep=0)
         seated = worker in self._workers
@@ -209,19 +209,19 @@ class RewardPool:
                 other.timer.cancel()
                 self._look(other)
 
-    def _take_back(self, worker: Worker, keep: int) -> None:
+    def _take_back(self, worker: JudgeWorker, keep: int) -> None:
         """All but the first tasks go back to the head of the queue."""
         while len(worker.tasks) > keep:
             self._waiting.appendleft(worker.tasks.pop())
         self._hand_out_soon()
 
-    def _end(self, worker: Worker, crashed: Task | None = None) -> None:
+    def _end(self, worker: JudgeWorker, crashed: JudgeTask | None = None) -> None:
         worker.on_end = worker.on_answer = None
         self._workers.discard(worker)
         self._aside.discard(worker)
         _keep(self._ending, asyncio.create_task(self._bury(worker, crashed), name="ending reward worker"))
 
-    async def _bury(self, worker: Worker, crashed: Task | None) -> None:
+    async def _bury(self, worker: JudgeWorker, crashed: JudgeTask | None) -> None:
         status = await worker.stop()
         if crashed is None:
             return
@@ -266,7 +266,7 @@ def _ending(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
-def _resolve(task: Task, reward: Reward) -> None:
+def _resolve(task: JudgeTask, reward: Reward) -> None:
     if not task.result.done():
         task.result.set_result(reward)
 

@@ -14,7 +14,7 @@ from roll_async.config.schema_rollout import reads_answers
 from roll_async.observe.outside import encodable
 from roll_async.rewards.first_answers import FirstAnswers
 from roll_async.rewards.llm_judge import LlmJudge
-from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.pool import RewardPool, RewardPoolOptions
 from roll_async.rewards.service_client import ServiceClient
 from roll_async.rewards.verdict import reward_of_error
 from roll_async.schema import Prompt, Reward, RewardStatus
@@ -110,7 +110,7 @@ def create_scorer(config: RewardConfig) -> DomainScorer:
                 "prelude": sandbox.prelude,
             }
     return RewardPool(
-        PoolOptions(
+        RewardPoolOptions(
             reward=config.type,
             num_workers=config.num_workers,
             timeout_s=config.timeout,

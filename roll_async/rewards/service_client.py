@@ -14,11 +14,10 @@ import logging
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema_rollout import ServiceConfig
-from roll_async.rewards.http_calls import Backoff, open_session
+from roll_async.rewards.http_calls import Backoff, Trouble, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class ServiceClient:
         self.outages += 1
         return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._config.api_url}: {problem}")
 
-    async def _post(self, body: bytes) -> Reward | _Trouble:
+    async def _post(self, body: bytes) -> Reward | Trouble:
         import aiohttp
 
         assert self._http is not None, "start first"
@@ -97,28 +96,19 @@ class ServiceClient:
                 status, text = response.status, await response.text(errors="replace")
                 pause_s = _BACKOFF.asked_for_s(response.headers.get("Retry-After", ""))
         except TimeoutError:
-            return _Trouble(reason=f"no answer within {self._timeout_s:g} s")
+            return Trouble(reason=f"no answer within {self._timeout_s:g} s")
         except aiohttp.ClientError as error:
-            return _Trouble(reason=f"{type(error).__name__} {error}".strip())
+            return Trouble(reason=f"{type(error).__name__} {error}".strip())
         if status == 200:
             return _reward(text)
         if status in _REFUSED:
             return Reward(score=0.0, status=RewardStatus.ERROR, reason=f"the service refuses it: {status} {text[:200]}")
         if pause_s is not None:
             pause_s *= random.uniform(1.0, 1.5)
-        return _Trouble(reason=f"status {status} {text[:200]}", pause_s=pause_s)
+        return Trouble(reason=f"status {status} {text[:200]}", pause_s=pause_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Trouble:
-    """Worth another attempt."""
-
-    reason: str
-    pause_s: float | None = None
-    """What the service asked for."""
-
-
-def _reward(text: str) -> Reward | _Trouble:
+def _reward(text: str) -> Reward | Trouble:
     """The reply as a reward. Whatever is not exactly a verdict is trouble: a proxy's page must not become a score."""
     try:
         reply = json.loads(text)
@@ -128,7 +118,7 @@ def _reward(text: str) -> Reward | _Trouble:
         )
         scoring_s, reason = _number(reply["scoring_s"]), str(reply["reason"])
     except (ValueError, KeyError, TypeError) as error:
-        return _Trouble(reason=f"no verdict in {text[:100]!r} ({type(error).__name__}: {error})")
+        return Trouble(reason=f"no verdict in {text[:100]!r} ({type(error).__name__}: {error})")
     score = numbers.pop("score", 0.0)
     return Reward(score=score, status=status, metrics=numbers, reason=reason, scoring_s=scoring_s)
 

@@ -41,7 +41,7 @@ class WorkerOptions:
 
 
 @dataclass(eq=False, slots=True)
-class Task:
+class JudgeTask:
     """One sample to judge: its line for the worker, and who waits."""
 
     line: bytes
@@ -59,17 +59,17 @@ class Process(Protocol):
         ...
 
 
-class Worker(asyncio.Protocol):
+class JudgeWorker(asyncio.Protocol):
     """One process and the tasks it has, the head being computed. `on_answer(worker, lines)` and `on_end(worker)` are
     called once it is ready; both are set by its pool.
     """
 
     def __init__(self) -> None:
-        self.tasks: deque[Task] = deque()
+        self.tasks: deque[JudgeTask] = deque()
         self.since_s = 0.0
         """Loop time at which the head began."""
-        self.on_answer: Callable[[Worker, list[bytes]], None] | None = None
-        self.on_end: Callable[[Worker], None] | None = None
+        self.on_answer: Callable[[JudgeWorker, list[bytes]], None] | None = None
+        self.on_end: Callable[[JudgeWorker], None] | None = None
         self.process: Process | None = None
         self.timer: asyncio.TimerHandle | None = None
         loop = asyncio.get_running_loop()
@@ -139,10 +139,10 @@ class Worker(asyncio.Protocol):
         return status
 
 
-async def worker_behind(launch: Callable[[socket.socket], Awaitable[Process]]) -> Worker:
+async def worker_behind(launch: Callable[[socket.socket], Awaitable[Process]]) -> JudgeWorker:
     """A worker that is ready, from something that starts a process at one end of a socket."""
     ours, theirs = socket.socketpair()
-    worker = Worker()
+    worker = JudgeWorker()
     try:
         worker.process = await launch(theirs)
         theirs.close()

@@ -1,7 +1,7 @@
 """How many requests a replica may run: as many as its KV cache will hold to their ends, by the lengths seen so far.
 
     forecast    for every running request the tokens that it holds now and may hold later: answers end as those before
-                ended (`LengthBook`), and until then each holds one token more per step
+                ended (`LengthSurvival`), and until then each holds one token more per step
     room        new requests are admitted while the expected peak of the sum stays below `target` of the cache
     feedback    for every generation of answers `target` falls by a factor after many preemptions, and rises by a step
                 after few while requests wait (additive increase, multiplicative decrease)
@@ -46,7 +46,7 @@ INTERVAL_S = 1.0
 """Between two forecasts of a replica."""
 
 
-class LengthBook:
+class LengthSurvival:
     """Survival function of answer lengths, from ended answers and those that still run (Kaplan and Meier, Journal of
     the American Statistical Association 53, 1958). Without the running ones it would know the short answers only.
     """
@@ -104,7 +104,7 @@ class RunningRequest:
 class ReplicaAdmission:
     """The limit of one replica."""
 
-    def __init__(self, cap: int, book: LengthBook) -> None:
+    def __init__(self, cap: int, book: LengthSurvival) -> None:
         self._cap, self._book = cap, book
         self.target = FIRST_TARGET
         """Share of the KV cache that the expected peak may reach."""
@@ -207,7 +207,7 @@ class Admission:
 
     def __init__(self, options: ManagerOptions) -> None:
         self._cap, self.by_kv = options.max_concurrent_per_server, options.admission == "kv"
-        self._book = LengthBook()
+        self._book = LengthSurvival()
         self._replicas: dict[ReplicaLink, ReplicaAdmission] = {}
         self._prompt: float | None = None
         self._unknown: list[ReplicaLink] = []

@@ -79,3 +79,17 @@ class PromptPool(PromptSource, Protocol):
     def restore(self, state: Mapping[str, object]) -> None: ...
 
     def metrics(self) -> Mapping[str, float]: ...
+
+
+class Validator(Protocol):
+    """`pipelines/validation.py`, or its client in another process."""
+
+    async def prepare(self, step: int) -> bool:
+        """With mode replicas, before the push of a step that is due: its replicas get the weights of the step, too.
+        False: there is none.
+        """
+        ...
+
+    async def __call__(self, step: int) -> Mapping[str, float]:
+        """The metrics of the validation after a training step; nothing where its own replicas are lost."""
+        ...

@@ -18,6 +18,7 @@ from roll_async.buffer.errors import first_cause
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
+from roll_async.rollout.protocol import Validator
 from roll_async.rollout.rollouter import Rollouter, RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.weight_sync.canary import CanaryReport
@@ -28,15 +29,7 @@ logger = logging.getLogger(__name__)
 ROLE = "rollout process"
 
 
-class Validates(Protocol):
-    """See `pipelines/protocol.py`."""
-
-    async def prepare(self, step: int) -> bool: ...
-
-    async def __call__(self, step: int) -> Mapping[str, float]: ...
-
-
-class Side(Protocol):
+class CoupledRollout(Protocol):
     """The coupled roles, see `pipelines/wire.py: RolloutSide`."""
 
     @property
@@ -49,7 +42,7 @@ class Side(Protocol):
     def synchronizer(self) -> ParameterSynchronizer: ...
 
     @property
-    def validate(self) -> Validates | None: ...
+    def validate(self) -> Validator | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +60,10 @@ class Counters:
     """Lines logged since the previous answer: they are in the log files, and are printed on the console of the run."""
 
 
-class HostedSide:
+class RolloutServer:
     """The roles inside the process, called by name."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: CoupledRollout) -> None:
         self._side = side
         queue, rollouter, synchronizer = side.queue, side.rollouter, side.synchronizer
         self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -125,8 +118,8 @@ class HostedSide:
     async def _nothing(self) -> None: ...
 
 
-class Border:
-    """Calls to a `HostedSide` in another process, and its counters as of the last answer."""
+class RpcChannel:
+    """Calls to a `RolloutServer` in another process, and its counters as of the last answer."""
 
     def __init__(self) -> None:
         self._counters: Counters | None = None
@@ -172,7 +165,7 @@ class Border:
 class QueueClient:
     """`pipelines/protocol.py: Batches`, and what a checkpoint needs of the queue."""
 
-    def __init__(self, border: Border) -> None:
+    def __init__(self, border: RpcChannel) -> None:
         self._border = border
         self._positions: dict[int, dict[str, object]] = {}
         """By step: of the newest, and of the one before, which is the last whole one until the newest is learned."""
@@ -213,7 +206,7 @@ class QueueClient:
 class RollouterClient:
     """`pipelines/protocol.py: Generates`."""
 
-    def __init__(self, border: Border) -> None:
+    def __init__(self, border: RpcChannel) -> None:
         self._border = border
 
     async def run(self) -> None:
@@ -246,7 +239,7 @@ class RollouterClient:
 class SynchronizerClient:
     """`pipelines/protocol.py: Pushes`."""
 
-    def __init__(self, border: Border) -> None:
+    def __init__(self, border: RpcChannel) -> None:
         self._border = border
 
     async def push(self, version: WeightVersion) -> SyncReport:
@@ -266,9 +259,9 @@ class SynchronizerClient:
 
 
 class ValidateClient:
-    """`Validates`."""
+    """`Validator`."""
 
-    def __init__(self, border: Border) -> None:
+    def __init__(self, border: RpcChannel) -> None:
         self._border = border
 
     async def prepare(self, step: int) -> bool:
@@ -278,13 +271,13 @@ class ValidateClient:
         return await self._border.wait("validate", step)
 
 
-class RemoteSide:
+class RolloutClient:
     """Clients of the coupled roles, for the driver."""
 
     turns = None
     """Roles on shared devices are refused before this process starts."""
 
-    def __init__(self, border: Border, *, validates: bool) -> None:
+    def __init__(self, border: RpcChannel, *, validates: bool) -> None:
         self.queue, self.rollouter = QueueClient(border), RollouterClient(border)
         self.synchronizer = SynchronizerClient(border)
         self.validate = ValidateClient(border) if validates else None

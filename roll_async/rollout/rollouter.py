@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.states import Outcome, Slot
+from roll_async.buffer.states import ReleaseReason, Slot
 from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
@@ -158,11 +158,11 @@ class Rollouter:
             await self._deliver(slot, GroupOutcome(fate=GroupFate.FAILED, reason=f"no prompt: {error}"))
             return
         if prompt is None:
-            await self._queue.release(slot.group_id, Outcome.UNUSED)
+            await self._queue.release(slot.group_id, ReleaseReason.UNUSED)
             self._queue.end_of_data()
             return
         if self._stopping.is_set():
-            await self._queue.release(slot.group_id, Outcome.REQUEUED, "stop")
+            await self._queue.release(slot.group_id, ReleaseReason.REQUEUED, "stop")
             return
         batch = GenerationBatch(slot=slot, prompt=prompt)
         task = tasks.create_task(self._produce(batch), name=f"group {slot.group_id}")
@@ -228,14 +228,14 @@ class Rollouter:
                 await self._queue.put(outcome.group)
             case GroupFate.FILTERED:
                 self._filtered += 1
-                await self._queue.release(slot.group_id, Outcome.FILTERED, outcome.reason, group=outcome.group)
+                await self._queue.release(slot.group_id, ReleaseReason.FILTERED, outcome.reason, group=outcome.group)
             case GroupFate.FAILED:
                 self._errors += 1
                 level = logging.INFO if outcome.raised else logging.ERROR  # that it raises has been told
                 logger.log(level, "group %d (prompt %d) failed: %s", slot.group_id, slot.prompt_index, outcome.reason)
-                await self._queue.release(slot.group_id, Outcome.FAILED, outcome.reason)
+                await self._queue.release(slot.group_id, ReleaseReason.FAILED, outcome.reason)
             case GroupFate.REQUEUED:
-                await self._queue.release(slot.group_id, Outcome.REQUEUED, outcome.reason, group=outcome.remains)
+                await self._queue.release(slot.group_id, ReleaseReason.REQUEUED, outcome.reason, group=outcome.remains)
         if self._budget is not None and outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
             self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
 
@@ -315,7 +315,7 @@ class Rollouter:
             await asyncio.wait(running.values(), timeout=_ABORT_AGAIN_S)
         for group_id, task in cut.items():
             if task.cancelled():
-                await self._queue.release(group_id, Outcome.REQUEUED, "cancelled by the stop")
+                await self._queue.release(group_id, ReleaseReason.REQUEUED, "cancelled by the stop")
 
     def trouble(self) -> str:
         """What keeps groups from finishing, as text for reports of a wait; empty when no cause is known."""

@@ -20,7 +20,7 @@ from typing import Protocol
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, KVCache, PauseMode
 from roll_async.schema import Completion, FinishReason, GenerateRequest, WeightVersion, cut_runs, merge_runs
 from roll_async.simulator.models import EngineFaults, SpeedModel, uniform
-from roll_async.simulator.text import Turn, decode, logprobs_of
+from roll_async.simulator.text import ScriptedTurn, decode, logprobs_of
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 
 _ROUNDING = 1e-6
@@ -40,13 +40,13 @@ def digest_of(version: WeightVersion, buckets: Sequence[str]) -> str:
 class Samples(Protocol):
     """What an engine would sample."""
 
-    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> Turn: ...
+    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> ScriptedTurn: ...
 
 
 @dataclass(eq=False, slots=True)
-class _Running:
+class _SimulatedRequest:
     request: GenerateRequest
-    turn: Turn
+    turn: ScriptedTurn
     result: asyncio.Future[Completion]
     num_tokens: int
     """This attempt will generate, to its natural end."""
@@ -69,7 +69,7 @@ class _Running:
         """Tokens that it holds in the KV cache, less the work done so far."""
         return len(self.request.prompt_token_ids) - self.joined_work
 
-    def __lt__(self, other: _Running) -> bool:
+    def __lt__(self, other: _SimulatedRequest) -> bool:
         return self.order < other.order
 
 
@@ -87,9 +87,9 @@ class SimEngine:
         self.content: WeightVersion | None = None
         """Weights it really holds; -1 when they are a mixture."""
         self._arrived: tuple[WeightVersion, list[str]] | None = None
-        self._running: dict[str, _Running] = {}
-        self._waiting: dict[str, _Running] = {}
-        self._ends: list[tuple[float, _Running]] = []
+        self._running: dict[str, _SimulatedRequest] = {}
+        self._waiting: dict[str, _SimulatedRequest] = {}
+        self._ends: list[tuple[float, _SimulatedRequest]] = []
         self._work = self._work_at_s = 0.0
         self._order = 0
         self._kv_at_no_work = 0.0
@@ -141,7 +141,7 @@ class SimEngine:
         unseen = turn.stops and turn.stop_begins < len(prompt)
         if unseen or wanted > limit:
             wanted, reason = limit, FinishReason.LENGTH
-        running = _Running(request, turn, loop.create_future(), max(1, wanted), reason, loop.time())
+        running = _SimulatedRequest(request, turn, loop.create_future(), max(1, wanted), reason, loop.time())
         self._waiting[request.request_id] = running
         self._advance()
         self._fill()
@@ -183,7 +183,7 @@ class SimEngine:
         if running is not None:
             self._finish(running, FinishReason.ABORT)
 
-    def _leave(self, request_id: str) -> _Running:
+    def _leave(self, request_id: str) -> _SimulatedRequest:
         running = self._running.pop(request_id)
         self._kv_at_no_work -= running.kv_at_no_work
         return running
@@ -345,7 +345,7 @@ class SimEngine:
             left_s = self._prefill_s + left * self._token_s()
             self._timer = asyncio.get_running_loop().call_later(left_s, self._end_due)
 
-    def _is_end(self, work: float, running: _Running) -> bool:
+    def _is_end(self, work: float, running: _SimulatedRequest) -> bool:
         """Whether the request runs and ends then: it may have ended before, or was preempted since."""
         return self._running.get(running.request.request_id) is running and work == running.ends_at_work
 
@@ -358,7 +358,7 @@ class SimEngine:
                 self._finish(self._leave(running.request.request_id), running.reason)
         self._fill()
 
-    def _count(self, running: _Running) -> None:
+    def _count(self, running: _SimulatedRequest) -> None:
         """Book the tokens since the last change of weights under the present ones."""
         assert self.version is not None and self.content is not None
         done = min(running.num_tokens, max(0, int(self._work - running.joined_work + _ROUNDING)))
@@ -368,7 +368,7 @@ class SimEngine:
             running.real_runs.append((self.content, new))
             running.counted = done
 
-    def _finish(self, running: _Running, reason: FinishReason) -> None:
+    def _finish(self, running: _SimulatedRequest, reason: FinishReason) -> None:
         if running.order:
             self._count(running)
             if reason is FinishReason.ABORT and running.counted == running.num_tokens:
@@ -378,7 +378,7 @@ class SimEngine:
             return
         running.result.set_result(self._part(running, 0, running.counted, reason))
 
-    def _part(self, running: _Running, start: int, end: int, reason: FinishReason) -> Completion:
+    def _part(self, running: _SimulatedRequest, start: int, end: int, reason: FinishReason) -> Completion:
         """Its tokens from `start` to `end`."""
         name, first = running.request.request_id, len(running.request.prompt_token_ids)
         sample = name.partition("#")[0].partition("+")[0]

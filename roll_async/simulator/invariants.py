@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
-from roll_async.buffer.states import GroupState, Outcome, Slot
+from roll_async.buffer.states import GroupState, ReleaseReason, Slot
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Answered, GenerateRequest, Group, Prompt, Sample, SamplingParams
-from roll_async.schema import Outcome as End
+from roll_async.schema import Answered, GenerateRequest, Group, Outcome, Prompt, Sample, SamplingParams
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.lineage import Lineage
 from roll_async.simulator.replica import SimReplica
@@ -57,7 +56,7 @@ class Watch:
         """Step to the prompts it trained."""
         self.decided: list[tuple[int, int, str]] = []
         """(last step trained then, prompt, filtered or failed)."""
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[ReleaseReason] = Counter()
         self.finished: dict[int, tuple[int, Group]] = {}
         """Group id to prompt and group: accepted by the queue."""
         self.steps_done = restored_step
@@ -179,21 +178,21 @@ class Watch:
             self.finished[group.group_id] = (self.slots[group.group_id].prompt_index, group)
         self._check_whole(group)
 
-    def released(self, group_id: int, outcome: Outcome, reason: str = "") -> None:
+    def released(self, group_id: int, outcome: ReleaseReason, reason: str = "") -> None:
         """A slot came back without a group."""
-        if outcome is Outcome.FILTERED:
+        if outcome is ReleaseReason.FILTERED:
             self._judged(kept=False)
         if self.where.get(group_id) is not Where.IN_FLIGHT:
             return
         self.where[group_id] = Where.FINAL
         self.outcomes[outcome] += 1
-        if outcome is Outcome.FAILED and End.CANCELLED.value in reason:
+        if outcome is ReleaseReason.FAILED and Outcome.CANCELLED.value in reason:
             self.report(9, f"group {group_id} counts as failed, because it was aborted: {reason}")
-        if outcome is Outcome.REQUEUED and reason in ("aborted", "surplus"):
+        if outcome is ReleaseReason.REQUEUED and reason in ("aborted", "surplus"):
             self._early_stopped += 1
-        if outcome in (Outcome.FILTERED, Outcome.FAILED) and not self._closed:
+        if outcome in (ReleaseReason.FILTERED, ReleaseReason.FAILED) and not self._closed:
             self.decided.append((self.steps_done, self.slots[group_id].prompt_index, outcome.value))
-        if outcome is Outcome.UNUSED:
+        if outcome is ReleaseReason.UNUSED:
             del self.where[group_id], self.slots[group_id]
 
     def step_trained(self, step: int) -> None:
@@ -399,7 +398,7 @@ class Watch:
         seen = self.outcomes
         admitted, filtered, failed = self._carried
         claims = (s.admitted - admitted, s.filtered - filtered, s.failed - failed)
-        facts = (len(self.slots), seen[Outcome.FILTERED], seen[Outcome.FAILED])
+        facts = (len(self.slots), seen[ReleaseReason.FILTERED], seen[ReleaseReason.FAILED])
         if claims != facts:
             self.report(2, f"the queue counts {claims} admitted, filtered, failed; the rollout {facts}")
         live = queue.live_groups()

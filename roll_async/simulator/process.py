@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from roll_async.rollout.remote_side import ROLE, Border, HostedSide, Side
+from roll_async.rollout.remote_side import ROLE, CoupledRollout, RolloutServer, RpcChannel
 from roll_async.simulator.models import ProcessModel, uniform
 
 _LOOK_EVERY_S = 1.0
 
 
-class SimProcess(Border):
+class SimProcess(RpcChannel):
     """One process with a generating side in it."""
 
-    def __init__(self, side: Side, seed: int, model: ProcessModel) -> None:
+    def __init__(self, side: CoupledRollout, seed: int, model: ProcessModel) -> None:
         super().__init__()
-        self._hosted, self._seed, self._model = HostedSide(side), seed, model
+        self._hosted, self._seed, self._model = RolloutServer(side), seed, model
         self._calls = 0
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inside: set[asyncio.Future[Any]] = set()

@@ -11,7 +11,7 @@ from roll_async.simulator.replica import SimReplica
 from roll_async.simulator.scenario import Scenario
 
 
-class Reports(Protocol):
+class ReplicaReports(Protocol):
     """Receives findings about broken invariants."""
 
     def wanted(self, replica: SimReplica) -> list[str]:
@@ -27,7 +27,7 @@ class SimStarter:
     def __init__(
         self,
         scenario: Scenario,
-        watch: Reports,
+        watch: ReplicaReports,
         new: Callable[[str, EngineFaults], SimReplica],
         replicas: list[SimReplica],
     ) -> None:

@@ -81,7 +81,7 @@ def position_of(token: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ScriptedTurn:
     """What the engine would sample for one turn, left alone: positions `start` to `end`."""
 
     start: int
@@ -123,7 +123,7 @@ class Texts:
     def __init__(self, seed: int, lengths: LengthModel, tools: ToolModel | None = None) -> None:
         self._seed, self._lengths, self._tools = seed, lengths, tools
 
-    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> Turn:
+    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> ScriptedTurn:
         """`name`: of the request, which ends with +N for a turn after the first. `prompt`: its tokens begin with the
         length and the number of the prompt.
         """
@@ -134,13 +134,13 @@ class Texts:
             start = turn.end + self.answer_tokens(turn.end - 1)
         return self._turn(name, start, prompt[1], stops)
 
-    def _turn(self, name: str, start: int, prompt: int, stops: Sequence[str]) -> Turn:
+    def _turn(self, name: str, start: int, prompt: int, stops: Sequence[str]) -> ScriptedTurn:
         length = self._lengths.tokens(self._seed, str(prompt), name)
         if stops:
             length = max(length, len(STOP))
         tools = self._tools
         calls = tools is not None and not stops and uniform(self._seed, "call", name) < tools.share
-        return Turn(start, start + length, calls, bool(stops), name=name)
+        return ScriptedTurn(start, start + length, calls, bool(stops), name=name)
 
     def answer_tokens(self, called_at: int) -> int:
         """How many tokens a tool's answer has."""

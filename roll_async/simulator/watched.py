@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.states import Outcome, Slot
+from roll_async.buffer.states import ReleaseReason, Slot
 from roll_async.rollout.request_dispatch import REPLY_WITHIN_S
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -15,14 +15,14 @@ from roll_async.schema import Answered, Group, Prompt, SamplingParams
 from roll_async.simulator.invariants import Watch
 
 if TYPE_CHECKING:
-    from roll_async.simulator.world import World
+    from roll_async.simulator.world import SimulatedRun
 
 
-class SeenQueue(MessageQueue):
+class CheckedQueue(MessageQueue):
     """A queue whose calls are checked."""
 
     watch: Watch
-    world: World
+    world: SimulatedRun
 
     @property
     def last_change(self) -> object:
@@ -39,7 +39,9 @@ class SeenQueue(MessageQueue):
         self.watch.put(group, accepted=accepted)
         return accepted
 
-    async def release(self, group_id: int, outcome: Outcome, reason: str = "", *, group: Group | None = None) -> None:
+    async def release(
+        self, group_id: int, outcome: ReleaseReason, reason: str = "", *, group: Group | None = None
+    ) -> None:
         self.watch.released(group_id, outcome, reason)
         await super().release(group_id, outcome, reason, group=group)
 
@@ -56,7 +58,7 @@ class SeenRollouter(Rollouter):
     """A rollouter whose pauses are checked."""
 
     watch: Watch
-    world: World
+    world: SimulatedRun
 
     async def interrupt(self, mode: str, timeout_s: float) -> None:
         await super().interrupt(mode, timeout_s)
@@ -75,7 +77,7 @@ class SeenManager(AsyncLLMServerManager):
     """A manager whose aborts are timed."""
 
     watch: Watch
-    world: World
+    world: SimulatedRun
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         loop = asyncio.get_running_loop()
@@ -103,7 +105,7 @@ class SeenSource:
 class Observer:
     """`pipelines/protocol.py: Observes`; adds how busy both sides were so far."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedRun) -> None:
         self._world = world
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

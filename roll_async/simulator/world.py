@@ -23,7 +23,7 @@ from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.protocol import PipelineParts, RunEnd
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.wire import (
-    Classes,
+    ComponentTypes,
     EngineOptions,
     RolloutRoles,
     RolloutSide,
@@ -36,7 +36,7 @@ from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.remote_side import RemoteSide
+from roll_async.rollout.remote_side import RolloutClient
 from roll_async.rollout.server_counts import ServerStats
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
@@ -50,7 +50,7 @@ from roll_async.simulator.roles import SimCheckpoint, SimTrainer
 from roll_async.simulator.scenario import Scenario
 from roll_async.simulator.starter import SimStarter
 from roll_async.simulator.tasks import ChatTasks
-from roll_async.simulator.watched import Observer, SeenManager, SeenQueue, SeenRollouter
+from roll_async.simulator.watched import CheckedQueue, Observer, SeenManager, SeenRollouter
 
 if TYPE_CHECKING:
     from roll_async.simulator.agents.groups import AgentTasks
@@ -85,7 +85,7 @@ class SimOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Others:
+class FaultyParts:
     """Parts that `pipelines/wire.py: Classes` does not name, or broken ones that a test must find out."""
 
     scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler
@@ -101,7 +101,7 @@ class _Found(BaseException):
     """An invariant is broken: what comes after it says nothing."""
 
 
-class World:
+class SimulatedRun:
     """One process of a run: from a checkpoint to its end or a kill."""
 
     def __init__(
@@ -111,8 +111,8 @@ class World:
         outcome: SimOutcome,
         ledger: Ledger,
         store: CheckpointStore,
-        classes: Classes,
-        others: Others,
+        classes: ComponentTypes,
+        others: FaultyParts,
     ) -> None:
         self._others = others
         self._scenario, self.watch, self.outcome, self.store = scenario, watch, outcome, store
@@ -128,7 +128,7 @@ class World:
         """That of training, and that of validation where it has replicas of its own."""
         self.supervisor: EngineSupervisor
         self.trainer: SimTrainer
-        self.queue: SeenQueue | None = None
+        self.queue: CheckedQueue | None = None
         self._looked_at: object = None
         self.process: SimProcess | None = None
         self._tasks = self._make_tasks()
@@ -207,7 +207,7 @@ class World:
         plan = replace(scenario.plan, first_step=step + 1, measures_restored=step > 0)
         pipeline = wire(self._parts(side), RunOptions(plan=plan), classes)
         self._set_fault_timers(pipeline)
-        assert isinstance(side.queue, SeenQueue)
+        assert isinstance(side.queue, CheckedQueue)
         self.queue = side.queue
         return pipeline
 
@@ -231,10 +231,10 @@ class World:
     def _parts(self, side: RolloutSide) -> PipelineParts:
         """The objects of the generating side, or their clients when it is in a process of its own."""
         scenario, observer = self._scenario, Observer(self)
-        ends: RolloutSide | RemoteSide = side
+        ends: RolloutSide | RolloutClient = side
         if scenario.process is not None:
             self.process = SimProcess(side, scenario.seed, scenario.process)
-            ends = RemoteSide(self.process, validates=side.validate is not None)
+            ends = RolloutClient(self.process, validates=side.validate is not None)
         return PipelineParts(
             queue=ends.queue,
             rollouter=ends.rollouter,
@@ -245,13 +245,13 @@ class World:
             validate=ends.validate,
         )
 
-    def _watched(self) -> Classes:
+    def _watched(self) -> ComponentTypes:
         """The classes of the run, with those at whose seams the invariants are checked."""
         seen = {"watch": self.watch, "world": self}
         return replace(
             self._classes,
             manager=type("Manager", (SeenManager, self._classes.manager), seen),
-            queue=type("Queue", (SeenQueue, self._classes.queue), seen),
+            queue=type("Queue", (CheckedQueue, self._classes.queue), seen),
             rollouter=type("Rollouter", (SeenRollouter, self._classes.rollouter), seen),
         )
 
@@ -390,15 +390,19 @@ class World:
 
 
 def simulate(
-    scenario: Scenario, classes: Classes | None = None, *, check: bool = True, others: Others = Others()
+    scenario: Scenario,
+    classes: ComponentTypes | None = None,
+    *,
+    check: bool = True,
+    others: FaultyParts = FaultyParts(),
 ) -> SimOutcome:
     """Run a scenario to its end, through all its kills. `check`: look at every instant and token, else only at the
     seams, which a large world can afford.
     """
-    classes = classes or Classes()
+    classes = classes or ComponentTypes()
     if not (check and scenario.keeps_ledger):
         watch, outcome = Watch(scenario, every_token=check), SimOutcome(scenario=scenario)
-        world = World(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes, others)
+        world = SimulatedRun(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes, others)
         _live(world, outcome, check=check)
         outcome.findings = tuple(watch.findings)
         return outcome
@@ -407,7 +411,7 @@ def simulate(
 
 
 def _live(
-    world: World,
+    world: SimulatedRun,
     outcome: SimOutcome,
     *,
     check: bool = True,
@@ -441,7 +445,7 @@ def _live(
     return killed
 
 
-def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -> SimOutcome:
+def _lives(scenario: Scenario, classes: ComponentTypes, others: FaultyParts, folder: Path) -> SimOutcome:
     """Start processes until one is not killed, and no other start is to come. The ledger of the next is what is left on
     the disk.
     """
@@ -451,7 +455,7 @@ def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -
         here.mkdir(exist_ok=True)
         outcome = SimOutcome(scenario=scenario)
         ledger = SqliteLedger(here / "ledger.sqlite", fsync="never")
-        world = World(scenario, watch, outcome, ledger, store, classes, others)
+        world = SimulatedRun(scenario, watch, outcome, ledger, store, classes, others)
         kill = scenario.kills[number] if number < len(scenario.kills) else None
         leave = partial(_leave_behind, world, here, after)
         world.on_death = leave
@@ -473,7 +477,7 @@ def _lives(scenario: Scenario, classes: Classes, others: Others, folder: Path) -
     return outcome
 
 
-def _leave_behind(world: World, here: Path, after: Path) -> None:
+def _leave_behind(world: SimulatedRun, here: Path, after: Path) -> None:
     """What a kill leaves: the files of the ledger as they are. Complete checkpoints stay, and our books of now."""
     if after.exists():  # the rollout process died before
         return

@@ -28,7 +28,7 @@ COMPARE_TURNS = frozenset({"step_reinforce", "gigpo"})
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class TrajectoryLayout:
     """Where the n valid tokens of the batch lie in folded rows."""
 
     source: Tensor  # [n] int64 into the flattened batch
@@ -37,7 +37,7 @@ class Fold:
     shape: torch.Size  # of the batch
 
     @classmethod
-    def of(cls, unit_BT: Tensor, order_BT: Tensor, num_units: int) -> Fold:
+    def of(cls, unit_BT: Tensor, order_BT: Tensor, num_units: int) -> TrajectoryLayout:
         """`unit_BT`: the folded row of each token, -1 where not valid; `order_BT`: within it tokens are sorted by this
         number, then by where they are.
         """
@@ -98,7 +98,7 @@ def token_rewards(batch: TrainBatch, scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class EstimatorInputs:
     """What single estimators read besides scores and rewards."""
 
     row_mask: Tensor | None = None  # [B] bool, rows that are compared; None = all
@@ -116,7 +116,7 @@ def advantages(
     *,
     scores: Tensor,
     rewards: Tensor | None,
-    evidence: Evidence,
+    evidence: EstimatorInputs,
 ) -> tuple[Tensor, Tensor]:
     """(advantages [B,T], returns [B,T]). `scores` [B] of the trajectories; `rewards` [B,T] replaces them, token by
     token.
@@ -151,12 +151,12 @@ def advantages(
     return fold.unfold(found), fold.unfold(returns)
 
 
-def _turn_inputs(batch: TrainBatch, scores: Tensor, rewards: Tensor | None) -> tuple[Fold, AdvantageInputs]:
+def _turn_inputs(batch: TrainBatch, scores: Tensor, rewards: Tensor | None) -> tuple[TrajectoryLayout, AdvantageInputs]:
     """One row per turn."""
     turns, turn_of = batch.turns, batch.turn_of
     if turns is None or turn_of is None:
         raise ValueError("estimators that compare turns need trajectories of turns; this batch has single answers")
-    fold = Fold.of(turn_of, torch.zeros_like(turn_of), len(turns.index))
+    fold = TrajectoryLayout.of(turn_of, torch.zeros_like(turn_of), len(turns.index))
     lead = first_rows(batch)[turns.trajectory]
     of_tokens = token_rewards(batch, scores) if rewards is None else rewards
     return fold, AdvantageInputs(
@@ -170,10 +170,10 @@ def _turn_inputs(batch: TrainBatch, scores: Tensor, rewards: Tensor | None) -> t
     )
 
 
-def _by_trajectory(batch: TrainBatch) -> Fold:
+def _by_trajectory(batch: TrainBatch) -> TrajectoryLayout:
     index = _trajectory_index(batch)
     unit = torch.where(batch.mask, index[:, None], -1)
-    return Fold.of(unit, _turn_order(batch), int(index.max()) + 1)
+    return TrajectoryLayout.of(unit, _turn_order(batch), int(index.max()) + 1)
 
 
 def _turn_order(batch: TrainBatch) -> Tensor:

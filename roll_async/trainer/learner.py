@@ -181,7 +181,7 @@ class Learner:
         scored = loop.time()
         known = proximal if proximal is not None else batch.behaviour_logprobs
         compared = self._part(batch, "policy") if options.loss_parts else None
-        evidence = credit.Evidence(row_mask=compared, values=values, logprobs=known, squares=squares)
+        evidence = credit.EstimatorInputs(row_mask=compared, values=values, logprobs=known, squares=squares)
         signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
         policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
         prepared = loop.time()
@@ -263,7 +263,7 @@ class Learner:
         known: Tensor,
         reference: Tensor | None,
         teacher: Tensor | None,
-        evidence: credit.Evidence,
+        evidence: credit.EstimatorInputs,
     ) -> _Signal:
         """Scores to advantages, and the mask of trained tokens. `known` [B,T]: best known log-probs of the current
         weights.

@@ -231,9 +231,9 @@ class LinkReader:
 
     def __init__(self, medium: Medium, plan: UpdatePlan, rank: int) -> None:
         self._medium, self._plan, self._rank = medium, plan, rank
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _ReceivingLink] = {}
         self._server: LinkServer | None = None
-        self._upstream: _Link | None = None
+        self._upstream: _ReceivingLink | None = None
         self._keys: list[str] = []
 
     def read(self, block: Block, rank: int) -> Iterator[tuple[TensorSlot, Tensor]]:
@@ -275,7 +275,7 @@ class LinkReader:
             return False
         return True
 
-    def _join_chain(self, source: _Link) -> None:
+    def _join_chain(self, source: _ReceivingLink) -> None:
         """Publish the address that the downstream replica pulls from, and connect to the upstream one."""
         self._server = LinkServer(self._medium)
         source.channel.write({"of": self._own_name, "address": self._server.address})
@@ -284,7 +284,7 @@ class LinkReader:
         source.channel.write({"address_of": self._name_of(self._plan.upstream)})
         address = (source.channel.read() or {}).get("address")
         if address is not None:
-            self._upstream = _Link(self._medium, address, timedelta(seconds=_SILENT_S))
+            self._upstream = _ReceivingLink(self._medium, address, timedelta(seconds=_SILENT_S))
 
     @property
     def _own_name(self) -> str:
@@ -293,9 +293,9 @@ class LinkReader:
     def _name_of(self, replica: str) -> str:
         return f"{self._plan.version}/{self._plan.attempt}/{replica}/{self._rank}"
 
-    def _link(self, address: str) -> _Link:
+    def _link(self, address: str) -> _ReceivingLink:
         if address not in self._links:
-            self._links[address] = _Link(self._medium, address)
+            self._links[address] = _ReceivingLink(self._medium, address)
         return self._links[address]
 
     def close(self) -> None:
@@ -307,7 +307,7 @@ class LinkReader:
             self._server = None
 
 
-class _Link:
+class _ReceivingLink:
     """The receiving side of one link."""
 
     def __init__(self, medium: Medium, address: str, timeout: timedelta = _GROUP_TIMEOUT) -> None:

@@ -333,13 +333,13 @@ def routers_product(rank, world_size, port):
     from megatron.core.transformer.moe import moe_utils
     from tiny_families import joined
 
-    from roll_async.trainer.megatron.layer_spec import Layers, block_spec
+    from roll_async.trainer.megatron.layer_spec import LayerChoice, block_spec
 
     found = [vars(moe_utils).get("te_general_gemm", "unbound")]
     with joined(rank, world_size, port, {}):
         for experts in (None, 2):
             config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=experts)
-            block_spec(config, layers=Layers.LOCAL)
+            block_spec(config, layers=LayerChoice.LOCAL)
             found.append(vars(moe_utils).get("te_general_gemm", "unbound"))
     return tuple(found)
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 import tiny_families
 
-from roll_async.trainer.megatron.layer_spec import Layers, choose_layers
+from roll_async.trainer.megatron.layer_spec import LayerChoice, choose_layers
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
@@ -155,7 +155,7 @@ def test_adapters_that_no_layer_takes_are_refused_by_name(rank_pool, tmp_path):
 def test_without_transformer_engine_layers_are_local_and_the_log_says_why(caplog):
     choose_layers.cache_clear()
     with caplog.at_level("INFO"):
-        assert choose_layers("auto", adapters=True) is Layers.LOCAL
+        assert choose_layers("auto", adapters=True) is LayerChoice.LOCAL
     assert "layers: local (the package transformer_engine is not installed)" in caplog.text
     with pytest.raises(ValueError, match="transformer_engine is not installed; install it, or use auto"):
         choose_layers("transformer_engine")

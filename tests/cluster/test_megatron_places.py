@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from roll_async.trainer.megatron.optimizer_state import MAIN, ParameterState
-from roll_async.trainer.megatron.runner import Runner
+from roll_async.trainer.megatron.runner import ModelRunner
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 DEVICE = torch.device("meta")
@@ -25,7 +25,7 @@ class Recorder(torch.nn.Linear):
 def test_local_layers_find_the_bounds_of_packed_rows_on_the_host():
     model = Recorder(1, 1, device=DEVICE)
     config = SimpleNamespace(num_moe_experts=None, moe_aux_loss_coeff=0.0)
-    runner = Runner([model], config, MegatronSettings(model_folder="", transformer_impl="local"))
+    runner = ModelRunner([model], config, MegatronSettings(model_folder="", transformer_impl="local"))
     feed = {name: torch.zeros(1, 5, device=DEVICE) for name in ("tokens", "positions", "targets", "wanted", "padding")}
     runner._forward(model, SimpleNamespace(bounds=[0, 2, 5], **feed))
     packed = model.seen["packed_seq_params"]

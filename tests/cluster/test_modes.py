@@ -16,7 +16,7 @@ psutil = pytest.importorskip("psutil")
 
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.api import load
-from roll_async.launch.run import RunClasses
+from roll_async.launch.run import UserHooks
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.rollout.tools import ToolCall, ToolCompletionCallback
@@ -72,7 +72,7 @@ def train(demo_assets, output):
         return load("configs/rlvr_config_async_cpu.yaml", (*places, *SMALL, *overrides), "rlvr")
 
     def go(name, *overrides, **classes):
-        return sweep.run(config(name, *overrides), RunClasses(trainer=Watching, **classes), timeout_s=patient(300))
+        return sweep.run(config(name, *overrides), UserHooks(trainer=Watching, **classes), timeout_s=patient(300))
 
     with (
         ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}) as runtime,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.pool import RewardPool, RewardPoolOptions
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.schema import RewardStatus
 from tests.patience import patient
@@ -41,7 +41,7 @@ def test_hostile_expressions_cost_their_own_time_and_leave_their_neighbours_alon
     escaped = tmp_path / "escaped"
 
     async def go():
-        pool = RewardPool(PoolOptions(reward="math_rule", num_workers=2, timeout_s=TIMEOUT_S, memory_mb=1024))
+        pool = RewardPool(RewardPoolOptions(reward="math_rule", num_workers=2, timeout_s=TIMEOUT_S, memory_mb=1024))
         await pool.start()
         started = time.monotonic()
         try:
@@ -95,7 +95,7 @@ def test_a_rule_worker_has_no_files_network_or_processes_left(tmp_path, monkeypa
     from roll_async.rewards import registry
 
     async def go(reward):
-        pool = RewardPool(PoolOptions(reward=reward, timeout_s=20.0))
+        pool = RewardPool(RewardPoolOptions(reward=reward, timeout_s=20.0))
         await pool.start()
         try:
             return await pool.score(str(tmp_path), "", {})

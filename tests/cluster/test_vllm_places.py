@@ -11,7 +11,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from roll_async.inference.vllm_packed import packed_bytes
-from roll_async.inference.vllm_places import Recorder
+from roll_async.inference.vllm_places import WriteRecorder
 
 EXPERTS = maker("Qwen3Moe", {"moe_intermediate_size": 64, "norm_topk_prob": True})
 
@@ -119,7 +119,7 @@ REPEATED = {
 
 def recorded(load):
     model = nn.Sequential(Layer())
-    recorder, before = Recorder(model), torch.randn(2, 4, 3)
+    recorder, before = WriteRecorder(model), torch.randn(2, 4, 3)
     with recorder:
         for _, given in recorder.watched([("w", before[1])]):
             load(model[0].weight, given)
@@ -143,7 +143,7 @@ def test_what_a_loader_copies_or_fills_in_is_written_again_with_other_values(how
 
 def test_a_buffer_that_a_loader_fills_is_loaded_by_vllm_every_time():
     model = nn.Sequential(Layer())
-    recorder = Recorder(model)
+    recorder = WriteRecorder(model)
     with recorder:
         for _, given in recorder.watched([("w", torch.ones(4, 3))]):
             model[0].scale.copy_(given)
@@ -152,7 +152,7 @@ def test_a_buffer_that_a_loader_fills_is_loaded_by_vllm_every_time():
 
 def test_a_place_that_two_tensors_write_to_is_not_repeated():
     model = nn.Sequential(Layer())
-    recorder = Recorder(model)
+    recorder = WriteRecorder(model)
     with recorder:
         for _, given in recorder.watched([("a", torch.ones(4, 3)), ("b", torch.zeros(4, 3))]):
             model[0].weight.copy_(given)

@@ -9,11 +9,11 @@ import pytest
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy, due_step
-from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.buffer.states import QueueOptions, ReleaseReason
 from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.validation_schedule import ValidationSchedule
-from roll_async.pipelines.wire import Classes
+from roll_async.pipelines.wire import ComponentTypes
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.group_filter import GroupFilter
@@ -24,7 +24,7 @@ from roll_async.simulator.lineage import CheckpointStore
 from roll_async.simulator.models import EngineFaults, ProcessModel, ToolModel
 from roll_async.simulator.scenario import random_branched_scenario, random_killed_scenario, random_scenario
 from roll_async.simulator.text import STOP
-from roll_async.simulator.world import Others, simulate
+from roll_async.simulator.world import FaultyParts, simulate
 from roll_async.trainer.learner import Learner
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
 
@@ -110,7 +110,7 @@ class DurableWhenTrained(MessageQueue):
 
 class RequeuedPromptIsLost(MessageQueue):
     async def release(self, group_id, outcome, reason="", *, group=None):
-        lost = Outcome.FILTERED if outcome is Outcome.REQUEUED else outcome
+        lost = ReleaseReason.FILTERED if outcome is ReleaseReason.REQUEUED else outcome
         await super().release(group_id, lost, reason, group=group)
 
 
@@ -137,7 +137,7 @@ class LosesCount(MessageQueue):
 
     async def release(self, group_id, outcome, reason="", *, group=None):
         entry = self._book.in_flight_entry(group_id)
-        if entry is not None and outcome is Outcome.REQUEUED:
+        if entry is not None and outcome is ReleaseReason.REQUEUED:
             self._book.forget(entry)
             self._notify()
             return
@@ -505,62 +505,62 @@ class KeepsASlotFree(AsyncLLMServerManager):
 
 
 MUTANTS = {
-    "sends later turns above the cap": (Classes(manager=LaterTurnsAboveTheCap), 10),
-    "keeps a slot free": (Classes(manager=KeepsASlotFree), 10),
-    "slot free when trained": (Classes(queue=SlotFreeWhenTrained), 1),
-    "slot free when finished": (Classes(queue=SlotFreeWhenFinished), 1),
-    "overdue first without look-ahead": (Classes(queue=NoLookAhead), 1),
-    "bound not enforced": (Classes(queue=BoundNotEnforced), 1),
-    "trains what is masked altogether": (Classes(queue=TrainsWhatIsMaskedAltogether), 1),
-    "head starts when synchronous": (Classes(queue=HeadStartsWhenSynchronous), 4),
-    "durable when trained": (Classes(queue=DurableWhenTrained), 9),
-    "requeued prompt is lost": (Classes(queue=RequeuedPromptIsLost), 2),
-    "half a group": (Classes(queue=HalfGroup), 3),
-    "a group twice": (Classes(queue=TakesGroupsTwice), 3),
-    "loses count": (Classes(queue=LosesCount), 2),
-    "accepts late replies": (Classes(manager=AcceptsLateReplies), 5),
-    "continues from the start": (Classes(manager=ContinuesFromTheStart), 5),
-    "pauses too early": (Classes(manager=PausesTooEarly), 5),
-    "drops requests of dead engines": (Classes(manager=DropsDeadRequests), 6),
-    "forgets progress": (Classes(manager=ForgetsProgress), 6),
-    "has no heartbeat": (Classes(manager=HasNoHeartbeat), 6),
-    "believes every report": (Classes(manager=BelievesEveryReport), 5),
-    "leaves slots free": (Classes(manager=LeavesSlotsFree), 10),
-    "leaves aborted requests running": (Classes(manager=LeavesAbortedOnesRunning), 11),
-    "never looks at progress": (Classes(manager=NeverLooksAtProgress), 6),
-    "believes every digest": (Classes(synchronizer=BelievesEveryDigest), 7),
-    "weights held before committed": (Classes(synchronizer=HeldBeforeCommitted), 1),
-    "waits for every group": (Classes(rollouter=WaitsForEveryGroup), 9),
-    "swaps log-probs": (Classes(manager=SwapsLogprobs), 13),
-    "labels by the last version": (Classes(manager=LabelsByTheLastVersion), 7),
-    "aborts without end": (Classes(manager=AbortsWithoutEnd), 11),
-    "surplus comes again at once": (Classes(queue=SurplusComesAgainAtOnce), 16),
-    "never uses its budget": (Classes(rollouter=NeverUsesItsBudget), 6),
-    "validates what is there": (Classes(trainer=ValidatesWhatIsThere), 17),
-    "skips validations": (Classes(trainer=SkipsValidations), 17),
-    "generates over validations": (Classes(rollouter=GeneratesOverValidations), 17),
-    "forgets the restored step": (Classes(trainer=ForgetsTheRestored), 17),
-    "pushes over validations": (Classes(trainer=PushesOverValidations), 17),
-    "measures with the wrong weights": (Classes(trainer=MeasuresWithTheWrongWeights), 17),
-    "forgets skipped validations": (Classes(trainer=ForgetsSkipped), 17),
-    "gives no way": (Classes(manager=GivesNoWay), 10),
-    "leaves the step": (Classes(trainer=LeavesTheStep), 9),
-    "rests": (Classes(trainer=Rests), 18),
-    "baseline of a sample": (Others(scheduler=BaselineOfASample), 13),
-    "trains tool tokens": (Others(scheduler=TrainsToolTokens), 13),
-    "cuts stop strings": (Others(host=CutsStopStrings), 5),
-    "proximal for behaviour": (Others(learner=ProximalForBehaviour), 13),
-    "a step older": (Others(learner=AStepOlder), 13),
-    "masks nothing": (Others(learner=MasksNothing), 13),
-    "advantages of the next row": (Others(learner=AdvantagesOfTheNextRow), 13),
-    "leaves in a hurry": (Classes(manager=LeavesInAHurry), 21),
-    "forgets who leaves": (Classes(manager=ForgetsWhoLeaves), 21),
+    "sends later turns above the cap": (ComponentTypes(manager=LaterTurnsAboveTheCap), 10),
+    "keeps a slot free": (ComponentTypes(manager=KeepsASlotFree), 10),
+    "slot free when trained": (ComponentTypes(queue=SlotFreeWhenTrained), 1),
+    "slot free when finished": (ComponentTypes(queue=SlotFreeWhenFinished), 1),
+    "overdue first without look-ahead": (ComponentTypes(queue=NoLookAhead), 1),
+    "bound not enforced": (ComponentTypes(queue=BoundNotEnforced), 1),
+    "trains what is masked altogether": (ComponentTypes(queue=TrainsWhatIsMaskedAltogether), 1),
+    "head starts when synchronous": (ComponentTypes(queue=HeadStartsWhenSynchronous), 4),
+    "durable when trained": (ComponentTypes(queue=DurableWhenTrained), 9),
+    "requeued prompt is lost": (ComponentTypes(queue=RequeuedPromptIsLost), 2),
+    "half a group": (ComponentTypes(queue=HalfGroup), 3),
+    "a group twice": (ComponentTypes(queue=TakesGroupsTwice), 3),
+    "loses count": (ComponentTypes(queue=LosesCount), 2),
+    "accepts late replies": (ComponentTypes(manager=AcceptsLateReplies), 5),
+    "continues from the start": (ComponentTypes(manager=ContinuesFromTheStart), 5),
+    "pauses too early": (ComponentTypes(manager=PausesTooEarly), 5),
+    "drops requests of dead engines": (ComponentTypes(manager=DropsDeadRequests), 6),
+    "forgets progress": (ComponentTypes(manager=ForgetsProgress), 6),
+    "has no heartbeat": (ComponentTypes(manager=HasNoHeartbeat), 6),
+    "believes every report": (ComponentTypes(manager=BelievesEveryReport), 5),
+    "leaves slots free": (ComponentTypes(manager=LeavesSlotsFree), 10),
+    "leaves aborted requests running": (ComponentTypes(manager=LeavesAbortedOnesRunning), 11),
+    "never looks at progress": (ComponentTypes(manager=NeverLooksAtProgress), 6),
+    "believes every digest": (ComponentTypes(synchronizer=BelievesEveryDigest), 7),
+    "weights held before committed": (ComponentTypes(synchronizer=HeldBeforeCommitted), 1),
+    "waits for every group": (ComponentTypes(rollouter=WaitsForEveryGroup), 9),
+    "swaps log-probs": (ComponentTypes(manager=SwapsLogprobs), 13),
+    "labels by the last version": (ComponentTypes(manager=LabelsByTheLastVersion), 7),
+    "aborts without end": (ComponentTypes(manager=AbortsWithoutEnd), 11),
+    "surplus comes again at once": (ComponentTypes(queue=SurplusComesAgainAtOnce), 16),
+    "never uses its budget": (ComponentTypes(rollouter=NeverUsesItsBudget), 6),
+    "validates what is there": (ComponentTypes(trainer=ValidatesWhatIsThere), 17),
+    "skips validations": (ComponentTypes(trainer=SkipsValidations), 17),
+    "generates over validations": (ComponentTypes(rollouter=GeneratesOverValidations), 17),
+    "forgets the restored step": (ComponentTypes(trainer=ForgetsTheRestored), 17),
+    "pushes over validations": (ComponentTypes(trainer=PushesOverValidations), 17),
+    "measures with the wrong weights": (ComponentTypes(trainer=MeasuresWithTheWrongWeights), 17),
+    "forgets skipped validations": (ComponentTypes(trainer=ForgetsSkipped), 17),
+    "gives no way": (ComponentTypes(manager=GivesNoWay), 10),
+    "leaves the step": (ComponentTypes(trainer=LeavesTheStep), 9),
+    "rests": (ComponentTypes(trainer=Rests), 18),
+    "baseline of a sample": (FaultyParts(scheduler=BaselineOfASample), 13),
+    "trains tool tokens": (FaultyParts(scheduler=TrainsToolTokens), 13),
+    "cuts stop strings": (FaultyParts(host=CutsStopStrings), 5),
+    "proximal for behaviour": (FaultyParts(learner=ProximalForBehaviour), 13),
+    "a step older": (FaultyParts(learner=AStepOlder), 13),
+    "masks nothing": (FaultyParts(learner=MasksNothing), 13),
+    "advantages of the next row": (FaultyParts(learner=AdvantagesOfTheNextRow), 13),
+    "leaves in a hurry": (ComponentTypes(manager=LeavesInAHurry), 21),
+    "forgets who leaves": (ComponentTypes(manager=ForgetsWhoLeaves), 21),
 }
 """Name to (parts, number of the invariant that notices)."""
 
 KILLED_MUTANTS = {
-    "forgets the ledger": (Classes(queue=ForgetsTheLedger), 8),
-    "reuses nothing": (Classes(queue=NothingIsReused), 8),
+    "forgets the ledger": (ComponentTypes(queue=ForgetsTheLedger), 8),
+    "reuses nothing": (ComponentTypes(queue=NothingIsReused), 8),
 }
 
 
@@ -764,7 +764,7 @@ def test_a_broken_part_is_noticed_by_the_invariant_it_breaks(name):
     classes, number = MUTANTS[name]
     make = WORLDS.get(name, chat_scenario)
     for seed in range(300):
-        if isinstance(classes, Others):
+        if isinstance(classes, FaultyParts):
             findings = simulate(make(seed), others=classes).findings
         else:
             findings = simulate(make(seed), classes).findings
@@ -776,7 +776,7 @@ def test_a_broken_part_is_noticed_by_the_invariant_it_breaks(name):
 @pytest.mark.parametrize("store", [FindsByNumber, PrunesByNumber, RestartsByNumber])
 def test_a_number_in_the_place_of_a_lineage_is_noticed(store):
     for seed in range(40):
-        findings = simulate(random_branched_scenario(seed, agents=False), others=Others(store=store)).findings
+        findings = simulate(random_branched_scenario(seed, agents=False), others=FaultyParts(store=store)).findings
         if any(f.startswith("invariant 22:") for f in findings):
             return
     pytest.fail(f"40 runs that went back or shared a folder passed every check of {store.__name__}")

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 from roll_async.inference.backends import ENGINES
@@ -47,6 +48,16 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
     assert hops(TO_THE_LOOP) == 2
     assert hops(TO_A_WEIGHT_PUSH) == 3
     assert hops(TO_THE_LOSS) == 6
+
+
+def test_a_class_name_has_one_meaning():
+    where = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    doubles = {name: places for name, places in where.items() if len(places) > 1}
+    assert doubles == {}
 
 
 def test_a_loss_is_two_files():

@@ -29,7 +29,7 @@ from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, uniform
 from roll_async.simulator.replica import SimReplica
-from roll_async.simulator.text import Turn
+from roll_async.simulator.text import ScriptedTurn
 
 BUDGET = 0.95
 CAP = 256
@@ -111,11 +111,11 @@ class Backlog:
             sampling=SamplingParams(max_new_tokens=setting.limit),
         )
 
-    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> Turn:
+    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> ScriptedTurn:
         """`simulator/engine.py: Samples`. An answer that goes on after an interruption is as long as it was to be."""
         length = max(1, round(self._factors[name] * self.setting.lengths.tokens(self._seed, name, name)))
         start = self.setting.prompts.tokens(self._seed, name, f"prompt {name}")
-        return Turn(start, start + length, False, False)
+        return ScriptedTurn(start, start + length, False, False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
     """Every wanted run that is not in `runs` yet, after a short one that is not counted."""
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import load
-    from roll_async.launch.run import RunClasses
+    from roll_async.launch.run import UserHooks
     from roll_async.pipelines.rlvr import TrainLoop
     from tools.sweep import Sweep
 
@@ -126,7 +126,7 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
     wanted = [run for run in wanted_runs(args) if run not in done]
     if not wanted:
         return
-    classes = RunClasses(trainer=OldestAllowed) if args.forced else RunClasses()
+    classes = UserHooks(trainer=OldestAllowed) if args.forced else UserHooks()
     with (
         ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}) as runtime,
         Sweep(config(wanted[0]), runtime) as sweep,

@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.prompts.rows import BadRows, Columns, read_rows
 from roll_async.rewards.math_rule import MathRule
-from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.pool import RewardPool, RewardPoolOptions
 from roll_async.schema import Reward, RewardStatus
 
 BUDGET = 0.9
@@ -122,7 +122,7 @@ class Calm:
 
 async def calm_run(calm: Sequence[Sample], num_workers: int, processes: Processes) -> Calm:
     """Rounds of each way on the same samples: what else the machine does meets all of them."""
-    pool, found = RewardPool(PoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=60.0)), Calm()
+    pool, found = RewardPool(RewardPoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=60.0)), Calm()
     await pool.start()
     try:
         for number in range(ROUNDS):
@@ -144,7 +144,7 @@ async def calm_run(calm: Sequence[Sample], num_workers: int, processes: Processe
 
 async def hanging_run(mixed: Sequence[Sample], num_workers: int, timeout_s: float) -> tuple[float, int, int]:
     """(seconds, neighbours failed, processes replaced)."""
-    pool = RewardPool(PoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=timeout_s))
+    pool = RewardPool(RewardPoolOptions(reward="math_rule", num_workers=num_workers, timeout_s=timeout_s))
     await pool.start()
     try:
         seconds, rewards = await pool_seconds(mixed, pool)

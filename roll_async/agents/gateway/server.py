@@ -26,7 +26,7 @@ from aiohttp import web
 from roll_async.agents.beside import Beside
 from roll_async.agents.gateway.body import DIALECTS, Asked, read
 from roll_async.agents.gateway.bounds import MAX_BODY_BYTES
-from roll_async.agents.limited_turns import BadRequest, LimitedTurns, TrajectoryEnded
+from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded, TurnHandler
 from roll_async.agents.messages import TurnReply
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class PolicyGateway:
         model: str = "policy",
         host: str = "127.0.0.1",
         port: int = 0,
-        adopt: Callable[[str], LimitedTurns | None] | None = None,
+        adopt: Callable[[str], TurnHandler | None] | None = None,
     ) -> None:
         """`adopt`: a session for a secret that `open` did not give out (serve-policy)."""
         self._model, self._host, self._port, self._adopt = model, host, port, adopt
-        self._sessions: dict[str, LimitedTurns] = {}
+        self._sessions: dict[str, TurnHandler] = {}
         self._runner: web.AppRunner | None = None
         self._revoked: dict[str, None] = {}
         """The newest of them."""
@@ -91,7 +91,7 @@ class PolicyGateway:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
-    def open(self, session: LimitedTurns) -> Endpoint:
+    def open(self, session: TurnHandler) -> Endpoint:
         """Create an endpoint for the session, with a new secret."""
         secret = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[secret] = session
@@ -115,7 +115,7 @@ class PolicyGateway:
             await runner.cleanup()
         await asyncio.to_thread(self._reader.close)
 
-    def _session(self, request: web.Request) -> LimitedTurns | None:
+    def _session(self, request: web.Request) -> TurnHandler | None:
         secret = _secret(request)
         found = self._sessions.get(secret)
         if found is None and secret and self._adopt is not None:
@@ -158,7 +158,7 @@ class PolicyGateway:
             return self._failed(error)
         return web.json_response({"input_tokens": count})
 
-    async def _asked(self, dialect: str, request: web.Request, session: LimitedTurns) -> Asked:
+    async def _asked(self, dialect: str, request: web.Request, session: TurnHandler) -> Asked:
         raw = await request.read()
         if _is_short(raw):
             asked = read(dialect, raw)

@@ -31,7 +31,7 @@ TOOLS = {
 _ANY = RowTools()
 
 
-class Tool(Protocol):
+class Toolset(Protocol):
     """One tool, which may offer several functions."""
 
     @property
@@ -57,9 +57,9 @@ def check_tool(spec: ToolSpec) -> tuple[type, object]:
     return cls, build_options(getattr(cls, "Options", NoOptions), spec.values, f"{spec.key}.tool_args")
 
 
-async def open_tools(specs: Sequence[ToolSpec], stack: AsyncExitStack) -> list[Tool]:
+async def open_tools(specs: Sequence[ToolSpec], stack: AsyncExitStack) -> list[Toolset]:
     """The tools, until the stack closes. Raises ValueError for settings a tool refuses."""
-    tools: list[Tool] = []
+    tools: list[Toolset] = []
     for spec in specs:
         cls, options = check_tool(spec)
         tool = cls(options) if hasattr(cls, "Options") else cls()
@@ -74,7 +74,7 @@ async def open_tools(specs: Sequence[ToolSpec], stack: AsyncExitStack) -> list[T
 class Toolbox(ToolRuns):
     """The tools of all trajectories of one tag."""
 
-    def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
+    def __init__(self, tools: Sequence[Toolset], *, timeout_s: float) -> None:
         self.schemas = tuple(schema for tool in tools for schema in tool.schemas)
         names = [(name_of(schema), tool) for tool in tools for schema in tool.schemas]
         super().__init__({name: partial(tool.call, name) for name, tool in names}, timeout_s=timeout_s)

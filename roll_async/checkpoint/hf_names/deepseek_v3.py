@@ -10,55 +10,55 @@ from __future__ import annotations
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import DENSE_MLP_NORM, EMBEDDING, MLP, OLD_BUFFERS, OUTPUT_PROJECTION
 from roll_async.checkpoint.hf_names.moe import MOE_MLP_NORM, experts, router, routing_fields, shared_experts
-from roll_async.checkpoint.hf_names.table import Family, Layers, Row, moe_layers
+from roll_async.checkpoint.hf_names.table import Family, LayerRange, ParameterRow, moe_layers
 from roll_async.checkpoint.rotary import Rotary
 
 _L, _H = "decoder.layers.{i}.self_attention", "model.layers.{i}.self_attn"
 
 _LATENT_ATTENTION = (
     # The input norm is not fused into a projection: two of them read it.
-    Row(megatron="decoder.layers.{i}.input_layernorm.weight", hf=("model.layers.{i}.input_layernorm.weight",)),
-    Row(
+    ParameterRow(megatron="decoder.layers.{i}.input_layernorm.weight", hf=("model.layers.{i}.input_layernorm.weight",)),
+    ParameterRow(
         megatron=f"{_L}.linear_q_proj.weight",
         hf=(f"{_H}.q_proj.weight",),
         tp_dim=0,
         optional=True,
         needed_by="not q_lora_rank",
     ),
-    Row(
+    ParameterRow(
         megatron=f"{_L}.linear_q_down_proj.weight",
         hf=(f"{_H}.q_a_proj.weight",),
         optional=True,
         needed_by="q_lora_rank",
     ),
-    Row(
+    ParameterRow(
         megatron=f"{_L}.q_layernorm.weight",
         te=f"{_L}.linear_q_up_proj.layer_norm_weight",
         hf=(f"{_H}.q_a_layernorm.weight",),
         optional=True,
         needed_by="q_lora_rank",
     ),
-    Row(
+    ParameterRow(
         megatron=f"{_L}.linear_q_up_proj.weight",
         hf=(f"{_H}.q_b_proj.weight",),
         tp_dim=0,
         optional=True,
         needed_by="q_lora_rank",
     ),
-    Row(megatron=f"{_L}.linear_kv_down_proj.weight", hf=(f"{_H}.kv_a_proj_with_mqa.weight",)),
-    Row(
+    ParameterRow(megatron=f"{_L}.linear_kv_down_proj.weight", hf=(f"{_H}.kv_a_proj_with_mqa.weight",)),
+    ParameterRow(
         megatron=f"{_L}.kv_layernorm.weight",
         te=f"{_L}.linear_kv_up_proj.layer_norm_weight",
         hf=(f"{_H}.kv_a_layernorm.weight",),
     ),
-    Row(megatron=f"{_L}.linear_kv_up_proj.weight", hf=(f"{_H}.kv_b_proj.weight",), tp_dim=0),
+    ParameterRow(megatron=f"{_L}.linear_kv_up_proj.weight", hf=(f"{_H}.kv_b_proj.weight",), tp_dim=0),
     *OUTPUT_PROJECTION,
 )
 
-_CORRECTION_BIAS = Row(
+_CORRECTION_BIAS = ParameterRow(
     megatron="decoder.layers.{i}.mlp.router.expert_bias",
     hf=("model.layers.{i}.mlp.gate.e_score_correction_bias",),
-    layers=Layers.MOE,
+    layers=LayerRange.MOE,
     float32=True,
 )
 

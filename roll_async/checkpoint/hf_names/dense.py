@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.checkpoint.hf_names.table import Layers, Row, Transform
+from roll_async.checkpoint.hf_names.table import LayerRange, ParameterRow, Transform
 
 _L, _H = "decoder.layers.{i}", "model.layers.{i}"
 
 EMBEDDING = (
-    Row(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), tp_dim=0),
-    Row(megatron="output_layer.weight", hf=("lm_head.weight",), tp_dim=0, optional=True),
-    Row(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
+    ParameterRow(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), tp_dim=0),
+    ParameterRow(megatron="output_layer.weight", hf=("lm_head.weight",), tp_dim=0, optional=True),
+    ParameterRow(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
 )
 
 INPUT_NORM = (
-    Row(
+    ParameterRow(
         megatron=f"{_L}.input_layernorm.weight",
         te=f"{_L}.self_attention.linear_qkv.layer_norm_weight",
         hf=(f"{_H}.input_layernorm.weight",),
@@ -22,11 +22,11 @@ INPUT_NORM = (
 )
 
 DENSE_MLP_NORM = (
-    Row(
+    ParameterRow(
         megatron=f"{_L}.pre_mlp_layernorm.weight",
         te=f"{_L}.mlp.linear_fc1.layer_norm_weight",
         hf=(f"{_H}.post_attention_layernorm.weight",),
-        layers=Layers.DENSE,
+        layers=LayerRange.DENSE,
     ),
 )
 
@@ -35,11 +35,11 @@ NORMS = (*INPUT_NORM, *DENSE_MLP_NORM)
 _QKV = tuple(f"{_H}.self_attn.{x}_proj" for x in "qkv")
 
 OUTPUT_PROJECTION = (
-    Row(megatron=f"{_L}.self_attention.linear_proj.weight", hf=(f"{_H}.self_attn.o_proj.weight",), tp_dim=1),
+    ParameterRow(megatron=f"{_L}.self_attention.linear_proj.weight", hf=(f"{_H}.self_attn.o_proj.weight",), tp_dim=1),
 )
 
 ATTENTION = (
-    Row(
+    ParameterRow(
         megatron=f"{_L}.self_attention.linear_qkv.weight",
         hf=tuple(f"{name}.weight" for name in _QKV),
         transform=Transform.QKV,
@@ -49,7 +49,7 @@ ATTENTION = (
 )
 
 QKV_BIAS = (
-    Row(
+    ParameterRow(
         megatron=f"{_L}.self_attention.linear_qkv.bias",
         hf=tuple(f"{name}.bias" for name in _QKV),
         transform=Transform.QKV,
@@ -60,37 +60,37 @@ QKV_BIAS = (
 )
 
 QK_NORM = (
-    Row(megatron=f"{_L}.self_attention.q_layernorm.weight", hf=(f"{_H}.self_attn.q_norm.weight",)),
-    Row(megatron=f"{_L}.self_attention.k_layernorm.weight", hf=(f"{_H}.self_attn.k_norm.weight",)),
+    ParameterRow(megatron=f"{_L}.self_attention.q_layernorm.weight", hf=(f"{_H}.self_attn.q_norm.weight",)),
+    ParameterRow(megatron=f"{_L}.self_attention.k_layernorm.weight", hf=(f"{_H}.self_attn.k_norm.weight",)),
 )
 
 _FC2 = (
-    Row(
+    ParameterRow(
         megatron=f"{_L}.mlp.linear_fc2.weight",
         hf=(f"{_H}.mlp.down_proj.weight",),
         tp_dim=1,
-        layers=Layers.DENSE,
+        layers=LayerRange.DENSE,
     ),
 )
 
 MLP = (
-    Row(
+    ParameterRow(
         megatron=f"{_L}.mlp.linear_fc1.weight",
         hf=(f"{_H}.mlp.gate_proj.weight", f"{_H}.mlp.up_proj.weight"),
         transform=Transform.GATE_UP,
         tp_dim=0,
-        layers=Layers.DENSE,
+        layers=LayerRange.DENSE,
     ),
     *_FC2,
 )
 
 FUSED_MLP = (
-    Row(
+    ParameterRow(
         megatron=f"{_L}.mlp.linear_fc1.weight",
         hf=(f"{_H}.mlp.gate_up_proj.weight",),
         transform=Transform.GATE_UP,
         tp_dim=0,
-        layers=Layers.DENSE,
+        layers=LayerRange.DENSE,
     ),
     *_FC2,
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, FUSED_MLP, NORMS, OLD_BUFFERS, QKV_BIAS
 from roll_async.checkpoint.hf_names.glm import glm_fields
-from roll_async.checkpoint.hf_names.table import Family, Row
+from roll_async.checkpoint.hf_names.table import Family, ParameterRow
 
 _L, _H = "decoder.layers.{i}", "model.layers.{i}"
 
 _POST_NORMS = (
-    Row(megatron=f"{_L}.post_self_attn_layernorm.weight", hf=(f"{_H}.post_self_attn_layernorm.weight",)),
-    Row(megatron=f"{_L}.post_mlp_layernorm.weight", hf=(f"{_H}.post_mlp_layernorm.weight",)),
+    ParameterRow(megatron=f"{_L}.post_self_attn_layernorm.weight", hf=(f"{_H}.post_self_attn_layernorm.weight",)),
+    ParameterRow(megatron=f"{_L}.post_mlp_layernorm.weight", hf=(f"{_H}.post_mlp_layernorm.weight",)),
 )
 
 FAMILY = Family(

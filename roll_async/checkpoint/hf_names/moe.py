@@ -4,64 +4,66 @@ from __future__ import annotations
 
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import INPUT_NORM
-from roll_async.checkpoint.hf_names.table import Layers, Row, Transform, moe_layers
+from roll_async.checkpoint.hf_names.table import LayerRange, ParameterRow, Transform, moe_layers
 
 _L, _H = "decoder.layers.{i}", "model.layers.{i}"
 
 MOE_MLP_NORM = (
     # Not fused into a linear layer in Transformer Engine: the router reads it too.
-    Row(
+    ParameterRow(
         megatron=f"{_L}.pre_mlp_layernorm.weight",
         hf=(f"{_H}.post_attention_layernorm.weight",),
-        layers=Layers.MOE,
+        layers=LayerRange.MOE,
     ),
 )
 
 MOE_NORMS = (*INPUT_NORM, *MOE_MLP_NORM)
 
 
-def router(hf: str) -> tuple[Row, ...]:
+def router(hf: str) -> tuple[ParameterRow, ...]:
     """The router's weight [experts, hidden]."""
-    return (Row(megatron=f"{_L}.mlp.router.weight", hf=(f"{_H}.{hf}.weight",), layers=Layers.MOE),)
+    return (ParameterRow(megatron=f"{_L}.mlp.router.weight", hf=(f"{_H}.{hf}.weight",), layers=LayerRange.MOE),)
 
 
-def experts(hf: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
+def experts(
+    hf: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[ParameterRow, ...]:
     """One expert's two matrices: sequential experts in local layers, grouped ones in Transformer Engine's."""
     local, grouped, expert = f"{_L}.mlp.experts.local_experts.{{e}}", f"{_L}.mlp.experts", f"{_H}.{hf}.{{e}}"
     return (
-        Row(
+        ParameterRow(
             megatron=f"{local}.linear_fc1.weight",
             te=f"{grouped}.linear_fc1.weight{{e}}",
             hf=(f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
             transform=Transform.GATE_UP,
             tp_dim=0,
-            layers=Layers.MOE,
+            layers=LayerRange.MOE,
         ),
-        Row(
+        ParameterRow(
             megatron=f"{local}.linear_fc2.weight",
             te=f"{grouped}.linear_fc2.weight{{e}}",
             hf=(f"{expert}.{down}.weight",),
             tp_dim=1,
-            layers=Layers.MOE,
+            layers=LayerRange.MOE,
         ),
     )
 
 
-def shared_experts(hf: str) -> tuple[Row, ...]:
+def shared_experts(hf: str) -> tuple[ParameterRow, ...]:
     """The MLP every token passes, held by every expert-parallel rank."""
     return (
-        Row(
+        ParameterRow(
             megatron=f"{_L}.mlp.shared_experts.linear_fc1.weight",
             hf=(f"{_H}.{hf}.gate_proj.weight", f"{_H}.{hf}.up_proj.weight"),
             transform=Transform.GATE_UP,
             tp_dim=0,
-            layers=Layers.MOE,
+            layers=LayerRange.MOE,
         ),
-        Row(
+        ParameterRow(
             megatron=f"{_L}.mlp.shared_experts.linear_fc2.weight",
             hf=(f"{_H}.{hf}.down_proj.weight",),
             tp_dim=1,
-            layers=Layers.MOE,
+            layers=LayerRange.MOE,
         ),
     )
 

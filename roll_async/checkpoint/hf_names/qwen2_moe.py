@@ -5,12 +5,12 @@ from __future__ import annotations
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import ATTENTION, DENSE_MLP_NORM, EMBEDDING, MLP, QKV_BIAS
 from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, qwen_routing_fields, router, shared_experts
-from roll_async.checkpoint.hf_names.table import Family, Layers, Row
+from roll_async.checkpoint.hf_names.table import Family, LayerRange, ParameterRow
 
-_SHARED_GATE = Row(
+_SHARED_GATE = ParameterRow(
     megatron="decoder.layers.{i}.mlp.shared_experts.gate_weight",
     hf=("model.layers.{i}.mlp.shared_expert_gate.weight",),
-    layers=Layers.MOE,
+    layers=LayerRange.MOE,
 )
 
 

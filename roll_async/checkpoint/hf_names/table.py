@@ -26,7 +26,7 @@ class Transform(Enum):
     GATE_UP = "gate_up"  # gate over up; under tensor parallelism each rank holds its part of both
 
 
-class Layers(Enum):
+class LayerRange(Enum):
     """The layers a row describes."""
 
     ALL = "all"
@@ -35,7 +35,7 @@ class Layers(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ParameterRow:
     """One kind of parameter."""
 
     megatron: str
@@ -46,7 +46,7 @@ class Row:
     transform: Transform = Transform.COPY
     tp_dim: int | None = None
     """Dimension of the Megatron tensor that tensor parallelism splits; None = every rank holds all of it."""
-    layers: Layers = Layers.ALL
+    layers: LayerRange = LayerRange.ALL
     optional: bool = False
     """Some models of the family have it, others not (biases, a tied output layer)."""
     needed_by: str = ""
@@ -72,7 +72,7 @@ class Row:
 class Match:
     """One Megatron parameter with its HF counterparts. Layer and expert are None where the row has none."""
 
-    row: Row
+    row: ParameterRow
     name: str
     """Megatron name in layers without Transformer Engine, numbers over the whole model."""
     hf_names: tuple[str, ...]
@@ -105,7 +105,7 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ParameterRow, ...]
     fields: Callable[[HfConfig], dict[str, object]] = lambda config: {}
     """Megatron TransformerConfig fields beyond those of every decoder. Raises ValueError for a model of the family that
     the rows do not describe."""
@@ -135,7 +135,10 @@ class Family:
                 yield _match(row, None, None)
         for layer, is_moe in enumerate(shape.moe_layers):
             for row in self.rows:
-                if "{i}" in row.megatron and row.layers in (Layers.ALL, Layers.MOE if is_moe else Layers.DENSE):
+                if "{i}" in row.megatron and row.layers in (
+                    LayerRange.ALL,
+                    LayerRange.MOE if is_moe else LayerRange.DENSE,
+                ):
                     for expert in range(shape.num_experts) if row.is_expert else (None,):
                         yield _match(row, layer, expert)
 
@@ -164,7 +167,7 @@ def shape_of(num_layers: int, fields: dict[str, object]) -> ModelShape:
     return ModelShape(moe_layers=(True,) * num_layers, num_experts=experts)
 
 
-def _match(row: Row, layer: int | None, expert: int | None) -> Match:
+def _match(row: ParameterRow, layer: int | None, expert: int | None) -> Match:
     numbers = {"i": layer, "e": expert}
     return Match(
         row=row,

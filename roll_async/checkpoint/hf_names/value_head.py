@@ -6,12 +6,12 @@ state. A reward model of transformers reads the same row at the last position on
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_names.table import Match, Row
+from roll_async.checkpoint.hf_names.table import Match, ParameterRow
 
 _LANGUAGE_MODEL, _WITH_HEAD = "ForCausalLM", "ForSequenceClassification"
 
 VALUE_HEAD = Match(
-    row=Row(megatron="output_layer.weight", hf=("score.weight",)),
+    row=ParameterRow(megatron="output_layer.weight", hf=("score.weight",)),
     name="output_layer.weight",
     hf_names=("score.weight",),
     layer=None,

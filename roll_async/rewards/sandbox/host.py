@@ -26,9 +26,9 @@ from pathlib import Path
 from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, missing
 from roll_async.rewards.sandbox.harness import run_program
 from roll_async.rewards.sandbox.prelude import import_modules
-from roll_async.rewards.sandbox.protocol import Ending, Outcome, Run
+from roll_async.rewards.sandbox.protocol import Ending, ProgramResult, Run
 
-_OUTCOME_FIELDS = [field.name for field in fields(Outcome)]
+_OUTCOME_FIELDS = [field.name for field in fields(ProgramResult)]
 _OUTPUT_BYTES = 4 << 20
 _STDERR_BYTES = 16 << 10
 _FILE_BYTES = 16 << 20
@@ -61,7 +61,7 @@ def main() -> None:
         _remove(base)
 
 
-def run_confined(run: Run, base: Path) -> Outcome:
+def run_confined(run: Run, base: Path) -> ProgramResult:
     """Fork, confine, run, watch, clean up."""
     scratch = Path(tempfile.mkdtemp(dir=base))
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, result
@@ -114,7 +114,7 @@ def _become_program(run: Run, scratch: Path, fds: list[int], host: int, word: st
     os._exit(status)
 
 
-def _watch(child: int, reads: list[int], run: Run, scratch: Path, word: str) -> Outcome:
+def _watch(child: int, reads: list[int], run: Run, scratch: Path, word: str) -> ProgramResult:
     """Collect what the program writes until it ends or a limit ends it."""
     started = time.monotonic()
     written = {fd: bytearray() for fd in reads}
@@ -141,7 +141,7 @@ def _watch(child: int, reads: list[int], run: Run, scratch: Path, word: str) -> 
     if ending == "exit" and signalled:
         # The kernel's own limit of processor time is the same limit.
         ending = "timeout" if os.WTERMSIG(wait_status) == signal.SIGXCPU else "signal"
-    return Outcome(
+    return ProgramResult(
         ending=ending,
         status=os.WTERMSIG(wait_status) if signalled else os.WEXITSTATUS(wait_status),
         stdout=out[:_OUTPUT_BYTES].decode(errors="replace"),

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from roll_async.rewards.sandbox.protocol import Outcome, Run
+from roll_async.rewards.sandbox.protocol import ProgramResult, Run
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 _GRACE_S = 10.0
@@ -29,7 +29,7 @@ class LocalSandbox:
         self._host: subprocess.Popen[bytes] | None = None
         self._buffer = b""
 
-    def run(self, run: Run) -> Outcome:
+    def run(self, run: Run) -> ProgramResult:
         """Raises RuntimeError when the host ends or is silent, twice in a row."""
         problem = ""
         for _ in range(2):
@@ -39,7 +39,7 @@ class LocalSandbox:
                 problem = str(error)
                 self.close()
                 continue
-            return Outcome(**json.loads(answer))
+            return ProgramResult(**json.loads(answer))
         raise RuntimeError(f"the sandbox host does not work: {problem}")
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class ProgramResult:
     """What became of it. What the program wrote is cut at the sandbox's limits."""
 
     ending: Ending
@@ -69,6 +69,6 @@ class Outcome:
 class Runner(Protocol):
     """Runs programs: a local sandbox host or a sandbox service. Raises ConnectionError when it cannot work now."""
 
-    def run(self, run: Run) -> Outcome: ...
+    def run(self, run: Run) -> ProgramResult: ...
 
     def close(self) -> None: ...

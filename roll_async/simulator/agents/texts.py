@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from roll_async.agents.messages import Message
 from roll_async.agents.rendering import Rendered, SampledTurn, written_out
 from roll_async.simulator.models import LengthModel, ToolModel, uniform
-from roll_async.simulator.text import END, RENDERED, Turn, decode, is_sampled
+from roll_async.simulator.text import END, RENDERED, ScriptedTurn, decode, is_sampled
 
 END_MARK = decode((END,))
 
@@ -58,7 +58,7 @@ class TraceTexts:
     def __init__(self, seed: int, lengths: LengthModel, tools: ToolModel | None = None) -> None:
         self._seed, self._lengths, self._tools = seed, lengths, tools
 
-    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> Turn:
+    def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> ScriptedTurn:
         """`name`: TRAJECTORY+N, with ~K when it was asked anew after a push. `prompt`: may end with tokens that were
         sampled for it before.
         """
@@ -67,7 +67,7 @@ class TraceTexts:
             start -= 1
         length = self._lengths.tokens(self._seed, name.partition(".")[0], name)
         calls = self._tools is not None and uniform(self._seed, "call", name) < self._tools.share
-        return Turn(start, start + length, calls, False, not calls, name)
+        return ScriptedTurn(start, start + length, calls, False, not calls, name)
 
 
 def name_of_turn(request: str) -> str:

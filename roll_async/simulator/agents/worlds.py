@@ -16,7 +16,7 @@ from math import exp
 from statistics import NormalDist
 from typing import Protocol
 
-from roll_async.envs.pool import Worker
+from roll_async.envs.pool import WorldWorker
 from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.simulator.models import WorldModel, uniform
 
@@ -224,7 +224,7 @@ class BlockingSimWorld(SimWorld):
         return super().step(action)
 
 
-class SimWorker(Worker):
+class SimWorker(WorldWorker):
     """A worker process on the virtual clock: every request is a task, as a real one has a thread for it."""
 
     def __init__(self, step_timeout_s: float, book: WorldBook, *, seed: int, number: int, broken_share: float) -> None:
@@ -285,11 +285,11 @@ class SimWorker(Worker):
         self._held.clear()
 
 
-def workers(book: WorldBook, *, seed: int, broken_share: float) -> Callable[[float], Worker]:
+def workers(book: WorldBook, *, seed: int, broken_share: float) -> Callable[[float], WorldWorker]:
     """What makes the workers of a pool."""
     numbers = count()
 
-    def make(step_timeout_s: float) -> Worker:
+    def make(step_timeout_s: float) -> WorldWorker:
         return SimWorker(step_timeout_s, book, seed=seed, number=next(numbers), broken_share=broken_share)
 
     return make

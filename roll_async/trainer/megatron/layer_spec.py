@@ -236,7 +236,7 @@ def _add_normed(norm: torch.nn.Module) -> Callable[[bool, bool], Callable[..., T
     return choose
 
 
-class Layers(Enum):
+class LayerChoice(Enum):
     """What layers are made of; the value is for the log."""
 
     LOCAL = "local"
@@ -246,16 +246,16 @@ class Layers(Enum):
     @property
     def all_engine(self) -> bool:
         """Whether linear layers and experts are Transformer Engine's, too."""
-        return self is Layers.TRANSFORMER_ENGINE
+        return self is LayerChoice.TRANSFORMER_ENGINE
 
     @property
     def engine_attention(self) -> bool:
         """Whether the kernels of attention are Transformer Engine's."""
-        return self is not Layers.LOCAL
+        return self is not LayerChoice.LOCAL
 
 
 def block_spec(
-    config: TransformerConfig, *, layers: Layers, stage: int | None = None, sandwich_norms: bool = False
+    config: TransformerConfig, *, layers: LayerChoice, stage: int | None = None, sandwich_norms: bool = False
 ) -> TransformerBlockSubmodules:
     """This pipeline stage's layers. `stage` counts the chunks of an interleaved pipeline."""
     whole = layers.all_engine
@@ -307,27 +307,27 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, *, engine_attentio
 
 
 @cache
-def choose_layers(implementation: str, *, adapters: bool = False) -> Layers:
+def choose_layers(implementation: str, *, adapters: bool = False) -> LayerChoice:
     """What `transformer_impl` (local, transformer_engine or auto) comes to on this machine for a model with or without
     LoRA adapters; logged once with its reason. Raises ValueError where Transformer Engine is asked for and cannot be.
     """
     if implementation == "local":
         logger.info("layers: local (transformer_impl: local)")
-        return Layers.LOCAL
+        return LayerChoice.LOCAL
     missing = engine_import.problem()
     if implementation == "transformer_engine" and missing:
         raise ValueError(f"transformer_impl=transformer_engine: {missing}; install it, or use auto")
     if implementation == "auto" and missing is None and not torch.cuda.is_available():
         missing = "no CUDA device"
     if missing:
-        layers, reason = Layers.LOCAL, missing
+        layers, reason = LayerChoice.LOCAL, missing
     elif adapters:
         # A sum with the adapter's path must be rounded once, in one product, which Transformer Engine's layers keep to
         # themselves. Their product is the same cuBLAS call.
-        layers, reason = Layers.ENGINE_ATTENTION, "lora_rank > 0: adapters are on local linear layers"
+        layers, reason = LayerChoice.ENGINE_ATTENTION, "lora_rank > 0: adapters are on local linear layers"
     else:
         layers, reason = (
-            Layers.TRANSFORMER_ENGINE,
+            LayerChoice.TRANSFORMER_ENGINE,
             f"transformer_impl: {implementation}, and Transformer Engine imports",
         )
     logger.info("layers: %s (%s)", layers.value, reason)

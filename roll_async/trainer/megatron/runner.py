@@ -31,7 +31,7 @@ LossOfMicroBatch = Callable[[MicroBatch, Tensor], tuple[Tensor, Mapping[str, Ten
 """(micro-batch, model output [b,s,H] or [b,s,1]) -> (share of the step's loss, metric sums)."""
 
 
-class Runner:
+class ModelRunner:
     """Feeds the parts of a model on this rank. `network`: one module, or one per virtual pipeline stage."""
 
     def __init__(

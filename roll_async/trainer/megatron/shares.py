@@ -74,7 +74,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class DataParallelShard:
     """What one data-parallel rank is sent of a batch."""
 
     rows: StepRows
@@ -89,13 +89,13 @@ class BatchSplitter:
     def __init__(self, settings: MegatronSettings, model: ModelTraits, num_ranks: int) -> None:
         self._settings, self._model, self._num_ranks = settings, model, num_ranks
 
-    def scoring(self, rows: TokenRows) -> list[Share]:
+    def scoring(self, rows: TokenRows) -> list[DataParallelShard]:
         """Of a scoring call: one pass over all rows."""
         step = self._step_rows(rows, {})
         everything = range(len(rows.lengths))
         return self._shares(step, [(everything, everything)], self._settings.scoring_rows)
 
-    def policy(self, rows: PolicyRows) -> list[Share]:
+    def policy(self, rows: PolicyRows) -> list[DataParallelShard]:
         """Of a step of the actor: rows without a gradient are sent to no rank."""
         fields = {name: x for name in _POLICY_FIELDS if (x := getattr(rows, name)) is not None}
         parts = [(part, self._rows_to_train(rows, part)) for part in self._mini_batches(rows)]
@@ -103,7 +103,7 @@ class BatchSplitter:
             self._step_rows(rows, fields), parts, self._settings.micro_batch_rows, self._loss.normalizer_length
         )
 
-    def values(self, rows: ValueRows) -> list[Share]:
+    def values(self, rows: ValueRows) -> list[DataParallelShard]:
         """Of a step of the critic."""
         step = StepRows(
             tokens=rows.tokens,
@@ -114,7 +114,7 @@ class BatchSplitter:
         parts = [(part, part) for part in self._mini_batches(rows)]
         return self._shares(step, parts, self._settings.micro_batch_rows)
 
-    def supervised(self, rows: TokenRows) -> list[Share]:
+    def supervised(self, rows: TokenRows) -> list[DataParallelShard]:
         """Of one cross-entropy step on all rows."""
         everything = range(len(rows.lengths))
         return self._shares(self._step_rows(rows, {}), [(everything, everything)], self._settings.micro_batch_rows)
@@ -157,7 +157,7 @@ class BatchSplitter:
         parts: Sequence[tuple[range, Sequence[int]]],
         rows_per_batch: int,
         normalizer_length: int = 1,
-    ) -> list[Share]:
+    ) -> list[DataParallelShard]:
         """`parts`: of each mini-batch its rows, and those of them that are computed."""
         planned = [self._planned(step, part, computed, rows_per_batch, normalizer_length) for part, computed in parts]
         return [_share(step, of_rank) for of_rank in zip(*planned, strict=True)]
@@ -217,12 +217,12 @@ class BatchSplitter:
         return max((len(x) for x in spans), default=1), max((max(x) for x in spans), default=1)
 
 
-def _share(step: StepRows, mini_batches: Sequence[MiniBatch]) -> Share:
+def _share(step: StepRows, mini_batches: Sequence[MiniBatch]) -> DataParallelShard:
     """The rows of these mini-batches, and the mini-batches with row numbers of the share."""
     numbers = sorted(row for part in mini_batches for batch in part.micro_batches for rows in batch for row in rows)
     place = {row: i for i, row in enumerate(numbers)}
     index = torch.tensor(numbers, dtype=torch.int64)
-    return Share(
+    return DataParallelShard(
         rows=step.taken(index),
         numbers=index,
         mini_batches=[

@@ -37,10 +37,10 @@ from roll_async.trainer.megatron.model_flops import peak_tflops  # noqa: E402
 from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
 from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
 from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
-from roll_async.trainer.megatron.runner import LossOfMicroBatch, Runner  # noqa: E402
+from roll_async.trainer.megatron.runner import LossOfMicroBatch, ModelRunner  # noqa: E402
 from roll_async.trainer.megatron.schedule import Schedule  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
-from roll_async.trainer.megatron.shares import BatchSplitter, MiniBatch, ModelTraits, Share  # noqa: E402
+from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard, MiniBatch, ModelTraits  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
 from roll_async.weight_sync.packing import TensorPart, joined  # noqa: E402
@@ -66,14 +66,14 @@ class MegatronWorker:
             for chunk in self._model.chunks:
                 chunk.requires_grad_(False)
             self._state = DeviceState(self._model.chunks, [], None, self._device)
-            self._runner = Runner(self._model.chunks, self._model.config, self._settings, self._replay)
+            self._runner = ModelRunner(self._model.chunks, self._model.config, self._settings, self._replay)
             return
         self._network = wrap(self._model.chunks, self._model.config, self._settings.optimizer)
         self._optimizer, self._grad_scale = build_optimizer(self._network, self._model.config, self._settings.optimizer)
         self._host_state = None
         if self._settings.optimizer.cpu_offload:
             self._host_state = host_state(self._optimizer, self._device)
-        self._runner = Runner(self._network, self._model.config, self._settings, self._replay)
+        self._runner = ModelRunner(self._network, self._model.config, self._settings, self._replay)
         self._state = DeviceState(self._model.chunks, self._network, self._optimizer, self._device)
         self._schedule = Schedule(self._settings.optimizer)
         self._checkpoint = RoleCheckpoint(self._model, self._optimizer, self._schedule, self._settings)
@@ -117,19 +117,19 @@ class MegatronWorker:
     # Scoring
 
     @torch.no_grad()
-    def compute_logprobs(self, share: Share) -> Tensor | None:
+    def compute_logprobs(self, share: DataParallelShard) -> Tensor | None:
         """[b,T] float32; 0 where not in the mask. Of all ranks with the same share one answers, the others None."""
         return self._score(share, self._logprobs)
 
     @torch.no_grad()
-    def compute_plain_logprobs(self, share: Share) -> Tensor | None:
+    def compute_plain_logprobs(self, share: DataParallelShard) -> Tensor | None:
         """`compute_logprobs` of the whole distribution at temperature 1, whatever the samples are drawn from."""
         return self._score(
             share, lambda batch, out: self._runner.logprobs(batch, out, with_entropy=False, plain=True).logprobs
         )
 
     @torch.no_grad()
-    def compute_squares(self, share: Share) -> Tensor | None:
+    def compute_squares(self, share: DataParallelShard) -> Tensor | None:
         """[b,T] float32, or None as of `compute_logprobs`: the sum of all squared probabilities at the token."""
 
         def squares(batch: MicroBatch, output: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class MegatronWorker:
         return self._score(share, squares)
 
     @torch.no_grad()
-    def compute_base_logprobs(self, share: Share) -> Tensor | None:
+    def compute_base_logprobs(self, share: DataParallelShard) -> Tensor | None:
         """`compute_logprobs` of the model without its adapters."""
         with adapters_off(self._model.chunks):
             return self._score(share, self._logprobs)
@@ -148,7 +148,7 @@ class MegatronWorker:
     def _logprobs(self, batch: MicroBatch, output: Tensor) -> Tensor:
         return self._runner.logprobs(batch, output, with_entropy=False).logprobs
 
-    def _score(self, share: Share, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
+    def _score(self, share: DataParallelShard, score: Callable[[MicroBatch, Tensor], Tensor]) -> Tensor | None:
         self._state.require("weights")
         self._model.train(False)
         self._check_experts(share)
@@ -165,14 +165,14 @@ class MegatronWorker:
         self._runner.run(self._runner.micro_batches(share.rows, whole), keep, forward_only=True)
         return result if ranks.reports() else None
 
-    def _check_experts(self, share: Share) -> None:
+    def _check_experts(self, share: DataParallelShard) -> None:
         """Raises ValueError for records of another model."""
         if self._replay is not None and share.rows.experts is not None:
             self._replay.check(share.rows.experts)
 
     # Training
 
-    def update_policy(self, share: Share, step: int) -> dict[str, float]:
+    def update_policy(self, share: DataParallelShard, step: int) -> dict[str, float]:
         """One optimizer step per mini-batch, in row order, `ppo_epochs` times over the batch."""
         settings = self._settings.loss
         assert settings is not None, "a role without a loss cannot train"
@@ -195,7 +195,7 @@ class MegatronWorker:
         used = self._use_of_device(share, settings.ppo_epochs, time.perf_counter() - began_s)
         return {**_mean_of(results, "trainer"), **used}
 
-    def _use_of_device(self, share: Share, epochs: int, seconds: float) -> dict[str, float]:
+    def _use_of_device(self, share: DataParallelShard, epochs: int, seconds: float) -> dict[str, float]:
         """What this rank's device did in a step, as its share of what the ranks with the same rows did."""
         fed = [rows[0] for part in share.mini_batches for batch in part.micro_batches for rows in batch]
         lengths = share.rows.lengths[fed].tolist()
@@ -213,13 +213,13 @@ class MegatronWorker:
         return used
 
     @torch.no_grad()
-    def compute_values(self, share: Share) -> Tensor | None:
+    def compute_values(self, share: DataParallelShard) -> Tensor | None:
         """[b,T] float32, or None as of `compute_logprobs`: the value of the state before token t; 0 where not in the
         mask.
         """
         return self._score(share, lambda batch, out: self._runner.to_rows(batch, out[..., 0]))
 
-    def update_values(self, share: Share, step: int) -> dict[str, float]:
+    def update_values(self, share: DataParallelShard, step: int) -> dict[str, float]:
         """One optimizer step of the critic per mini-batch, in row order."""
 
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
@@ -258,7 +258,7 @@ class MegatronWorker:
 
     def _step(
         self,
-        share: Share,
+        share: DataParallelShard,
         mini_batch: MiniBatch,
         loss_for: Callable[[Mapping[str, Denominators]], LossOfMicroBatch],
         rate: float,

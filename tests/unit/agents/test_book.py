@@ -2,7 +2,7 @@
 
 import pytest
 
-from roll_async.agents.book import TrajectoryBook
+from roll_async.agents.book import TrajectoryLog
 from roll_async.agents.protocol import Ending, Task
 from roll_async.schema import Outcome
 
@@ -10,7 +10,7 @@ STORY = (("user", "seed 3"), ("assistant", "left \ud83d"))
 
 
 def written(folder, count, **ending):
-    book = TrajectoryBook(folder)
+    book = TrajectoryLog(folder)
     for number in range(count):
         task = Task(tag="Maze", seed=number, validation=False)
         book.add(f"{number}.0/1", task, Ending(outcome=Outcome.SOLVED, reward=0.5, story=STORY, **ending), [None] * 2)
@@ -41,7 +41,7 @@ def test_what_cannot_be_written_is_told_and_ends_nothing(tmp_path, caplog):
 
 
 def test_a_trajectory_without_a_story_is_counted_and_not_written(tmp_path):
-    book = TrajectoryBook(tmp_path)
+    book = TrajectoryLog(tmp_path)
     book.add("0", Task(tag="Maze", seed=0, validation=False), Ending(outcome=Outcome.FAILED), [])
     book.close()
     assert not list(tmp_path.glob("*"))

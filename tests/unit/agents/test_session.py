@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.agents.limited_turns import BadRequest, LimitedTurns, TrajectoryEnded
+from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded, TurnHandler
 from roll_async.agents.messages import Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.trace_tree import TraceTree
@@ -375,7 +375,7 @@ def test_in_training_the_run_says_how_turns_are_sampled_and_elsewhere_the_reques
 
 
 def test_remembered_replies_are_bounded_in_number_and_in_size(request_of):
-    class Saying(LimitedTurns):
+    class Saying(TurnHandler):
         asked = 0
 
         async def _sampled(self, request, started_s):

@@ -14,7 +14,7 @@ from roll_async.buffer.errors import LedgerError
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.buffer.ledger import SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.buffer.states import QueueOptions, ReleaseReason
 from roll_async.schema import ExpertRecord, FinishReason, Reward, RewardStatus
 from tests.patience import patient
 
@@ -328,9 +328,9 @@ def test_whatever_is_killed_when_every_prompt_is_trained_filtered_or_failed_exac
                 slot = flying.pop(rng.randrange(len(flying)))
                 dice = rng.random()
                 if dice < 0.1:
-                    await queue.release(slot.group_id, Outcome.REQUEUED)
+                    await queue.release(slot.group_id, ReleaseReason.REQUEUED)
                 elif dice < 0.25:
-                    await queue.release(slot.group_id, Outcome.FILTERED)
+                    await queue.release(slot.group_id, ReleaseReason.FILTERED)
                     filtered.append((current, slot.prompt_index))
                 else:
                     prompt = build.prompt(row_id=str(slot.prompt_index))

@@ -12,7 +12,7 @@ from roll_async.buffer import log_sync
 from roll_async.buffer.errors import LedgerError
 from roll_async.buffer.ledger import SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.buffer.states import QueueOptions, ReleaseReason
 from tests.patience import patient
 
 DISK_S = patient(0.05)
@@ -84,9 +84,9 @@ def test_what_the_filter_dropped_is_on_the_disk_as_well_and_what_is_only_asked_a
     async def go():
         queue = queue_of(path)
         first, second = await queue.reserve(2)
-        await queue.release(first.group_id, Outcome.REQUEUED)
+        await queue.release(first.group_id, ReleaseReason.REQUEUED)
         assert not disk.calls
-        await queue.release(second.group_id, Outcome.FILTERED)
+        await queue.release(second.group_id, ReleaseReason.FILTERED)
         assert len(disk.calls) == 1
         queue.close()
 

@@ -11,7 +11,7 @@ from roll_async.buffer.fingerprint import same_or_regenerate, stream_fingerprint
 from roll_async.buffer.ledger import MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.staleness import StalenessPolicy
-from roll_async.buffer.states import Outcome, QueueOptions
+from roll_async.buffer.states import QueueOptions, ReleaseReason
 from roll_async.config.api import load
 from roll_async.schema import FinishReason, Prompt
 
@@ -104,11 +104,11 @@ def test_a_result_of_a_released_or_unknown_group_is_refused_and_counted(run, fin
     async def go():
         queue = make_queue()
         first, second = await queue.reserve(2)
-        await queue.release(first.group_id, Outcome.REQUEUED)
+        await queue.release(first.group_id, ReleaseReason.REQUEUED)
         await finish(queue, first)
         await finish(queue, second, second)
         await queue.put(build.group(99))
-        await queue.release(second.group_id, Outcome.FAILED, "twice")
+        await queue.release(second.group_id, ReleaseReason.FAILED, "twice")
         stats = queue.stats()
         assert (stats.late_results, stats.buffered, stats.dropped, stats.failed) == (4, 1, 1, 0)
 
@@ -120,14 +120,14 @@ def test_a_requeued_prompt_comes_again_first_with_its_attempt_counted(run):
         queue = make_queue(groups_per_batch=3)
         slots = await queue.reserve(3)
         for slot in (slots[2], slots[0]):
-            await queue.release(slot.group_id, Outcome.REQUEUED, "interrupted")
+            await queue.release(slot.group_id, ReleaseReason.REQUEUED, "interrupted")
         again = await queue.reserve(3)
         assert [(s.prompt_index, s.attempt, s.group_id) for s in again] == [(0, 1, 3), (2, 1, 4)]
 
     run(go())
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FILTERED, Outcome.FAILED])
+@pytest.mark.parametrize("outcome", [ReleaseReason.FILTERED, ReleaseReason.FAILED])
 def test_a_filtered_or_failed_prompt_frees_its_slot_for_the_next_prompt(run, outcome):
     async def go():
         queue = make_queue()
@@ -143,10 +143,10 @@ def test_one_failure_too_many_ends_the_run_with_the_last_reasons(run):
     async def go():
         queue = make_queue(groups_per_batch=8, max_failed_groups=2)
         slots = await queue.reserve(8)
-        await queue.release(slots[0].group_id, Outcome.FAILED, "first")
-        await queue.release(slots[1].group_id, Outcome.FAILED, "second")
+        await queue.release(slots[0].group_id, ReleaseReason.FAILED, "first")
+        await queue.release(slots[1].group_id, ReleaseReason.FAILED, "second")
         with pytest.raises(TooManyFailures, match="3 groups.*max_failed_groups=2.*prompt 1: second; prompt 2: third"):
-            await queue.release(slots[2].group_id, Outcome.FAILED, "third")
+            await queue.release(slots[2].group_id, ReleaseReason.FAILED, "third")
 
     run(go())
 
@@ -234,7 +234,10 @@ def test_what_finishes_too_late_is_counted_by_length_and_what_was_cut_short_as_c
         prompt = build.prompt()
         whole, cut = build.sample(prompt, range(6)), build.sample(prompt, range(50), finish_reason=FinishReason.ABORT)
         await queue.release(
-            slots[3].group_id, Outcome.REQUEUED, "aborted", group=build.group(slots[3].group_id, samples=(whole, cut))
+            slots[3].group_id,
+            ReleaseReason.REQUEUED,
+            "aborted",
+            group=build.group(slots[3].group_id, samples=(whole, cut)),
         )
         await queue.step_trained(1)
         stats = queue.stats()
@@ -260,7 +263,7 @@ def test_a_synchronous_batch_makes_the_rest_surplus_under_every_policy_and_none_
         assert [g.group_id for g in await queue.take_batch(1)] == [1, 3]
         assert await soon(queue.early_stop()) == [0, 2]
         assert await soon(queue.early_stop([0])) == [0, 2] and await soon(queue.early_stop([0, 2])) is None
-        await queue.release(0, Outcome.REQUEUED)
+        await queue.release(0, ReleaseReason.REQUEUED)
         assert await soon(queue.early_stop()) == [2]
 
     run(go())
@@ -273,7 +276,7 @@ def test_slot_and_prompt_of_a_surplus_group_stay_closed_until_the_next_push(run,
         await finish(queue, *slots[:2])
         await queue.take_batch(1)
         for group_id in await queue.early_stop():
-            await queue.release(group_id, Outcome.REQUEUED)
+            await queue.release(group_id, ReleaseReason.REQUEUED)
         assert await soon(queue.reserve(10)) is None, "under the same weights they would be surplus once more"
         assert queue.stats().requeued_prompts == 2 and (await queue.checkpoint_state(1))["open"] == [2, 3]
         await queue.step_trained(1)
@@ -293,7 +296,7 @@ def test_closed_prompts_come_again_at_once_when_the_trainer_has_nothing_else_to_
         await queue.take_batch(1, 1)
         queue.end_of_data()
         for group_id in await queue.early_stop():
-            await queue.release(group_id, Outcome.REQUEUED)
+            await queue.release(group_id, ReleaseReason.REQUEUED)
         await queue.take_batch(1, 1)
         await queue.step_trained(1)  # its push fails, or comes later: the data is not over yet
         taking = asyncio.ensure_future(queue.take_batch(2))
@@ -400,7 +403,7 @@ def test_the_data_ends_when_no_full_batch_can_come(run, finish):
     async def go():
         queue = make_queue(async_generation_ratio=1.0)
         slots = await queue.reserve(4)
-        await queue.release(slots[3].group_id, Outcome.UNUSED)
+        await queue.release(slots[3].group_id, ReleaseReason.UNUSED)
         queue.end_of_data()
         await finish(queue, slots[0], slots[1])
         await queue.take_batch(1)
@@ -421,7 +424,7 @@ def test_a_checkpoint_after_the_end_of_the_data_counts_no_prompt_that_is_not_the
         queue = make_queue()
         first, *beyond = await queue.reserve(4)
         for slot in beyond:
-            await queue.release(slot.group_id, Outcome.UNUSED)
+            await queue.release(slot.group_id, ReleaseReason.UNUSED)
             queue.end_of_data()
         state = await queue.checkpoint_state(1)
         assert (state["next_index"], state["open"]) == (first.prompt_index + 1, [first.prompt_index])
@@ -434,7 +437,7 @@ def test_a_requeued_prompt_still_comes_after_the_end_of_the_data(run, finish):
         queue = make_queue()
         slots = await queue.reserve(2)
         queue.end_of_data()
-        await queue.release(slots[0].group_id, Outcome.REQUEUED)
+        await queue.release(slots[0].group_id, ReleaseReason.REQUEUED)
         (again,) = await queue.reserve(5)
         await finish(queue, slots[1], again)
         assert len(await queue.take_batch(1)) == 2
@@ -491,9 +494,9 @@ def test_the_counts_add_up_after_every_call(run, finish):
         check(buffered=3, in_flight=3, generated_samples=6, generated_tokens=12)
         await queue.take_batch(1)
         check(training=2, buffered=1)
-        await queue.release(slots[3].group_id, Outcome.FILTERED)
-        await queue.release(slots[4].group_id, Outcome.FAILED, "x")
-        await queue.release(slots[5].group_id, Outcome.REQUEUED)
+        await queue.release(slots[3].group_id, ReleaseReason.FILTERED)
+        await queue.release(slots[4].group_id, ReleaseReason.FAILED, "x")
+        await queue.release(slots[5].group_id, ReleaseReason.REQUEUED)
         check(filtered=1, failed=1, dropped=1, in_flight=0, requeued_prompts=1)
         await queue.step_trained(1)
         check(trained=2, training=0, trained_samples=4, trained_tokens=8, memory_bytes=queue.stats().memory_bytes)
@@ -667,7 +670,7 @@ def test_a_starved_trainer_says_why_by_its_own_clock_though_groups_come_and_go(r
         for _ in range(100):  # every few seconds a group is filtered: something always moves
             (slot, *_) = await queue.reserve(1)
             await asyncio.sleep(3)
-            await queue.release(slot.group_id, Outcome.FILTERED, "dropped_equal")
+            await queue.release(slot.group_id, ReleaseReason.FILTERED, "dropped_equal")
         taking.cancel()
         said = [r.message for r in caplog.records if "the trainer has waited" in r.message]
         assert len(said) == 9 and "waited 270 s for step 1" in said[-1]
@@ -682,7 +685,7 @@ def test_the_data_may_end_inside_of_a_step_that_is_taken_in_parts(run, finish):
         slots = await queue.reserve(2)
         await finish(queue, slots[0])
         assert len(await queue.take_batch(1, 1)) == 1
-        await queue.release(slots[1].group_id, Outcome.FILTERED)
+        await queue.release(slots[1].group_id, ReleaseReason.FILTERED)
         queue.end_of_data()
         with pytest.raises(EndOfData):
             await queue.take_batch(1, 1)

@@ -11,7 +11,7 @@ import synthetic
 
 from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
-from roll_async.checkpoint.hf_names.table import Row, Transform, shape_of
+from roll_async.checkpoint.hf_names.table import ParameterRow, Transform, shape_of
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 
 ARCHITECTURES = list(synthetic.CONFIGS)
@@ -108,12 +108,12 @@ def hf_parts(row):
 @pytest.mark.parametrize(
     "row",
     [
-        Row(megatron="m", hf=("a",), tp_dim=0),
-        Row(megatron="m", hf=("a",), tp_dim=1),
-        Row(megatron="m", hf=("a",)),
-        Row(megatron="m", hf=("q", "k", "v"), transform=Transform.QKV, tp_dim=0),
-        Row(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0),
-        Row(megatron="m", hf=("gate_up",), transform=Transform.GATE_UP, tp_dim=0),
+        ParameterRow(megatron="m", hf=("a",), tp_dim=0),
+        ParameterRow(megatron="m", hf=("a",), tp_dim=1),
+        ParameterRow(megatron="m", hf=("a",)),
+        ParameterRow(megatron="m", hf=("q", "k", "v"), transform=Transform.QKV, tp_dim=0),
+        ParameterRow(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0),
+        ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.GATE_UP, tp_dim=0),
     ],
     ids=lambda row: f"{row.transform.value}-{len(row.hf)}-{row.tp_dim}",
 )
@@ -128,14 +128,14 @@ def test_merging_and_sharding_are_undone_bit_for_bit(row, size):
 
 
 def test_a_rank_holds_its_part_of_gate_and_of_up():
-    row = Row(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0)
+    row = ParameterRow(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0)
     gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
     mine = shard(row, to_megatron(row, [gate, up], HEADS), rank=1, size=2)
     assert mine[:, 0].tolist() == [2, 3, 12, 13]
 
 
 def test_a_group_of_heads_keeps_its_queries_key_and_value_together():
-    row = Row(megatron="m", hf=("q", "k", "v"), transform=Transform.QKV, tp_dim=0)
+    row = ParameterRow(megatron="m", hf=("q", "k", "v"), transform=Transform.QKV, tp_dim=0)
     heads = HeadLayout(num_groups=2, heads_per_group=2, head_size=1)
     parts = [torch.tensor(x)[:, None] for x in ([0.0, 1, 2, 3], [10.0, 11], [20.0, 21])]
     assert to_megatron(row, parts, heads)[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]

@@ -43,7 +43,7 @@ from roll_async.pipelines import checkpoint
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
 from roll_async.prompts.load import DataOptions
-from roll_async.prompts.pool import PoolOptions
+from roll_async.prompts.pool import PromptPoolOptions
 from roll_async.rewards import router
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.conversations import ScoringOptions
@@ -56,7 +56,7 @@ from roll_async.weight_sync.synchronizer import SyncOptions
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,
     ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, EngineOptions, RolloutOptions, DataOptions,
-    PoolOptions, TrainingRole,
+    PromptPoolOptions, TrainingRole,
 )  # fmt: skip
 
 OF_AGENTS = (
@@ -246,7 +246,7 @@ def settings_of(config: PipelineConfig) -> dict[str, object]:
     built: dict[str, object] = {
         "": [
             EngineSettings.of(config, replica=0, restart=0), LearnerOptions.of(config), SchedulerOptions.of(config),
-            EngineOptions.of(config), PoolOptions.of(config),
+            EngineOptions.of(config), PromptPoolOptions.of(config),
             RolloutOptions.of(config, "shm"), RunPlan.of(config, first_step=1),
             DataOptions.of(config, config.actor_train.data_args, checks={}, references=()),
             *(DataOptions.of(config, d, checks={}, references=()) for _, d in config.validation.data.values()),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.config.user_code import FOLDERS_VARIABLE, search_beside
-from roll_async.envs.pool import Worker, WorldPool
+from roll_async.envs.pool import WorldPool, WorldWorker
 from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
 from tests.patience import patient
@@ -190,11 +190,11 @@ def test_nobody_waits_for_a_world_to_close_and_what_it_raises_harms_nobody(name,
 
 
 def test_a_worker_that_does_not_start_takes_no_further_world():
-    class Broken(Worker):
+    class Broken(WorldWorker):
         async def _start(self):
             raise OSError("too many open files")
 
-    kinds = [Broken, Worker]
+    kinds = [Broken, WorldWorker]
 
     async def work(pool):
         with pytest.raises(WorldFailed, match="did not start: too many open files"):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll_async.inference.sglang_load import LoadReader
+from roll_async.inference.sglang_load import SglangLoadReader
 
 
 class Snapshots:
@@ -28,7 +28,7 @@ def snapshots():
 
 @pytest.fixture
 def reader(snapshots):
-    return LoadReader(SimpleNamespace(load_snapshot_reader=snapshots), total_tokens=1000)
+    return SglangLoadReader(SimpleNamespace(load_snapshot_reader=snapshots), total_tokens=1000)
 
 
 def test_before_the_first_snapshot_the_cache_is_empty_and_requests_wait(reader):

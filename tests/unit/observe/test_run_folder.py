@@ -101,7 +101,7 @@ def test_a_config_that_cannot_be_written_leaves_that_of_the_last_start(tmp_path)
 
 MONITORED = """\
 import logging, sys
-from roll_async.launch.run import RunClasses
+from roll_async.launch.run import UserHooks
 from roll_async.observe.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def custom_monitor(trainer_stats, rollouter_stats):
     logger.info(f"Custom metric: {custom_metric}")
 
 logging.basicConfig()
-classes = RunClasses(custom_monitor=custom_monitor, log_name="fully_async_training.log")
+classes = UserHooks(custom_monitor=custom_monitor, log_name="fully_async_training.log")
 RunFolder(sys.argv[1], "run").open_log(*classes.log_names, modules=classes.modules)
 classes.custom_monitor({"samples": 10}, {})
 logging.getLogger("roll_async.rollout").info("in the files alone")

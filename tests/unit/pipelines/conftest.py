@@ -13,7 +13,7 @@ from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.validation import SetSampling
 from roll_async.pipelines.wire import (
-    Classes,
+    ComponentTypes,
     EngineOptions,
     RolloutOptions,
     RolloutRoles,
@@ -82,7 +82,7 @@ class Run:
         validation_sets=("",),
         oversample_groups=0,
         staleness=None,
-        classes=Classes(),
+        classes=ComponentTypes(),
         trainer=TrainLoop,
         custom_monitor=None,
         turns_of=lambda replicas: None,
@@ -157,7 +157,7 @@ class Run:
             groups_per_part=num_groups // parts,
         )
         watched = RunOptions(plan=self.plan, monitor_interval_s=5.0, custom_monitor=custom_monitor)
-        self.pipeline = wire(self.parts, watched, Classes(trainer=trainer), self.side.turns)
+        self.pipeline = wire(self.parts, watched, ComponentTypes(trainer=trainer), self.side.turns)
         self.trainer = self.pipeline.trainer
 
     def _replica(self, name, token_s):

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from roll_async.config.api import load
-from roll_async.pipelines.lag_zero import DIFFERENCE, LEAST_TOKENS, NUM_TOKENS, SHARE, LagZero, LagZeroOptions
+from roll_async.pipelines.lag_zero import DIFFERENCE, LEAST_TOKENS, NUM_TOKENS, SHARE, LagZeroOptions, OnPolicyCheck
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.weight_sync.canary import CanaryOptions, CanaryReport, EngineMismatch
 
@@ -28,7 +28,7 @@ def differs(by, num_tokens=2 * LEAST_TOKENS, share=0.5):
 )
 def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
     caplog.set_level(logging.WARNING, "roll_async")
-    look = LagZero(LagZeroOptions(band=1e-3))
+    look = OnPolicyCheck(LagZeroOptions(band=1e-3))
     look._canary = canary
     assert look.check(1, differs(5e-4)) == {"weights/lag_zero_alarm": 0.0} and not caplog.text
     assert look.check(2, {}) == {}, "no token of lag 0"
@@ -36,8 +36,8 @@ def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
     assert "step 3: tokens of the present weights differ by 0.25 nats" in caplog.text and suspect in caplog.text
     look.stop(3, differs(0.25))
     with pytest.raises(EngineMismatch, match="step 3: .*on_mismatch: stop"):
-        LagZero(LagZeroOptions(band=1e-3, stop=True)).stop(3, differs(0.25))
-    assert LagZero(None).check(1, differs(9.0)) == {}
+        OnPolicyCheck(LagZeroOptions(band=1e-3, stop=True)).stop(3, differs(0.25))
+    assert OnPolicyCheck(None).check(1, differs(9.0)) == {}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
 )
 def test_a_mean_of_a_few_tokens_is_no_evidence_of_a_mismatch(num_tokens, share, looks):
     """A late batch may have one row with a gradient, and one token of it may differ by nats."""
-    look = LagZero(LagZeroOptions(band=0.1, stop=True))
+    look = OnPolicyCheck(LagZeroOptions(band=0.1, stop=True))
     metrics = differs(0.2, num_tokens, share)
     assert look.check(1, metrics) == ({"weights/lag_zero_alarm": 1.0} if looks else {})
     with pytest.raises(EngineMismatch) if looks else nullcontext():
@@ -172,7 +172,7 @@ def test_a_check_that_fails_while_it_is_cancelled_is_no_noise_on_the_console(run
             finally:
                 raise RuntimeError("the rollout process died")
 
-        look = LagZero(None)
+        look = OnPolicyCheck(None)
         look.pushed(fails())
         await asyncio.sleep(0)
         await look.close()

@@ -18,7 +18,7 @@ from roll_async.observe.prometheus import exposition
 from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.protocol import RunEnd
-from roll_async.pipelines.wire import Classes
+from roll_async.pipelines.wire import ComponentTypes
 from roll_async.rollout.group_source import GroupFate, GroupOutcome
 from roll_async.rollout.rollouter import Rollouter
 
@@ -82,7 +82,7 @@ class Account:
 def test_every_number_is_that_of_what_happened(run, a_run, scorer_class):
     done = a_run(
         trainer=FullyAsyncTrainer,
-        classes=Classes(rollouter=AbortsOne),
+        classes=ComponentTypes(rollouter=AbortsOne),
         steps=8,
         ratio=1.5,
         speeds=(1.0, 2.0),

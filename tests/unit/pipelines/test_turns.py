@@ -11,11 +11,11 @@ from roll_async.pipelines.turns import (
     DROP_WEIGHTS,
     KEEP_WEIGHTS,
     DeviceMemory,
-    DeviceTurns,
+    DevicePhase,
     MemoryNotGivenBack,
-    Turn,
-    TurnLearner,
-    TurnRollout,
+    PhasedLearner,
+    PhasedRollout,
+    PhaseSwitcher,
 )
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory, StepReport
 
@@ -80,7 +80,7 @@ def shared(capacity=CAPACITY, ranks_keep=(), replica_keeps=(), groups=("actor_tr
     ranks = {name: Ranks(log, name, keeps=ranks_keep) for name in groups}
     devices = {name: (0, 1) for name in (*groups, replica.name)}
     memory = DeviceMemory(devices_of=devices, capacity_bytes=capacity)
-    turns = DeviceTurns(lambda: [replica], memory)
+    turns = PhaseSwitcher(lambda: [replica], memory)
     return turns, ranks, log
 
 
@@ -96,11 +96,11 @@ def test_one_step_takes_its_turns_in_this_order_and_no_device_ever_holds_two_pha
     async def scenario():
         await started(turns, ranks)
         await turns.to_both()
-        assert turns.turn is Turn.BOTH
+        assert turns.turn is DevicePhase.BOTH
         await turns.to_engines()
-        assert turns.turn is Turn.ENGINES
+        assert turns.turn is DevicePhase.ENGINES
         await turns.to_trainer()
-        assert turns.turn is Turn.TRAINER
+        assert turns.turn is DevicePhase.TRAINER
 
     run(scenario())
     assert log == [
@@ -124,7 +124,7 @@ def test_without_a_push_both_steps_are_taken_at_once_and_a_turn_that_is_held_cos
         await asyncio.gather(turns.to_engines(), turns.to_engines())
         before = len(log)
         await turns.to_engines()
-        assert len(log) == before and turns.turn is Turn.ENGINES
+        assert len(log) == before and turns.turn is DevicePhase.ENGINES
         await asyncio.gather(turns.to_trainer(), turns.to_trainer())
 
     run(scenario())
@@ -139,7 +139,7 @@ def test_a_push_that_failed_half_way_ends_in_the_trainers_turn_with_all_of_its_s
         await started(turns, ranks)
         await turns.to_both()
         await turns.to_trainer()
-        assert turns.turn is Turn.TRAINER and not ranks["actor_train"].away
+        assert turns.turn is DevicePhase.TRAINER and not ranks["actor_train"].away
 
     run(scenario())
     assert turns.memory.peak_bytes == CAPACITY
@@ -175,10 +175,10 @@ def test_engines_keep_the_weights_below_adapters_that_are_pushed_alone(run, keep
 
     async def scenario():
         await started(turns, ranks)
-        rollout = TurnRollout(Running(), turns, timeout_s=1.0, keeps_frozen=keeps_frozen)
+        rollout = PhasedRollout(Running(), turns, timeout_s=1.0, keeps_frozen=keeps_frozen)
         await rollout.to_engines()
         del log[:]
-        learner = TurnLearner(Learner(), rollout, lambda step: step == 2)
+        learner = PhasedLearner(Learner(), rollout, lambda step: step == 2)
         for step in (1, 2):
             await learner.learn([], step)
             await rollout.to_engines()
@@ -221,7 +221,7 @@ def colocated(a_run):
                 held[replica.name] = sleeper
                 replica.sleep, replica.wake = sleeper.sleep, sleeper.wake
             memory = DeviceMemory(devices_of={"actor_train": (0, 1), **{r.name: (i,) for i, r in enumerate(replicas)}})
-            return DeviceTurns(lambda: replicas, memory)
+            return PhaseSwitcher(lambda: replicas, memory)
 
         done = a_run(ratio=0.0, turns_of=turns_of, **options)
         done.ranks, done.log, done.sleepers = Ranks(log), log, held
@@ -236,18 +236,18 @@ async def go(done):
     learn, generate = done.learn, [r.submit for r in done.replicas]
 
     async def learned(groups, step):
-        assert done.turns.turn is Turn.TRAINER and not done.ranks.away, "trained without its state"
+        assert done.turns.turn is DevicePhase.TRAINER and not done.ranks.away, "trained without its state"
         return await learn(groups, step)
 
     async def saved(step):
-        assert done.turns.turn is Turn.TRAINER and not done.ranks.away, "saved without its state"
+        assert done.turns.turn is DevicePhase.TRAINER and not done.ranks.away, "saved without its state"
         done.saved.append(step)
 
     for replica, submit in zip(done.replicas, generate, strict=True):
 
         async def submitted(requests, replica=replica, submit=submit):
             sleeper = done.sleepers[replica.name]
-            assert sleeper.there == {WEIGHTS, KV_CACHE} and done.turns.turn is Turn.ENGINES, "generates asleep"
+            assert sleeper.there == {WEIGHTS, KV_CACHE} and done.turns.turn is DevicePhase.ENGINES, "generates asleep"
             assert done.ranks.away == set(STATE_KINDS)
             await submit(requests)
 

@@ -7,7 +7,7 @@ import pytest
 
 from roll_async.prompts.load import DataOptions, domain_of, judged, load_prompts
 from roll_async.prompts.rows import Columns, Row
-from roll_async.prompts.tokenizer import TEMPLATES, Renderer, load_tokenizer
+from roll_async.prompts.tokenizer import TEMPLATES, ChatEncoder, load_tokenizer
 
 pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -207,7 +207,7 @@ def test_empty_prompts_and_rows_a_template_refuses_are_malformed_not_fatal(folde
 )
 def test_templates_give_the_exact_text_and_special_tokens_are_single_ids(folder, template, text):
     tokenizer = load_tokenizer(folder)
-    (ids,) = Renderer(tokenizer, template).render([[{"role": "user", "content": "hi"}]])
+    (ids,) = ChatEncoder(tokenizer, template).render([[{"role": "user", "content": "hi"}]])
     assert tokenizer.decode(ids) == text
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == text.count("<|im_start|>")
 
@@ -215,14 +215,14 @@ def test_templates_give_the_exact_text_and_special_tokens_are_single_ids(folder,
 def test_the_native_template_is_the_tokenizers_own(folder):
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = "own|{{ messages[0].content }}"
-    (ids,) = Renderer(tokenizer, "native").render([[{"role": "user", "content": "q"}]])
+    (ids,) = ChatEncoder(tokenizer, "native").render([[{"role": "user", "content": "q"}]])
     assert tokenizer.decode(ids) == "own|q"
 
 
 def test_a_system_turn_of_the_row_replaces_the_default_one(folder):
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
     tokenizer = load_tokenizer(folder)
-    (ids,) = Renderer(tokenizer, "qwen2_5").render([chat])
+    (ids,) = ChatEncoder(tokenizer, "qwen2_5").render([chat])
     assert tokenizer.decode(ids).startswith("<|im_start|>system\nS<|im_end|>") and "Qwen" not in tokenizer.decode(ids)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from roll_async.prompts.pool import PooledPrompts, PoolOptions
+from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
 
 
@@ -22,7 +22,7 @@ def pool_of(build, counts=None, reserve=None, **options):
     stream = ShuffledPrompts(rows, seed=3)
     spare = {name: [build.prompt(row_id=f"spare{i}", domain=name) for i in range(n)]
              for name, n in (reserve or {}).items()}  # fmt: skip
-    return PooledPrompts(stream.at, rows, PoolOptions(seed=3, **options), reserve=spare), stream
+    return PooledPrompts(stream.at, rows, PromptPoolOptions(seed=3, **options), reserve=spare), stream
 
 
 def ask(pool, positions, rate):

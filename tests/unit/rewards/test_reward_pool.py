@@ -11,7 +11,7 @@ import pytest
 
 from roll_async.config.user_code import FOLDERS_VARIABLE, search_beside
 from roll_async.rewards.launchers import Spawner
-from roll_async.rewards.pool import PoolOptions, RewardPool
+from roll_async.rewards.pool import RewardPool, RewardPoolOptions
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.worker_process import WorkerOptions
 from roll_async.schema import RewardStatus
@@ -32,7 +32,7 @@ def scoring(monkeypatch):
 
     def run(work, reward=MISBEHAVING, **options):
         async def go():
-            pool = RewardPool(PoolOptions(reward=reward, **{"num_workers": 1, "timeout_s": 20.0, **options}))
+            pool = RewardPool(RewardPoolOptions(reward=reward, **{"num_workers": 1, "timeout_s": 20.0, **options}))
             await pool.start()
             try:
                 async with asyncio.timeout(patient(30) + 6 * PATIENCE_S):

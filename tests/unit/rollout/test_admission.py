@@ -13,7 +13,7 @@ from roll_async.rollout.admission import (
     INTERVAL_S,
     LOWEST_TARGET,
     Admission,
-    LengthBook,
+    LengthSurvival,
     ReplicaAdmission,
     RunningRequest,
 )
@@ -29,7 +29,7 @@ TOTAL = 10_000
 
 
 def seen(*lengths):
-    book = LengthBook()
+    book = LengthSurvival()
     for length in lengths:
         book.add(length)
     return book
@@ -71,7 +71,7 @@ def test_lengths_of_long_ago_are_forgotten():
 
 def test_without_an_answer_so_few_start_that_long_ones_fit():
     fits = TOTAL // 4100  # if every answer is as long as it may be
-    assert fits <= forecast(ReplicaAdmission(256, LengthBook())) <= 5 * fits
+    assert fits <= forecast(ReplicaAdmission(256, LengthSurvival())) <= 5 * fits
 
 
 def test_short_answers_let_more_run_than_long_ones():
@@ -87,7 +87,7 @@ def test_the_cap_holds_and_one_request_always_runs():
     assert forecast(ReplicaAdmission(8, seen(*[30] * 60))) == 8
     full = at(*[3000] * 5)
     admission = ReplicaAdmission(8, seen(*[3900] * 60))
-    assert forecast(admission, full) == 1 and ReplicaAdmission(8, LengthBook()).slots == 1
+    assert forecast(admission, full) == 1 and ReplicaAdmission(8, LengthSurvival()).slots == 1
 
 
 def test_what_the_engine_holds_counts_more_than_what_it_has_reported():
@@ -147,19 +147,19 @@ def generations(admission, preemptions_each, count, *, pushes=False, **options):
 
 
 def test_many_preemptions_lower_the_target_and_few_raise_it_slowly():
-    forecast(admission := ReplicaAdmission(256, LengthBook()), at(*[10] * 10))
+    forecast(admission := ReplicaAdmission(256, LengthSurvival()), at(*[10] * 10))
     lowered = generations(admission, 20, 2)
     assert lowered == pytest.approx(FIRST_TARGET * 0.95**2)
-    assert generations(ReplicaAdmission(256, LengthBook()), 1, 4) == pytest.approx(
+    assert generations(ReplicaAdmission(256, LengthSurvival()), 1, 4) == pytest.approx(
         min(HIGHEST_TARGET, FIRST_TARGET + 0.015)
     )
     assert generations(admission, 50, 50) == LOWEST_TARGET
-    assert generations(ReplicaAdmission(256, LengthBook()), 1, 4, waits=False) == FIRST_TARGET
+    assert generations(ReplicaAdmission(256, LengthSurvival()), 1, 4, waits=False) == FIRST_TARGET
 
 
 def test_weight_pushes_within_a_generation_of_answers_do_not_hide_its_preemptions():
     for preemptions_each in (20, 1):
-        with_pushes, without = (ReplicaAdmission(256, LengthBook()) for _ in range(2))
+        with_pushes, without = (ReplicaAdmission(256, LengthSurvival()) for _ in range(2))
         for admission in (with_pushes, without):
             forecast(admission, at(*[10] * 10))
         target = generations(without, preemptions_each, 3)
@@ -167,7 +167,7 @@ def test_weight_pushes_within_a_generation_of_answers_do_not_hide_its_preemption
 
 
 def test_after_a_restart_of_the_engine_its_preemptions_are_counted_anew():
-    forecast(admission := ReplicaAdmission(256, LengthBook()), at(*[10] * 10), preemptions=1000)
+    forecast(admission := ReplicaAdmission(256, LengthSurvival()), at(*[10] * 10), preemptions=1000)
     assert generations(admission, 20, 1) == FIRST_TARGET, "the first one tells how many there were"
     assert generations(admission, 40, 1) == pytest.approx(FIRST_TARGET * 0.95)
 
@@ -199,7 +199,7 @@ def test_the_target_rises_while_requests_wait_for_room_and_else_does_not(replica
 
 
 def test_one_generation_of_answers_lowers_the_target_once():
-    forecast(admission := ReplicaAdmission(256, LengthBook()), at(*[10] * 10))
+    forecast(admission := ReplicaAdmission(256, LengthSurvival()), at(*[10] * 10))
     for total in (20, 40, 60):
         forecast(admission, at(*[10] * 10), preemptions=total)
     assert admission.target == FIRST_TARGET

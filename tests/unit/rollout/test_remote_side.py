@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from roll_async.rollout.remote_side import Border, QueueClient
+from roll_async.rollout.remote_side import QueueClient, RpcChannel
 
 
-class Dying(Border):
+class Dying(RpcChannel):
     """Answers batches until it is gone."""
 
     gone = False

@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp")
 from roll_async.agents.groups import AgentGroups
 from roll_async.rollout.group_source import GroupFate
 from roll_async.simulator.models import EngineFaults, ToolModel, WorldModel
-from roll_async.simulator.world import Others, simulate
+from roll_async.simulator.world import FaultyParts, simulate
 from tools.simulated_worlds import Mode, Size, world
 
 SMALL = Size(engines=2, slots_per_engine=8, groups=2, train_s=1.0, sigma=0.6, longest_s=1.2)
@@ -205,7 +205,7 @@ MUTANTS = {
 def test_a_broken_source_of_groups_is_noticed_by_the_invariant_it_breaks(name):
     groups, number, played = MUTANTS[name]
     for seed in range(10):
-        findings = simulate(a_world(ratio=2.0, seed=seed, played=played), others=Others(groups=groups)).findings
+        findings = simulate(a_world(ratio=2.0, seed=seed, played=played), others=FaultyParts(groups=groups)).findings
         if any(f.startswith(f"invariant {number}:") for f in findings):
             return
     pytest.fail(f"10 runs with a source that {name} passed every check")

@@ -86,14 +86,14 @@ def test_the_cut_into_rows_changes_no_advantage(build, estimator, seed):
     for row_per_turn in (False, True):
         batch = batch_of(build, groups, row_per_turn=row_per_turn)
         parts = torch.stack([batch.scores, batch.scores**2], -1)
-        evidence = credit.Evidence(reward_parts=parts, role_baselines=batch.scores / 3)
+        evidence = credit.EstimatorInputs(reward_parts=parts, role_baselines=batch.scores / 3)
         if estimator == "gae":
             values = torch.where(batch.mask, 0.1 * (batch.turns.index[batch.turn_of.clamp(min=0)] + 1), torch.nan)
-            evidence = credit.Evidence(values=values)
+            evidence = credit.EstimatorInputs(values=values)
         elif estimator == "optimal_token_baseline":
             place = 0.05 * (batch.turns.index[batch.turn_of.clamp(min=0)] + 1)
             nan = torch.full_like(place, torch.nan)
-            evidence = credit.Evidence(
+            evidence = credit.EstimatorInputs(
                 logprobs=torch.where(batch.mask, -5 * place, nan), squares=torch.where(batch.mask, place + 0.4, nan)
             )
         rewards = credit.token_rewards(batch, batch.scores)
@@ -114,7 +114,7 @@ def test_turn_rewards_lie_on_the_last_token_of_their_turn_and_the_rest_of_the_sc
 def test_grpo_counts_a_trajectory_once_however_many_rows_it_has(build):
     members = [([(1, 0.0, 0)] * 3, 1.0), ([(1, 0.0, 0)], 0.0)]
     batch = batch_of(build, [members], row_per_turn=True)
-    got, _ = credit.advantages(batch, "grpo", {}, scores=batch.scores, rewards=None, evidence=credit.Evidence())
+    got, _ = credit.advantages(batch, "grpo", {}, scores=batch.scores, rewards=None, evidence=credit.EstimatorInputs())
     plain, _ = ADVANTAGES["grpo"](
         AdvantageInputs(
             scores=torch.tensor([1.0, 0.0]), mask=torch.ones(2, 1, dtype=torch.bool), group_index=torch.tensor([5, 5])
@@ -137,7 +137,7 @@ def test_a_turn_ends_where_it_says_and_not_where_an_observation_begins(build, ob
         {},
         scores=batch.scores,
         rewards=credit.token_rewards(batch, batch.scores),
-        evidence=credit.Evidence(),
+        evidence=credit.EstimatorInputs(),
     )
     # What is left of the score after the turns' own rewards comes with the last turn.
     returns = {
@@ -160,7 +160,7 @@ def test_gigpo_and_step_returns_follow_a_slow_loop(build):
         {"step_reward_gamma": 0.9},
         scores=batch.scores,
         rewards=None,
-        evidence=credit.Evidence(),
+        evidence=credit.EstimatorInputs(),
     )
     found = by_turn(batch, returns)
     for number, (turns, score) in enumerate(member for group in groups for member in group):
@@ -175,7 +175,7 @@ def test_gigpo_and_step_returns_follow_a_slow_loop(build):
 def test_estimators_that_compare_turns_refuse_single_answers(build):
     batch = collate([build.group()], step=1, domains=("math",))
     with pytest.raises(ValueError, match="need trajectories of turns"):
-        credit.advantages(batch, "gigpo", {}, scores=batch.scores, rewards=None, evidence=credit.Evidence())
+        credit.advantages(batch, "gigpo", {}, scores=batch.scores, rewards=None, evidence=credit.EstimatorInputs())
 
 
 def test_rows_of_trajectories_survive_the_ledger(build):
