@@ -25,7 +25,7 @@ from roll_async.cluster.errors import call, wait_ended
 from roll_async.cluster.rollout_host import RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.remote_side import ROLE, Counters, RolloutClient, RpcChannel
-from roll_async.weight_sync.synchronizer import SyncFailed
+from roll_async.weight_sync.protocol import SyncFailed
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.health import trainer_stats
 from roll_async.pipelines.rlvr import TrainLoop
-from roll_async.weight_sync.synchronizer import SyncReport
+from roll_async.weight_sync.protocol import SyncReport
 
 
 class FullyAsyncTrainer(TrainLoop):

@@ -21,7 +21,7 @@ from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryReport
-from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
+from roll_async.weight_sync.protocol import SyncReport, SyncStatus
 
 
 class BatchQueue(Protocol):
@@ -53,7 +53,7 @@ class Generator(Protocol):
 
 
 class WeightPusher(Protocol):
-    """`weight_sync/synchronizer.py`, seen from the train loop."""
+    """`weight_sync/push.py`, seen from the train loop."""
 
     async def push(self, version: WeightVersion) -> SyncReport: ...
 

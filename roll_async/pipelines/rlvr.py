@@ -53,7 +53,7 @@ from roll_async.pipelines.validation_schedule import ValidationSchedule
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.dataproto import StepGroups
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.synchronizer import SyncReport
+from roll_async.weight_sync.protocol import SyncReport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from roll_async.simulator.models import (
     WorldModel,
 )
 from roll_async.simulator.text import STOP, Texts
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 if TYPE_CHECKING:
     from roll_async.simulator.agents.texts import TraceTexts

@@ -26,7 +26,7 @@ from roll_async.simulator.scenario import random_branched_scenario, random_kille
 from roll_async.simulator.text import STOP
 from roll_async.simulator.world import FaultyParts, simulate
 from roll_async.trainer.learner import Learner
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 chat_scenario = partial(random_scenario, agents=False)
 """Broken sources of trajectories are in tests/unit/simulator/test_agent_worlds.py."""
@@ -286,9 +286,9 @@ class BelievesEveryReport(AsyncLLMServerManager):
 
 
 class BelievesEveryDigest(ParameterSynchronizer):
-    async def _transfer(self, push):
-        await super()._transfer(push)
-        return {}
+    async def _transfer(self, push, receivers):
+        await super()._transfer(push, receivers)
+        push.failed.clear()
 
 
 class HeldBeforeCommitted(ParameterSynchronizer):

@@ -7,7 +7,8 @@ import pytest
 
 from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.protocol import SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 BUCKETS, LOAD_S, COMMIT_S, PAUSE_S = 4, 1.0, 0.5, 0.25
 
@@ -361,7 +362,7 @@ def test_log_lines_say_which_version_and_begin_as_documented(run, caplog):
     world.engines[0].wrong = {"load": [RuntimeError("torn")] * 2}
     with caplog.at_level("INFO"):
         run(world.sync.push(5))
-    lines = [r.message for r in caplog.records if r.name.endswith("synchronizer")]
+    lines = [r.message for r in caplog.records if r.name.endswith("weight_sync.push")]
     assert len(lines) == 3 and all(line.startswith("Parameter sync: ") for line in lines)
     assert "version 5 attempt 1 failed" in lines[0] and "engine-0 is removed: RuntimeError: torn" in lines[1]
     assert "version 5 on 1 replicas" in lines[2]
