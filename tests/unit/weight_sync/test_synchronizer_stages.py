@@ -211,6 +211,20 @@ def test_a_returning_replica_that_fails_again_is_reported_so_that_it_can_be_rest
     assert world.back == [] and world.out == {"engine-0": "ConnectionError: gone"} and world.held == [1]
 
 
+def test_a_replica_that_is_back_under_its_name_is_not_taken_for_the_one_that_proved_the_weights(run):
+    world = World()
+    proved = world.engines[0]
+
+    async def go():
+        pushing = asyncio.create_task(world.sync.push(1))
+        await asyncio.sleep(BUCKETS * LOAD_S + PAUSE_S / 2)
+        world.engines[0] = Engine(world, "engine-0")
+        return await pushing
+
+    assert run(go()).replicas == 1 and world.out == {}
+    assert proved.serves == 0 and [e.serves for e in world.engines] == [0, 1]
+
+
 def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_stops_nobody(run):
     world = World()
     world.out["engine-0"] = "restarted"
