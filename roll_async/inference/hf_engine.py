@@ -26,6 +26,7 @@ from roll_async.inference.storages import Storages
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion
 from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
+from roll_async.weight_sync.errors import EngineDead, update_errors
 
 if TYPE_CHECKING:
     from roll_async.inference.hf_experts import ExpertRecorder
@@ -259,7 +260,7 @@ class HfEngine:
             **options,
         )
         if taken is None:
-            raise ConnectionError("the generation loop of Transformers has ended; see the log for its error")
+            raise EngineDead("the generation loop of Transformers has ended; see the log for its error")
 
     def _received(self, run: _HfRequest, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
         if run.finished.is_set():
@@ -359,9 +360,10 @@ class HfEngine:
         in_place = plan.transport not in STAGED
         if in_place and self._serving.is_set():
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
-        self._give_up()
-        self._mixed = self._mixed or in_place
-        self._incoming = Incoming(plan, self._targets.names, self._kept)
+        with update_errors("begin_update"):
+            self._give_up()
+            self._mixed = self._mixed or in_place
+            self._incoming = Incoming(plan, self._targets.names, self._kept)
 
     def _give_up(self) -> None:
         """Discard an update that was not committed."""
@@ -372,7 +374,8 @@ class HfEngine:
     async def load_bucket(self, bucket: Bucket) -> None:
         if self._incoming is None:
             raise RuntimeError("load_bucket without begin_update")
-        await asyncio.to_thread(self._take_in, self._incoming, bucket)
+        with update_errors("load_bucket"):
+            await asyncio.to_thread(self._take_in, self._incoming, bucket)
 
     def _take_in(self, incoming: Incoming, bucket: Bucket) -> None:
         tensors = incoming.take_in(bucket)
@@ -393,18 +396,20 @@ class HfEngine:
     async def finish_update(self) -> str:
         if self._incoming is None:
             raise RuntimeError("finish_update without begin_update")
-        return self._incoming.finish()
+        with update_errors("finish_update"):
+            return self._incoming.finish()
 
     async def commit(self, version: WeightVersion) -> None:
         self._sleep.need_weights("commit")
         if self._incoming is None:
             raise RuntimeError("commit without a whole update")
-        self._incoming.need_whole()
         if self._serving.is_set():
             raise RuntimeError("commit on a running engine; pause it first")
-        self._mixed = True
-        await asyncio.to_thread(self._copy, self._incoming.staged)
-        self._incoming.committed()
+        with update_errors("commit"):
+            self._incoming.need_whole()
+            self._mixed = True
+            await asyncio.to_thread(self._copy, self._incoming.staged)
+            self._incoming.committed()
         self._incoming = None
         self._version, self._mixed = version, False
 

@@ -43,6 +43,7 @@ from roll_async.schema import (
 )
 from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
+from roll_async.weight_sync.errors import EngineDead, update_errors
 
 _ABORT_AGAIN_S = 0.1
 """Interval of repeated aborts: SGLang loses the abort of a request that has not reached its scheduler yet."""
@@ -135,7 +136,7 @@ class SglangEngine:
 
     def _need_alive(self) -> None:
         if self._failed:
-            raise ConnectionError("a process of SGLang has failed; its own log names the cause")
+            raise EngineDead("a process of SGLang has failed; its own log names the cause")
 
     def _read_config(self) -> None:
         """Names and sizes from the model's config alone."""
@@ -183,7 +184,7 @@ class SglangEngine:
         return run.admitted
 
     async def _stream(self, run: _SglangRequest) -> None:
-        """Until the request has ended. Raises ConnectionError when a scheduler is dead."""
+        """Until the request has ended."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = run.request.sampling
@@ -326,17 +327,19 @@ class SglangEngine:
     # Weights
 
     async def begin_update(self, plan: UpdatePlan) -> None:
+        self._need_alive()
         self._sleep.need_weights("begin_update")
         in_place = self.goes_to_ranks(plan)
         if in_place and self._serving.is_set():
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
-        await self._give_up()
-        if in_place:
-            self._mixed = self._ranks_receive = True
-            await self._session.open()
-            await self._session.command("begin", plan, list(self._names))
-        else:
-            self._incoming = Incoming(plan, self._names, self._kept)
+        with update_errors("begin_update"):
+            await self._give_up()
+            if in_place:
+                self._mixed = self._ranks_receive = True
+                await self._session.open()
+                await self._session.command("begin", plan, list(self._names))
+            else:
+                self._incoming = Incoming(plan, self._names, self._kept)
 
     @staticmethod
     def goes_to_ranks(plan: UpdatePlan) -> bool:
@@ -356,28 +359,35 @@ class SglangEngine:
 
     async def load_bucket(self, bucket: Bucket) -> None:
         self._need_update("load_bucket")
-        if self._incoming is None:
-            await self._session.command("load", bucket)
-        else:
-            await asyncio.to_thread(self._incoming.take_in, bucket)
+        with update_errors("load_bucket"):
+            if self._incoming is None:
+                await self._session.command("load", bucket)
+            else:
+                await asyncio.to_thread(self._incoming.take_in, bucket)
 
     async def finish_update(self) -> str:
         self._need_update("finish_update")
-        return await self._session.digest() if self._incoming is None else self._incoming.finish()
+        with update_errors("finish_update"):
+            return await self._session.digest() if self._incoming is None else self._incoming.finish()
 
     def _need_update(self, what: str) -> None:
+        self._need_alive()
         if self._incoming is None and not self._ranks_receive:
             raise RuntimeError(f"{what} without begin_update")
 
     async def commit(self, version: WeightVersion) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
         self._sleep.need_weights("commit")
         self._need_update("commit")
-        if self._incoming is not None:
-            self._incoming.need_whole()
         if self._serving.is_set():
             raise RuntimeError("commit on a running engine; pause it first")
+        with update_errors("commit"):
+            await self._swap(version)
+
+    async def _swap(self, version: WeightVersion) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        if self._incoming is not None:
+            self._incoming.need_whole()
         self._mixed = True
         if self._incoming is None:
             await self._session.command("commit")

@@ -20,6 +20,7 @@ from roll_async.cluster.network import held_port
 from roll_async.inference.backends import create_follower
 from roll_async.inference.settings import EngineSettings, NodeSpan
 from roll_async.weight_sync.digest import of_trainer
+from roll_async.weight_sync.errors import EngineDead
 from roll_async.weight_sync.layout import EngineLayout
 from tests.patience import patient
 
@@ -84,9 +85,9 @@ def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(
             (task,) = replica.start(replica.request(max_new_tokens=480))
             await asyncio.sleep(0.3)
             os.kill(rank, signal.SIGKILL)
-            with pytest.raises(ConnectionError, match="process of SGLang has failed"):
+            with pytest.raises(EngineDead, match="process of SGLang has failed"):
                 await asyncio.wait_for(task, patient(30))
-            with pytest.raises(ConnectionError):
+            with pytest.raises(EngineDead):
                 await replica.engine.generate(replica.request())
 
         replica.runner.run(lose_the_rank())
