@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_async.inference.admission import check_scored, first_of, held_back, token_budget
+from roll_async.inference.engine import check_scored, first_of, held_back, token_budget
 from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
@@ -71,7 +71,7 @@ class _SglangRequest:
 
 
 class SglangEngine:
-    """One replica. See `inference/protocol.py: Engine` for the contract of each method."""
+    """One replica; `inference/engine.py: Engine` says what each method does."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings

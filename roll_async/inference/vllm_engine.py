@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from roll_async.inference.admission import check_scored, first_of, held_back, token_budget
+from roll_async.inference.engine import check_scored, first_of, held_back, token_budget
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
@@ -66,7 +66,7 @@ class _Ticket:
 
 
 class VllmEngine:
-    """One replica. See `inference/protocol.py: Engine` for the contract of each method."""
+    """One replica; `inference/engine.py: Engine` says what each method does."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings, self._in_process = settings, in_this_process(settings)
