@@ -56,7 +56,7 @@ class HfTicket(Ticket):
 
 
 class HfEngine(Engine[HfTicket]):
-    """One replica; `Engine` says what each method does."""
+    """One replica; `inference/engine.py: Engine` says what each method does."""
 
     ticket_type = HfTicket
     cannot_keep = "is not possible with hf_infer"

@@ -375,6 +375,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it_or_is_re
             return
         assert list(completion.token_ids) == wanted[: wanted.index(stop) + 1]
         assert completion.finish_reason is FinishReason.STOP
+        assert replica.engine.decode([17]) == "w017", "the host looks for the beginning of a stop string in the text"
 
     replica.runner.run(go())
 
