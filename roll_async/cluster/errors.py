@@ -21,6 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import Place, first_cause, place_of
+from roll_async.weight_sync.errors import EngineDead, UpdateFailed
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ async def call(
 def _of_role(role: str, cause: BaseException) -> Exception:
     """The error of a role with the role's name, and the place where it arose there."""
     kind = type(cause)
-    if kind in (ValueError, ConnectionError, RoleFailed, RoleGone):
+    if kind in (ValueError, ConnectionError, EngineDead, UpdateFailed, RoleFailed, RoleGone):
         named: Exception = kind(f"{role}: {cause}")
     else:
         named = _nearest(cause)(f"{role}: {_reason(cause)}")
