@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from roll_async.agents.groups import AgentGroups
+from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
@@ -89,7 +90,8 @@ async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Eval
     report = Report(config)
     place = ValidationPlace(lambda: 0, on_answers=report.add)
     measure = wire_validation(source(manager), manager, held_out, _sampling(config), place)
-    return report.evaluation(await measure(0))
+    with after_start():
+        return report.evaluation(await measure(0))
 
 
 async def _start_rewards(

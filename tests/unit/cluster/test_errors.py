@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-from roll_async.buffer.errors import EndOfData, Place, place_of
-from roll_async.cluster.errors import RoleFailed, _of_role, told
+from roll_async.buffer.errors import EndOfData, Place, RoleFailed, place_of
+from roll_async.cluster.errors import _of_role, told
 from roll_async.weight_sync.errors import EngineDead, UpdateFailed
 
 PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
