@@ -148,7 +148,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("replicas of a validation keep old weights", "pipelines/validators.py",
      "            self._joins.rejoin(client)\n", "            pass\n"),
     ("a step is published before it is recorded", "pipelines/rlvr.py",
-     "                await parts.queue.step_trained(step)\n", ""),
+     "            await self._parts.queue.step_trained(record.step)\n", ""),
     ("weights count as held when the push begins", "weight_sync/synchronizer.py",
      "self._returned.clear()\n        try:\n            if self._canary", "self._returned.clear()\n        self._weights_held(version)\n        try:\n            if self._canary"),
     ("replicas are present by name", "weight_sync/synchronizer.py",

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from roll_async.buffer.deadline import within
@@ -42,14 +42,15 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.lag_zero import OnPolicyCheck
 from roll_async.pipelines.metrics import (
     StepClock,
+    StepRecord,
     canary_metrics,
     merged_reports,
-    ratio_metrics,
     step_metrics,
     trace_step,
 )
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
 from roll_async.pipelines.validation_schedule import ValidationSchedule
+from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.dataproto import StepGroups
 from roll_async.trainer.protocol import StepReport
@@ -171,9 +172,8 @@ class TrainLoop:
         self.lag_zero = OnPolicyCheck(plan.lag_zero)
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
-        self._busy_s: Mapping[str, float] = {}
-        self._ratios: Mapping[str, tuple[float, float]] = {}
-        self._generated_tokens = 0
+        self._rollout_before: RollouterStats | None = None
+        """Its counters when the last step was published."""
         self._validations = ValidationSchedule(parts, plan, self._wait_for_validation, lambda: self.trained)
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
@@ -266,60 +266,118 @@ class TrainLoop:
 
     async def _step(self, step: int) -> RunEnd | None:
         """One training step. Returns why the run ends, or None to go on."""
-        parts, plan, clock = self._parts, self._plan, StepClock()
+        plan, clock = self._plan, StepClock()
         if plan.save_every and self.trained % plan.save_every == 0:
             with clock.measure("save"):
                 await self.save()
         try:
-            consumed = await self._consume(step, clock)
-        except EndOfData as end:
-            parts.observer.event("end_of_data", leftover=str(end))
+            record = await self._take_and_learn(step, clock)
+        except EndOfData as end:  # between two steps
+            self._parts.observer.event("end_of_data", leftover=str(end))
             await self._last_model()
             return RunEnd.END_OF_DATA
-        if consumed is None:
+        if record is None:
             return RunEnd.INTERRUPTED
-        groups, report = consumed
         self.trained, self.mid_step = step, False  # the weights contain it, whether recording it succeeds or not
-        self.num_samples += report.num_samples
-        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
-        sync, results, agreement = None, [], {}
+        self.num_samples += record.report.num_samples
         try:
-            with clock.measure("record"):
-                ages = await parts.queue.freshness(step)
-                await parts.queue.step_trained(step)
-            if not self._abandoned:
-                with clock.measure("weight_sync"):
-                    agreement = canary_metrics(await self.lag_zero.canary())
-            agreement |= self.lag_zero.check(step, report.metrics)
-            self.lag_zero.stop(step, report.metrics)
-            validations, last = self._validations, self._is_last(step)
-            measures = validations.due(step, last=last)
-            if not self._stop.is_set() and (self._push_due(step) or measures):
-                with clock.measure("validation"):
-                    results.append(await validations.result(wait=not validations.apart or last))
-                    measures = measures and await validations.can_begin(step)
-                with clock.measure("weight_sync"):
-                    sync = await self._push(step, measures=measures)
-                    if last and sync is not None:
-                        agreement |= canary_metrics(await self.lag_zero.canary())
-            if not self._abandoned:
-                with clock.measure("validation"):
-                    results.append(await validations.result(wait=False))
-                    if measures and not self._stop.is_set():
-                        await validations.begin(step, last=last)
-                        results.append(await validations.result(wait=False))
+            await self._record(record)
+            await self._agree(record)
+            measures = await self._push_step(record)
+            await self._validate(record, measures=measures)
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
-            metrics = self._metrics(groups, report, sync, clock, ages)
-            *earlier, validation = [result for result in results if result] or [{}]
-            for result in earlier:  # one record holds one validation: the last model's
-                self._tell(result)
-            parts.observer.step(step, {**metrics, **agreement, **validation})
-            trace_step(parts.observer, step, groups, clock)
-            if parts.dump is not None:
-                parts.dump(step, groups, report.advantages)
+            self._publish(record)
         if self._data_ended:
             return RunEnd.END_OF_DATA
         return RunEnd.INTERRUPTED if self._stop.is_set() else None
+
+    async def _take_and_learn(self, step: int, clock: StepClock) -> StepRecord | None:
+        """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
+        part; from then on the weights contain a part of the step, and only the end of the step makes them whole.
+        """
+        parts, plan = self._parts, self._plan
+        groups: list[Group] = []
+        reports: list[StepReport] = []
+        while len(groups) < plan.groups_per_batch:
+            self.state = TrainerState.WAITING
+            with clock.measure("wait_batch"):
+                taking = parts.queue.take_batch(step, plan.groups_per_part)
+                try:
+                    part = await self._resync_during(taking, stoppable=not groups)
+                except EndOfData as end:
+                    if not groups:
+                        raise
+                    # The weights contain these parts: the step ends with them, or it could not be saved.
+                    parts.observer.event("short_step", step=step, groups=len(groups), leftover=str(end))
+                    self._data_ended = True
+                    break
+            if part is None:
+                return None
+            groups += part
+            self._complete = len(groups) == plan.groups_per_batch
+            self.state, self.mid_step = TrainerState.LEARNING, True
+            with clock.measure("learn"):
+                reports.append(await parts.learner.learn(part, step))
+        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
+        return StepRecord(step=step, groups=groups, report=merged_reports(reports), ages=ages, clock=clock)
+
+    async def _record(self, record: StepRecord) -> None:
+        """The queue counts the groups as trained; in the ledger that and the step are one transaction."""
+        with record.clock.measure("record"):
+            record.ages = await self._parts.queue.freshness(record.step)  # first: then the queue forgets the groups
+            await self._parts.queue.step_trained(record.step)
+
+    async def _agree(self, record: StepRecord) -> None:
+        """What the canary of the push before found, answered beside this step; and the step's own tokens of the present
+        weights. Raises EngineMismatch.
+        """
+        if not self._abandoned:
+            with record.clock.measure("weight_sync"):
+                record.agreement |= canary_metrics(await self.lag_zero.canary())
+        record.agreement |= self.lag_zero.check(record.step, record.report.metrics)  # into the record, then raised
+        self.lag_zero.stop(record.step, record.report.metrics)
+
+    async def _push_step(self, record: StepRecord) -> bool:
+        """The weights of the step to the engines that are due. Returns whether its validation may begin: it is due, and
+        its engines hold these weights.
+        """
+        step, validations, clock = record.step, self._validations, record.clock
+        last = self._is_last(step)
+        measures = validations.due(step, last=last)
+        if self._stop.is_set() or not (self._push_due(step) or measures):
+            return measures
+        with clock.measure("validation"):
+            # One that runs measures the weights that this push replaces. Then the next one's replicas are claimed, so
+            # that this push reaches them, too.
+            record.validations.append(await validations.result(wait=not validations.apart or last))
+            measures = measures and await validations.can_begin(step)
+        with clock.measure("weight_sync"):
+            record.sync = await self._push(step, measures=measures)
+            if last and record.sync is not None:  # no later step would publish it
+                record.agreement |= canary_metrics(await self.lag_zero.canary())
+        return measures
+
+    async def _validate(self, record: StepRecord, *, measures: bool) -> None:
+        """Begin a validation that is due, unless a stop came; collect the result of one that has ended."""
+        if self._abandoned:
+            return
+        with record.clock.measure("validation"):
+            record.validations.append(await self._validations.result(wait=False))
+            if measures and not self._stop.is_set():
+                await self._validations.begin(record.step, last=self._is_last(record.step))
+                record.validations.append(await self._validations.result(wait=False))
+
+    def _publish(self, record: StepRecord) -> None:
+        """Metrics, trace and dump of the step. One record holds one validation, the newest; earlier ones are events."""
+        observer = self._parts.observer
+        *earlier, validation = [result for result in record.validations if result] or [{}]
+        metrics = self._metrics(record)
+        for result in earlier:
+            self._tell(result)
+        observer.step(record.step, {**metrics, **record.agreement, **validation})
+        trace_step(observer, record)
+        if self._parts.dump is not None:
+            self._parts.dump(record.step, record.groups, record.report.advantages)
 
     async def _last_model(self) -> None:
         """The data ended between two steps: push the last weights to the engines and validate them."""
@@ -362,35 +420,6 @@ class TrainLoop:
         """No step comes after this one."""
         return step == self._plan.max_steps or self._data_ended
 
-    async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
-        """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
-        part.
-        """
-        parts, plan = self._parts, self._plan
-        groups: list[Group] = []
-        reports: list[StepReport] = []
-        while len(groups) < plan.groups_per_batch:
-            self.state = TrainerState.WAITING
-            with clock.measure("wait_batch"):
-                taking = parts.queue.take_batch(step, plan.groups_per_part)
-                try:
-                    part = await self._resync_during(taking, stoppable=not groups)
-                except EndOfData as end:
-                    if not groups:
-                        raise
-                    # The weights contain these parts: the step ends with them, or it could not be saved.
-                    parts.observer.event("short_step", step=step, groups=len(groups), leftover=str(end))
-                    self._data_ended = True
-                    break
-            if part is None:
-                return None
-            groups += part
-            self._complete = len(groups) == plan.groups_per_batch
-            self.state, self.mid_step = TrainerState.LEARNING, True
-            with clock.measure("learn"):
-                reports.append(await parts.learner.learn(part, step))
-        return groups, merged_reports(reports)
-
     async def _wait_for_validation(self, result: Awaitable[object], *, stoppable: bool) -> object:
         self.state = TrainerState.VALIDATING
         return await self._resync_during(result, stoppable=stoppable)
@@ -419,31 +448,18 @@ class TrainLoop:
             for pending in (task, stop):
                 pending.cancel()
 
-    def _metrics(
-        self,
-        groups: Sequence[Group],
-        report: StepReport,
-        sync: SyncReport | None,
-        clock: StepClock,
-        ages: BatchFreshness,
-    ) -> dict[str, float]:
+    def _metrics(self, record: StepRecord) -> dict[str, float]:
         """All metrics of this step, the user's own included."""
-        parts = self._parts
-        rollout = parts.rollouter.stats()
-        before, self._busy_s = self._busy_s, rollout.busy_s_by_server
-        busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
-        metrics = step_metrics(groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
-        metrics |= ratio_metrics(rollout.ratios, self._ratios)
-        self._ratios = rollout.ratios
-        generated, self._generated_tokens = rollout.generated_tokens - self._generated_tokens, rollout.generated_tokens
-        devices = max(1, rollout.num_servers) * self._plan.devices_per_engine
-        metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]
-        if self._validations.apart and self._plan.eval_every:
+        parts, plan, before = self._parts, self._plan, self._rollout_before
+        rollout = self._rollout_before = parts.rollouter.stats()
+        devices = plan.devices_per_engine
+        metrics = step_metrics(record, parts.queue.stats(), rollout, before, devices_per_engine=devices)
+        if self._validations.apart and plan.eval_every:
             metrics["validation/skipped"] = float(self._validations.num_skipped)
-        custom = self._compute_custom_metrics(StepGroups(groups)) or {}
-        return {**metrics, **self._mode_metrics(ages, sync), **custom}
+        custom = self._compute_custom_metrics(StepGroups(record.groups)) or {}
+        return {**metrics, **self._mode_metrics(record), **custom}
 
-    def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
+    def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:
         """Metrics of the mode of the run; none here."""
         return {}
 
