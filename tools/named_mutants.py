@@ -134,7 +134,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("pushes at odd steps", "pipelines/rlvr.py",
      "step % self._plan.sync_every == 0 or", "step % self._plan.sync_every == 1 % self._plan.sync_every or"),
     ("saves one step late", "pipelines/rlvr.py",
-     "self.trained % plan.save_every == 0", "self.trained % plan.save_every == 1 % plan.save_every"),
+     "step % self._plan.save_every == 0", "step % self._plan.save_every == 1 % self._plan.save_every"),
     ("no push before a validation", "pipelines/rlvr.py",
      "or measures or last", "or last"),
     ("the last model is not pushed", "pipelines/rlvr.py",

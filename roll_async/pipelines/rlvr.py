@@ -175,6 +175,8 @@ class TrainLoop:
         self._rollout_before: RollouterStats | None = None
         """Its counters when the last step was published."""
         self._validations = ValidationSchedule(parts, plan, self._wait_for_validation, lambda: self.trained)
+        self._clock: StepClock
+        """Of the step under way; the first begins when engines have the first weights."""
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -217,6 +219,7 @@ class TrainLoop:
         """
         try:
             await self._start()
+            self._clock = StepClock()
             end, step = None, self._plan.first_step
             while end is None and step <= self._plan.max_steps:
                 end, step = await self._step(step), step + 1
@@ -266,12 +269,8 @@ class TrainLoop:
 
     async def _step(self, step: int) -> RunEnd | None:
         """One training step. Returns why the run ends, or None to go on."""
-        plan, clock = self._plan, StepClock()
-        if plan.save_every and self.trained % plan.save_every == 0:
-            with clock.measure("save"):
-                await self.save()
         try:
-            record = await self._take_and_learn(step, clock)
+            record = await self._take_and_learn(step)
         except EndOfData as end:  # between two steps
             self._parts.observer.event("end_of_data", leftover=str(end))
             await self._last_model()
@@ -287,15 +286,19 @@ class TrainLoop:
             await self._validate(record, measures=measures)
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
             self._publish(record)
-        if self._data_ended:
-            return RunEnd.END_OF_DATA
-        return RunEnd.INTERRUPTED if self._stop.is_set() else None
+            self._clock = StepClock()  # a save is `time/save_s` of the next step, whose record is still to be written
+        if self._data_ended or self._stop.is_set():  # no step follows, and `run` saves
+            return RunEnd.END_OF_DATA if self._data_ended else RunEnd.INTERRUPTED
+        if self._plan.save_every and step % self._plan.save_every == 0 and step < self._plan.max_steps:
+            with self._clock.measure("save"):  # never before the record: a saved step is not repeated
+                await self.save()
+        return None
 
-    async def _take_and_learn(self, step: int, clock: StepClock) -> StepRecord | None:
+    async def _take_and_learn(self, step: int) -> StepRecord | None:
         """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
         part; from then on the weights contain a part of the step, and only the end of the step makes them whole.
         """
-        parts, plan = self._parts, self._plan
+        parts, plan, clock = self._parts, self._plan, self._clock
         groups: list[Group] = []
         reports: list[StepReport] = []
         while len(groups) < plan.groups_per_batch:
