@@ -34,6 +34,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from roll_async.buffer.deadline import within
@@ -54,6 +55,7 @@ from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.dataproto import StepGroups
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.protocol import DevicePhase
 from roll_async.weight_sync.synchronizer import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -256,15 +258,23 @@ class TrainLoop:
 
     async def push(self, version: WeightVersion) -> SyncReport:
         """The trainer's weights to all engines."""
+        await self._parts.devices.phase(DevicePhase.TRAIN)  # at the end of the data engines were waited for before it
         report = await self._parts.synchronizer.push(version)
         self.lag_zero.pushed(self._parts.synchronizer.checked())
         return report
 
     async def save(self) -> None:
-        """Save the last whole step, unless it is saved, or the weights contain a part of the next one."""
+        """Save the last whole step, unless it is saved, or the weights contain a part of the next one. In phase TRAIN;
+        engines that generated go on afterwards, because a validation may still wait for them.
+        """
         if self.saved < self.trained and not self.mid_step:
             self.state, self._save_begun = TrainerState.SAVING, self.trained
+            devices = self._parts.devices
+            before = devices.current
+            await devices.phase(DevicePhase.TRAIN)
             await self._parts.checkpoint.save(self.trained)
+            if before is DevicePhase.GENERATE:
+                await devices.phase(DevicePhase.GENERATE)
             self.saved = self.trained
 
     async def _step(self, step: int) -> RunEnd | None:
@@ -304,6 +314,7 @@ class TrainLoop:
         while len(groups) < plan.groups_per_batch:
             self.state = TrainerState.WAITING
             with clock.measure("wait_batch"):
+                await parts.devices.phase(DevicePhase.GENERATE)  # engines also generate between two parts
                 taking = parts.queue.take_batch(step, plan.groups_per_part)
                 try:
                     part = await self._resync_during(taking, stoppable=not groups)
@@ -320,7 +331,9 @@ class TrainLoop:
             self._complete = len(groups) == plan.groups_per_batch
             self.state, self.mid_step = TrainerState.LEARNING, True
             with clock.measure("learn"):
-                reports.append(await parts.learner.learn(part, step))
+                replaced = plan.replaces_weights_after(step)
+                phase_s = await parts.devices.phase(DevicePhase.TRAIN, drop_engine_weights=replaced)
+                reports.append(replace(await parts.learner.learn(part, step), turn_s=phase_s))
         ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
         return StepRecord(step=step, groups=groups, report=merged_reports(reports), ages=ages, clock=clock)
 
@@ -367,6 +380,7 @@ class TrainLoop:
         with record.clock.measure("validation"):
             record.validations.append(await self._validations.result(wait=False))
             if measures and not self._stop.is_set():
+                await self._parts.devices.phase(DevicePhase.GENERATE)
                 await self._validations.begin(record.step, last=self._is_last(record.step))
                 record.validations.append(await self._validations.result(wait=False))
 
@@ -395,6 +409,7 @@ class TrainLoop:
             measures = measures and await validations.can_begin(step)
             await self._push(step, measures=measures)
         if measures and not self._stop.is_set():
+            await parts.devices.phase(DevicePhase.GENERATE)
             await validations.begin(step, last=True)
             self._tell(await validations.result(wait=False))
 

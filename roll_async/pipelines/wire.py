@@ -19,10 +19,10 @@ from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
+from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.turns import PhasedRollout, PhasedSource, PhaseSwitcher, take_turns
 from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation, ValidationPlace
 from roll_async.pipelines.validators import Validators
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
@@ -34,7 +34,7 @@ from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
-from roll_async.weight_sync.protocol import WeightSource
+from roll_async.weight_sync.protocol import OWN_DEVICES, WeightSource
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
 
 _MOST_TEXTS = 1024
@@ -155,8 +155,8 @@ class RolloutRoles:
     """Of the run whose ledger this is; empty = it has none."""
     position: Mapping[str, object] | None = None
     """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
-    turns: PhaseSwitcher | None = None
-    """The turns of trainer and engines on shared devices; None = they share none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
     pool: PromptPool | None = None
     """Chooses prompts by past pass rate."""
 
@@ -169,8 +169,6 @@ class RolloutSide:
     rollouter: Rollouter
     synchronizer: ParameterSynchronizer[Replica]
     validate: Validator | None
-    turns: PhasedRollout | None = None
-    """See `RolloutRoles.turns`."""
 
 
 def wire_rollout(
@@ -199,18 +197,9 @@ def wire_rollout(
         pool=roles.pool,
         stop_timeout_s=options.stop_timeout_s,
     )
-    turns, source_of_weights = None, roles.weights
-    if roles.turns is not None:
-        turns = PhasedRollout(
-            rollouter,
-            roles.turns,
-            timeout_s=options.sync.interrupt_timeout_s,
-            keeps_frozen=options.sync.adapters,
-        )
-        source_of_weights = PhasedSource(roles.weights, roles.turns)
     canary = None
     if options.canary is not None:
-        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), source_of_weights, options.canary)
+        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
         queue.taken = canary.taken
     queue.trouble = rollouter.trouble
     validators = None
@@ -221,8 +210,8 @@ def wire_rollout(
         return supervisor if validators is None or not validators.own(name) else validators
 
     synchronizer = classes.synchronizer(
-        source_of_weights,
-        rollouter if turns is None else turns,
+        roles.weights,
+        rollouter if roles.devices is None else roles.devices,
         lambda: manager.clients,
         options.sync,
         weights_held=queue.weights_held,
@@ -230,6 +219,7 @@ def wire_rollout(
         readmit=lambda client: owner(client.name).readmit(client),
         expects_return=lambda: manager.expects_return,
         canary=canary,
+        devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
     supervisor.attach(synchronizer)
     if validators is not None:
@@ -242,7 +232,7 @@ def wire_rollout(
         else:
             own, place = roles.validators.manager, ValidationPlace(lambda: validators.version, validators=validators)
             validate = wire_validation(roles.groups(own), own, roles.validation, options.validation, place)
-    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
+    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate)
 
 
 def wire_validation(
@@ -276,17 +266,10 @@ class RunOptions:
     custom_monitor: CustomMonitor | None = None
 
 
-def wire(
-    roles: PipelineParts,
-    options: RunOptions,
-    classes: ComponentTypes = ComponentTypes(),
-    turns: PhasedRollout | None = None,
-) -> RLVRPipeline:
+def wire(roles: PipelineParts, options: RunOptions, classes: ComponentTypes = ComponentTypes()) -> RLVRPipeline:
     """The pipeline of one run. `roles` holds the objects of the rollout side that `wire_rollout` made, or clients of
-    them; `turns` is from `wire_rollout`, too.
+    them.
     """
-    if turns is not None:
-        roles = take_turns(roles, options.plan, turns)
     trainer = classes.trainer(roles, options.plan)
     interval_s = options.monitor_interval_s
     monitor = HealthMonitor(trainer, roles, interval_s=interval_s or 0.0, custom_monitor=options.custom_monitor)

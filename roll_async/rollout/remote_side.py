@@ -274,9 +274,6 @@ class ValidateClient:
 class RolloutClient:
     """Clients of the coupled roles, for the driver."""
 
-    turns = None
-    """Roles on shared devices are refused before this process starts."""
-
     def __init__(self, border: RpcChannel, *, validates: bool) -> None:
         self.queue, self.rollouter = QueueClient(border), RollouterClient(border)
         self.synchronizer = SynchronizerClient(border)
