@@ -16,7 +16,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.config.schema import PipelineConfig
 from roll_async.pipelines.lag_zero import LagZeroOptions
-from roll_async.rollout.protocol import Validator
+from roll_async.rollout.protocol import ValidationMeasure
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
@@ -174,7 +174,7 @@ class PipelineParts:
     synchronizer: WeightPusher
     checkpoint: Checkpointer
     observer: RunObserver
-    validate: Validator | None = None
+    validate: ValidationMeasure | None = None
     devices: Devices = OWN_DEVICES
     dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
     """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""

@@ -17,7 +17,7 @@ One training step:
         ^                          |
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
 
-A validation measures the weights of its step; `validation_schedule.py` says when it begins and who waits for it. A stop
+A validation measures the weights of its step; `validator.py` says when it begins and who waits for it. A stop
 ends the run after the step under way: nothing is pushed or measured any more, and the state is saved before what is
 left of a validation is waited for.
 
@@ -50,7 +50,7 @@ from roll_async.pipelines.metrics import (
     trace_step,
 )
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
-from roll_async.pipelines.validation_schedule import ValidationSchedule
+from roll_async.pipelines.validator import Validator
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.dataproto import StepGroups
@@ -176,7 +176,7 @@ class TrainLoop:
         self._abandoned = self._complete = self._data_ended = False
         self._rollout_before: RollouterStats | None = None
         """Its counters when the last step was published."""
-        self._validations = ValidationSchedule(parts, plan, self._wait_for_validation, lambda: self.trained)
+        self.validator = Validator(parts.validate, parts.rollouter, plan, self._until_validated)
         self._clock: StepClock
         """Of the step under way; the first begins when engines have the first weights."""
         self.state = TrainerState.STARTING
@@ -228,7 +228,7 @@ class TrainLoop:
             if not self._abandoned:
                 if self._stop.is_set():
                     await self._save_before_waiting()
-                self._tell(await self._validations.result(wait=True, stoppable=False))
+                self._tell(await self.validator.result(self.trained, wait=True, stoppable=False))
                 await self.lag_zero.canary()
             return end or RunEnd.FINISHED
         finally:
@@ -236,24 +236,24 @@ class TrainLoop:
 
     async def close(self) -> None:
         """Nobody waits any more for a validation or the canary; what they asked for has ended when this returns."""
-        await self._validations.drop()
+        await self.validator.drop()
         await self.lag_zero.close()
 
     async def _start(self) -> None:
         """The first weights; the validation of the restored step, where its result was lost."""
-        step, validations = self.trained, self._validations
+        step, validator = self.trained, self.validator
         last = self._is_last(step)
-        measures = self._plan.measures_restored and validations.due(step, last=last)
-        measures = measures and await validations.can_begin(step)
+        measures = self._plan.measures_restored and validator.due(step, last=last)
+        measures = measures and await validator.claim(step)
         await self.push(step)
         if measures:
-            await validations.begin(step, last=last)
+            await validator.begin(step, last=last)
 
     async def _save_before_waiting(self) -> None:
         """After a stop: whatever ends the process from now on, the state is saved."""
         await self.save()
         await self._parts.checkpoint.finish()
-        if (step := self._validations.running) is not None:
+        if (step := self.validator.running) is not None:
             logger.warning("step %d is saved; the validation of step %d is waited for", self.saved, step)
 
     async def push(self, version: WeightVersion) -> SyncReport:
@@ -357,16 +357,16 @@ class TrainLoop:
         """The weights of the step to the engines that are due. Returns whether its validation may begin: it is due, and
         its engines hold these weights.
         """
-        step, validations, clock = record.step, self._validations, record.clock
+        step, validator, clock = record.step, self.validator, record.clock
         last = self._is_last(step)
-        measures = validations.due(step, last=last)
+        measures = validator.due(step, last=last)
         if self._stop.is_set() or not (self._push_due(step) or measures):
             return measures
         with clock.measure("validation"):
             # One that runs measures the weights that this push replaces. Then the next one's replicas are claimed, so
             # that this push reaches them, too.
-            record.validations.append(await validations.result(wait=not validations.apart or last))
-            measures = measures and await validations.can_begin(step)
+            record.validations.append(await validator.result(step, wait=not validator.apart or last))
+            measures = measures and await validator.claim(step)
         with clock.measure("weight_sync"):
             record.sync = await self._push(step, measures=measures)
             if last and record.sync is not None:  # no later step would publish it
@@ -378,11 +378,11 @@ class TrainLoop:
         if self._abandoned:
             return
         with record.clock.measure("validation"):
-            record.validations.append(await self._validations.result(wait=False))
+            record.validations.append(await self.validator.result(record.step, wait=False))
             if measures and not self._stop.is_set():
                 await self._parts.devices.phase(DevicePhase.GENERATE)
-                await self._validations.begin(record.step, last=self._is_last(record.step))
-                record.validations.append(await self._validations.result(wait=False))
+                await self.validator.begin(record.step, last=self._is_last(record.step))
+                record.validations.append(await self.validator.result(record.step, wait=False))
 
     def _publish(self, record: StepRecord) -> None:
         """Metrics, trace and dump of the step. One record holds one validation, the newest; earlier ones are events."""
@@ -402,16 +402,16 @@ class TrainLoop:
         if self._stop.is_set() or step < self._plan.first_step:
             return
         await self.lag_zero.canary()  # before a validation sets its engines aside
-        validations = self._validations
-        measures = validations.begun_until < step and validations.due(step, last=True)
-        if parts.synchronizer.status().version != step or (measures and validations.apart):
-            self._tell(await validations.result(wait=True))
-            measures = measures and await validations.can_begin(step)
+        validator = self.validator
+        measures = validator.begun_until < step and validator.due(step, last=True)
+        if parts.synchronizer.status().version != step or (measures and validator.apart):
+            self._tell(await validator.result(step, wait=True))
+            measures = measures and await validator.claim(step)
             await self._push(step, measures=measures)
         if measures and not self._stop.is_set():
             await parts.devices.phase(DevicePhase.GENERATE)
-            await validations.begin(step, last=True)
-            self._tell(await validations.result(wait=False))
+            await validator.begin(step, last=True)
+            self._tell(await validator.result(step, wait=False))
 
     async def _push(self, step: int, *, measures: bool) -> SyncReport | None:
         """The weights of a step to all engines, if they are due there, else to those of the validation alone. Nothing
@@ -422,7 +422,7 @@ class TrainLoop:
         synchronizer, self.state = self._parts.synchronizer, TrainerState.SYNCHRONIZING
         if self._push_due(step) and synchronizer.status().version != step:
             return await self.push(step)
-        if measures and self._validations.apart:
+        if measures and self.validator.apart:
             await synchronizer.resync_returned(step)
         return None
 
@@ -430,15 +430,15 @@ class TrainLoop:
         """Every k steps, before a validation by the same engines (which measures the weights of its step), and after
         the last step.
         """
-        validations, last = self._validations, self._is_last(step)
-        measures = validations.due(step, last=last) and not validations.apart
+        validator, last = self.validator, self._is_last(step)
+        measures = validator.due(step, last=last) and not validator.apart
         return step % self._plan.sync_every == 0 or measures or last
 
     def _is_last(self, step: int) -> bool:
         """No step comes after this one."""
         return step == self._plan.max_steps or self._data_ended
 
-    async def _wait_for_validation(self, result: Awaitable[object], *, stoppable: bool) -> object:
+    async def _until_validated(self, result: Awaitable[object], stoppable: bool) -> object:
         self.state = TrainerState.VALIDATING
         return await self._resync_during(result, stoppable=stoppable)
 
@@ -472,8 +472,8 @@ class TrainLoop:
         rollout = self._rollout_before = parts.rollouter.stats()
         devices = plan.devices_per_engine
         metrics = step_metrics(record, parts.queue.stats(), rollout, before, devices_per_engine=devices)
-        if self._validations.apart and plan.eval_every:
-            metrics["validation/skipped"] = float(self._validations.num_skipped)
+        if self.validator.apart and plan.eval_every:
+            metrics["validation/skipped"] = float(self.validator.num_skipped)
         custom = self._compute_custom_metrics(StepGroups(record.groups)) or {}
         return {**metrics, **self._mode_metrics(record), **custom}
 

@@ -23,13 +23,12 @@ from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation, ValidationPlace
-from roll_async.pipelines.validators import Validators
+from roll_async.pipelines.validation import HeldOut, ReplicaValidation, SetSampling, Validation
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, Validator
+from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
@@ -168,7 +167,7 @@ class RolloutSide:
     queue: MessageQueue
     rollouter: Rollouter
     synchronizer: ParameterSynchronizer[Replica]
-    validate: Validator | None
+    validate: ValidationMeasure | None
 
 
 def wire_rollout(
@@ -202,12 +201,24 @@ def wire_rollout(
         canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
         queue.taken = canary.taken
     queue.trouble = rollouter.trouble
-    validators = None
+    sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
+    validation: Validation | None = None
+    own: ReplicaValidation | None = None
     if roles.validators is not None:
-        validators = Validators(roles.validators, pause_timeout_s=options.sync.interrupt_timeout_s)
+        engines = roles.validators
+        validation = own = ReplicaValidation(
+            sets,
+            roles.groups(engines.manager),
+            engines.manager,
+            engines.supervisor,
+            pause_timeout_s=options.sync.interrupt_timeout_s,
+        )
+    elif sets:
+        yields = options.validation_mode == "share"
+        validation = Validation(sets, source, manager, lambda: synchronizer.version, yields=yields)
 
-    def owner(name: str) -> EngineSupervisor | Validators:
-        return supervisor if validators is None or not validators.own(name) else validators
+    def owner(name: str) -> EngineSupervisor | ReplicaValidation:
+        return own if own is not None and own.owns(name) else supervisor
 
     synchronizer = classes.synchronizer(
         roles.weights,
@@ -222,29 +233,9 @@ def wire_rollout(
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
     supervisor.attach(synchronizer)
-    if validators is not None:
-        validators.attach(synchronizer)
-    validate = None
-    if roles.validation:
-        if validators is None or roles.validators is None:
-            place = ValidationPlace(lambda: synchronizer.version, yields=options.validation_mode == "share")
-            validate = wire_validation(source, manager, roles.validation, options.validation, place)
-        else:
-            own, place = roles.validators.manager, ValidationPlace(lambda: validators.version, validators=validators)
-            validate = wire_validation(roles.groups(own), own, roles.validation, options.validation, place)
-    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate)
-
-
-def wire_validation(
-    source: AnswersPrompts,
-    manager: AsyncLLMServerManager | None,
-    held_out: Mapping[str, Sequence[Prompt]],
-    sampling: Mapping[str, SetSampling],
-    place: ValidationPlace,
-) -> Validation:
-    """The measurement of held-out sets with a source. `manager`: of the source's replicas; None = it has none."""
-    sets = [HeldOut(name, prompts, sampling[name]) for name, prompts in held_out.items()]
-    return Validation(sets, source, manager, place)
+    if own is not None:
+        own.attach(synchronizer)
+    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validation)
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
