@@ -100,7 +100,7 @@ name runs before them.
 GENERATED_FROM = (
     "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/calls.py",
     "weight_sync/layout.py", "weight_sync/digest.py",
-    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py", "pipelines/validators.py",
+    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
     "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip

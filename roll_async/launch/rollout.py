@@ -25,7 +25,7 @@ from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfi
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
-from roll_async.pipelines.turns import PhaseSwitcher
+from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.wire import (
     ComponentTypes,
     EngineOptions,
@@ -72,8 +72,8 @@ class RolloutSpec:
     rollouter: type[Rollouter] = Rollouter
     tools: Mapping[str, Tool] = field(default_factory=dict)
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
-    turns: PhaseSwitcher | None = None
-    """The turns of training roles and engines on shared devices; None = they share none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
     trainer_hosts: frozenset[str] = frozenset()
     """Addresses of the trainer's nodes."""
 
@@ -117,7 +117,7 @@ class StartedRollout:
             restored=spec.restored,
             run_id=spec.run_id,
             position=spec.position,
-            turns=spec.turns,
+            devices=spec.devices,
             pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
         transport = _transport(config, hosts)

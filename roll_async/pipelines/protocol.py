@@ -16,11 +16,13 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.config.schema import PipelineConfig
 from roll_async.pipelines.lag_zero import LagZeroOptions
-from roll_async.rollout.protocol import Validator
+from roll_async.rollout.protocol import ValidationMeasure
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.canary import CanaryReport
+from roll_async.weight_sync.protocol import OWN_DEVICES, Devices
 from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
 
 
@@ -129,6 +131,8 @@ class RunPlan:
     """What waits for a validation: `ValidationConfig.mode`."""
     measures_restored: bool = False
     """The restored step has no result of a validation: if it is due there, it comes before step `first_step`."""
+    pushes_adapters: bool = False
+    """A push sends adapters alone: engines need the weights below them afterwards."""
     rescue_timeout_s: float = 1800.0
     """After another role failed: seconds to finish the step under way, and as many again for its checkpoint."""
 
@@ -149,8 +153,15 @@ class RunPlan:
             lag_zero=LagZeroOptions.of(config),
             validation_mode=config.validation_mode,
             measures_restored=measures_restored,
+            pushes_adapters=adapters_of(config) is not None,
             rescue_timeout_s=config.fault.stall_timeout,
         )
+
+    def replaces_weights_after(self, step: int) -> bool:
+        """Whether engines get all of their weights anew before they generate again after step `step`."""
+        whole = self.groups_per_part == self.groups_per_batch  # otherwise engines generate between the parts
+        pushes = step % self.sync_every == 0 and step < self.max_steps
+        return whole and pushes and not self.pushes_adapters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +174,8 @@ class PipelineParts:
     synchronizer: WeightPusher
     checkpoint: Checkpointer
     observer: RunObserver
-    validate: Validator | None = None
+    validate: ValidationMeasure | None = None
+    devices: Devices = OWN_DEVICES
     dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
     """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
 

@@ -17,7 +17,7 @@ One training step:
         ^                          |
         +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
 
-A validation measures the weights of its step; `validation_schedule.py` says when it begins and who waits for it. A stop
+A validation measures the weights of its step; `validator.py` says when it begins and who waits for it. A stop
 ends the run after the step under way: nothing is pushed or measured any more, and the state is saved before what is
 left of a validation is waited for.
 
@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from roll_async.buffer.deadline import within
@@ -42,17 +43,19 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.lag_zero import OnPolicyCheck
 from roll_async.pipelines.metrics import (
     StepClock,
+    StepRecord,
     canary_metrics,
     merged_reports,
-    ratio_metrics,
     step_metrics,
     trace_step,
 )
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
-from roll_async.pipelines.validation_schedule import ValidationSchedule
+from roll_async.pipelines.validator import Validator
+from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.dataproto import StepGroups
 from roll_async.trainer.protocol import StepReport
+from roll_async.weight_sync.protocol import DevicePhase
 from roll_async.weight_sync.synchronizer import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -171,10 +174,11 @@ class TrainLoop:
         self.lag_zero = OnPolicyCheck(plan.lag_zero)
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
-        self._busy_s: Mapping[str, float] = {}
-        self._ratios: Mapping[str, tuple[float, float]] = {}
-        self._generated_tokens = 0
-        self._validations = ValidationSchedule(parts, plan, self._wait_for_validation, lambda: self.trained)
+        self._rollout_before: RollouterStats | None = None
+        """Its counters when the last step was published."""
+        self.validator = Validator(parts.validate, parts.rollouter, plan, self._until_validated)
+        self._clock: StepClock
+        """Of the step under way; the first begins when engines have the first weights."""
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -217,13 +221,14 @@ class TrainLoop:
         """
         try:
             await self._start()
+            self._clock = StepClock()
             end, step = None, self._plan.first_step
             while end is None and step <= self._plan.max_steps:
                 end, step = await self._step(step), step + 1
             if not self._abandoned:
                 if self._stop.is_set():
                     await self._save_before_waiting()
-                self._tell(await self._validations.result(wait=True, stoppable=False))
+                self._tell(await self.validator.result(self.trained, wait=True, stoppable=False))
                 await self.lag_zero.canary()
             return end or RunEnd.FINISHED
         finally:
@@ -231,147 +236,85 @@ class TrainLoop:
 
     async def close(self) -> None:
         """Nobody waits any more for a validation or the canary; what they asked for has ended when this returns."""
-        await self._validations.drop()
+        await self.validator.drop()
         await self.lag_zero.close()
 
     async def _start(self) -> None:
         """The first weights; the validation of the restored step, where its result was lost."""
-        step, validations = self.trained, self._validations
+        step, validator = self.trained, self.validator
         last = self._is_last(step)
-        measures = self._plan.measures_restored and validations.due(step, last=last)
-        measures = measures and await validations.can_begin(step)
+        measures = self._plan.measures_restored and validator.due(step, last=last)
+        measures = measures and await validator.claim(step)
         await self.push(step)
         if measures:
-            await validations.begin(step, last=last)
+            await validator.begin(step, last=last)
 
     async def _save_before_waiting(self) -> None:
         """After a stop: whatever ends the process from now on, the state is saved."""
         await self.save()
         await self._parts.checkpoint.finish()
-        if (step := self._validations.running) is not None:
+        if (step := self.validator.running) is not None:
             logger.warning("step %d is saved; the validation of step %d is waited for", self.saved, step)
 
     async def push(self, version: WeightVersion) -> SyncReport:
         """The trainer's weights to all engines."""
+        await self._parts.devices.phase(DevicePhase.TRAIN)  # at the end of the data engines were waited for before it
         report = await self._parts.synchronizer.push(version)
         self.lag_zero.pushed(self._parts.synchronizer.checked())
         return report
 
     async def save(self) -> None:
-        """Save the last whole step, unless it is saved, or the weights contain a part of the next one."""
+        """Save the last whole step, unless it is saved, or the weights contain a part of the next one. In phase TRAIN;
+        engines that generated go on afterwards, because a validation may still wait for them.
+        """
         if self.saved < self.trained and not self.mid_step:
             self.state, self._save_begun = TrainerState.SAVING, self.trained
+            devices = self._parts.devices
+            before = devices.current
+            await devices.phase(DevicePhase.TRAIN)
             await self._parts.checkpoint.save(self.trained)
+            if before is DevicePhase.GENERATE:
+                await devices.phase(DevicePhase.GENERATE)
             self.saved = self.trained
 
     async def _step(self, step: int) -> RunEnd | None:
         """One training step. Returns why the run ends, or None to go on."""
-        parts, plan, clock = self._parts, self._plan, StepClock()
-        if plan.save_every and self.trained % plan.save_every == 0:
-            with clock.measure("save"):
-                await self.save()
         try:
-            consumed = await self._consume(step, clock)
-        except EndOfData as end:
-            parts.observer.event("end_of_data", leftover=str(end))
+            record = await self._take_and_learn(step)
+        except EndOfData as end:  # between two steps
+            self._parts.observer.event("end_of_data", leftover=str(end))
             await self._last_model()
             return RunEnd.END_OF_DATA
-        if consumed is None:
+        if record is None:
             return RunEnd.INTERRUPTED
-        groups, report = consumed
         self.trained, self.mid_step = step, False  # the weights contain it, whether recording it succeeds or not
-        self.num_samples += report.num_samples
-        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
-        sync, results, agreement = None, [], {}
+        self.num_samples += record.report.num_samples
         try:
-            with clock.measure("record"):
-                ages = await parts.queue.freshness(step)
-                await parts.queue.step_trained(step)
-            if not self._abandoned:
-                with clock.measure("weight_sync"):
-                    agreement = canary_metrics(await self.lag_zero.canary())
-            agreement |= self.lag_zero.check(step, report.metrics)
-            self.lag_zero.stop(step, report.metrics)
-            validations, last = self._validations, self._is_last(step)
-            measures = validations.due(step, last=last)
-            if not self._stop.is_set() and (self._push_due(step) or measures):
-                with clock.measure("validation"):
-                    results.append(await validations.result(wait=not validations.apart or last))
-                    measures = measures and await validations.can_begin(step)
-                with clock.measure("weight_sync"):
-                    sync = await self._push(step, measures=measures)
-                    if last and sync is not None:
-                        agreement |= canary_metrics(await self.lag_zero.canary())
-            if not self._abandoned:
-                with clock.measure("validation"):
-                    results.append(await validations.result(wait=False))
-                    if measures and not self._stop.is_set():
-                        await validations.begin(step, last=last)
-                        results.append(await validations.result(wait=False))
+            await self._record(record)
+            await self._agree(record)
+            measures = await self._push_step(record)
+            await self._validate(record, measures=measures)
         finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
-            metrics = self._metrics(groups, report, sync, clock, ages)
-            *earlier, validation = [result for result in results if result] or [{}]
-            for result in earlier:  # one record holds one validation: the last model's
-                self._tell(result)
-            parts.observer.step(step, {**metrics, **agreement, **validation})
-            trace_step(parts.observer, step, groups, clock)
-            if parts.dump is not None:
-                parts.dump(step, groups, report.advantages)
-        if self._data_ended:
-            return RunEnd.END_OF_DATA
-        return RunEnd.INTERRUPTED if self._stop.is_set() else None
-
-    async def _last_model(self) -> None:
-        """The data ended between two steps: push the last weights to the engines and validate them."""
-        parts, step, self._data_ended = self._parts, self.trained, True
-        if self._stop.is_set() or step < self._plan.first_step:
-            return
-        await self.lag_zero.canary()  # before a validation sets its engines aside
-        validations = self._validations
-        measures = validations.begun_until < step and validations.due(step, last=True)
-        if parts.synchronizer.status().version != step or (measures and validations.apart):
-            self._tell(await validations.result(wait=True))
-            measures = measures and await validations.can_begin(step)
-            await self._push(step, measures=measures)
-        if measures and not self._stop.is_set():
-            await validations.begin(step, last=True)
-            self._tell(await validations.result(wait=False))
-
-    async def _push(self, step: int, *, measures: bool) -> SyncReport | None:
-        """The weights of a step to all engines, if they are due there, else to those of the validation alone. Nothing
-        after a stop: a validation may still measure what the engines hold.
-        """
-        if self._stop.is_set():
-            return None
-        synchronizer, self.state = self._parts.synchronizer, TrainerState.SYNCHRONIZING
-        if self._push_due(step) and synchronizer.status().version != step:
-            return await self.push(step)
-        if measures and self._validations.apart:
-            await synchronizer.resync_returned(step)
+            self._publish(record)
+            self._clock = StepClock()  # a save is `time/save_s` of the next step, whose record is still to be written
+        if self._data_ended or self._stop.is_set():  # no step follows, and `run` saves
+            return RunEnd.END_OF_DATA if self._data_ended else RunEnd.INTERRUPTED
+        if self._plan.save_every and step % self._plan.save_every == 0 and step < self._plan.max_steps:
+            with self._clock.measure("save"):  # never before the record: a saved step is not repeated
+                await self.save()
         return None
 
-    def _push_due(self, step: int) -> bool:
-        """Every k steps, before a validation by the same engines (which measures the weights of its step), and after
-        the last step.
-        """
-        validations, last = self._validations, self._is_last(step)
-        measures = validations.due(step, last=last) and not validations.apart
-        return step % self._plan.sync_every == 0 or measures or last
-
-    def _is_last(self, step: int) -> bool:
-        """No step comes after this one."""
-        return step == self._plan.max_steps or self._data_ended
-
-    async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
+    async def _take_and_learn(self, step: int) -> StepRecord | None:
         """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
-        part.
+        part; from then on the weights contain a part of the step, and only the end of the step makes them whole.
         """
-        parts, plan = self._parts, self._plan
+        parts, plan, clock = self._parts, self._plan, self._clock
         groups: list[Group] = []
         reports: list[StepReport] = []
         while len(groups) < plan.groups_per_batch:
             self.state = TrainerState.WAITING
             with clock.measure("wait_batch"):
+                await parts.devices.phase(DevicePhase.GENERATE)  # engines also generate between two parts
                 taking = parts.queue.take_batch(step, plan.groups_per_part)
                 try:
                     part = await self._resync_during(taking, stoppable=not groups)
@@ -388,10 +331,114 @@ class TrainLoop:
             self._complete = len(groups) == plan.groups_per_batch
             self.state, self.mid_step = TrainerState.LEARNING, True
             with clock.measure("learn"):
-                reports.append(await parts.learner.learn(part, step))
-        return groups, merged_reports(reports)
+                replaced = plan.replaces_weights_after(step)
+                phase_s = await parts.devices.phase(DevicePhase.TRAIN, drop_engine_weights=replaced)
+                reports.append(replace(await parts.learner.learn(part, step), turn_s=phase_s))
+        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
+        return StepRecord(step=step, groups=groups, report=merged_reports(reports), ages=ages, clock=clock)
 
-    async def _wait_for_validation(self, result: Awaitable[object], *, stoppable: bool) -> object:
+    async def _record(self, record: StepRecord) -> None:
+        """The queue counts the groups as trained; in the ledger that and the step are one transaction."""
+        with record.clock.measure("record"):
+            record.ages = await self._parts.queue.freshness(record.step)  # first: then the queue forgets the groups
+            await self._parts.queue.step_trained(record.step)
+
+    async def _agree(self, record: StepRecord) -> None:
+        """What the canary of the push before found, answered beside this step; and the step's own tokens of the present
+        weights. Raises EngineMismatch.
+        """
+        if not self._abandoned:
+            with record.clock.measure("weight_sync"):
+                record.agreement |= canary_metrics(await self.lag_zero.canary())
+        record.agreement |= self.lag_zero.check(record.step, record.report.metrics)  # into the record, then raised
+        self.lag_zero.stop(record.step, record.report.metrics)
+
+    async def _push_step(self, record: StepRecord) -> bool:
+        """The weights of the step to the engines that are due. Returns whether its validation may begin: it is due, and
+        its engines hold these weights.
+        """
+        step, validator, clock = record.step, self.validator, record.clock
+        last = self._is_last(step)
+        measures = validator.due(step, last=last)
+        if self._stop.is_set() or not (self._push_due(step) or measures):
+            return measures
+        with clock.measure("validation"):
+            # One that runs measures the weights that this push replaces. Then the next one's replicas are claimed, so
+            # that this push reaches them, too.
+            record.validations.append(await validator.result(step, wait=not validator.apart or last))
+            measures = measures and await validator.claim(step)
+        with clock.measure("weight_sync"):
+            record.sync = await self._push(step, measures=measures)
+            if last and record.sync is not None:  # no later step would publish it
+                record.agreement |= canary_metrics(await self.lag_zero.canary())
+        return measures
+
+    async def _validate(self, record: StepRecord, *, measures: bool) -> None:
+        """Begin a validation that is due, unless a stop came; collect the result of one that has ended."""
+        if self._abandoned:
+            return
+        with record.clock.measure("validation"):
+            record.validations.append(await self.validator.result(record.step, wait=False))
+            if measures and not self._stop.is_set():
+                await self._parts.devices.phase(DevicePhase.GENERATE)
+                await self.validator.begin(record.step, last=self._is_last(record.step))
+                record.validations.append(await self.validator.result(record.step, wait=False))
+
+    def _publish(self, record: StepRecord) -> None:
+        """Metrics, trace and dump of the step. One record holds one validation, the newest; earlier ones are events."""
+        observer = self._parts.observer
+        *earlier, validation = [result for result in record.validations if result] or [{}]
+        metrics = self._metrics(record)
+        for result in earlier:
+            self._tell(result)
+        observer.step(record.step, {**metrics, **record.agreement, **validation})
+        trace_step(observer, record)
+        if self._parts.dump is not None:
+            self._parts.dump(record.step, record.groups, record.report.advantages)
+
+    async def _last_model(self) -> None:
+        """The data ended between two steps: push the last weights to the engines and validate them."""
+        parts, step, self._data_ended = self._parts, self.trained, True
+        if self._stop.is_set() or step < self._plan.first_step:
+            return
+        await self.lag_zero.canary()  # before a validation sets its engines aside
+        validator = self.validator
+        measures = validator.begun_until < step and validator.due(step, last=True)
+        if parts.synchronizer.status().version != step or (measures and validator.apart):
+            self._tell(await validator.result(step, wait=True))
+            measures = measures and await validator.claim(step)
+            await self._push(step, measures=measures)
+        if measures and not self._stop.is_set():
+            await parts.devices.phase(DevicePhase.GENERATE)
+            await validator.begin(step, last=True)
+            self._tell(await validator.result(step, wait=False))
+
+    async def _push(self, step: int, *, measures: bool) -> SyncReport | None:
+        """The weights of a step to all engines, if they are due there, else to those of the validation alone. Nothing
+        after a stop: a validation may still measure what the engines hold.
+        """
+        if self._stop.is_set():
+            return None
+        synchronizer, self.state = self._parts.synchronizer, TrainerState.SYNCHRONIZING
+        if self._push_due(step) and synchronizer.status().version != step:
+            return await self.push(step)
+        if measures and self.validator.apart:
+            await synchronizer.resync_returned(step)
+        return None
+
+    def _push_due(self, step: int) -> bool:
+        """Every k steps, before a validation by the same engines (which measures the weights of its step), and after
+        the last step.
+        """
+        validator, last = self.validator, self._is_last(step)
+        measures = validator.due(step, last=last) and not validator.apart
+        return step % self._plan.sync_every == 0 or measures or last
+
+    def _is_last(self, step: int) -> bool:
+        """No step comes after this one."""
+        return step == self._plan.max_steps or self._data_ended
+
+    async def _until_validated(self, result: Awaitable[object], stoppable: bool) -> object:
         self.state = TrainerState.VALIDATING
         return await self._resync_during(result, stoppable=stoppable)
 
@@ -419,31 +466,18 @@ class TrainLoop:
             for pending in (task, stop):
                 pending.cancel()
 
-    def _metrics(
-        self,
-        groups: Sequence[Group],
-        report: StepReport,
-        sync: SyncReport | None,
-        clock: StepClock,
-        ages: BatchFreshness,
-    ) -> dict[str, float]:
+    def _metrics(self, record: StepRecord) -> dict[str, float]:
         """All metrics of this step, the user's own included."""
-        parts = self._parts
-        rollout = parts.rollouter.stats()
-        before, self._busy_s = self._busy_s, rollout.busy_s_by_server
-        busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
-        metrics = step_metrics(groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
-        metrics |= ratio_metrics(rollout.ratios, self._ratios)
-        self._ratios = rollout.ratios
-        generated, self._generated_tokens = rollout.generated_tokens - self._generated_tokens, rollout.generated_tokens
-        devices = max(1, rollout.num_servers) * self._plan.devices_per_engine
-        metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]
-        if self._validations.apart and self._plan.eval_every:
-            metrics["validation/skipped"] = float(self._validations.num_skipped)
-        custom = self._compute_custom_metrics(StepGroups(groups)) or {}
-        return {**metrics, **self._mode_metrics(ages, sync), **custom}
+        parts, plan, before = self._parts, self._plan, self._rollout_before
+        rollout = self._rollout_before = parts.rollouter.stats()
+        devices = plan.devices_per_engine
+        metrics = step_metrics(record, parts.queue.stats(), rollout, before, devices_per_engine=devices)
+        if self.validator.apart and plan.eval_every:
+            metrics["validation/skipped"] = float(self.validator.num_skipped)
+        custom = self._compute_custom_metrics(StepGroups(record.groups)) or {}
+        return {**metrics, **self._mode_metrics(record), **custom}
 
-    def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
+    def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:
         """Metrics of the mode of the run; none here."""
         return {}
 

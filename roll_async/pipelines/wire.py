@@ -19,22 +19,21 @@ from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
+from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.turns import PhasedRollout, PhasedSource, PhaseSwitcher, take_turns
-from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation, ValidationPlace
-from roll_async.pipelines.validators import Validators
+from roll_async.pipelines.validation import HeldOut, ReplicaValidation, SetSampling, Validation
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, Validator
+from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
-from roll_async.weight_sync.protocol import WeightSource
+from roll_async.weight_sync.protocol import OWN_DEVICES, WeightSource
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
 
 _MOST_TEXTS = 1024
@@ -155,8 +154,8 @@ class RolloutRoles:
     """Of the run whose ledger this is; empty = it has none."""
     position: Mapping[str, object] | None = None
     """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
-    turns: PhaseSwitcher | None = None
-    """The turns of trainer and engines on shared devices; None = they share none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
     pool: PromptPool | None = None
     """Chooses prompts by past pass rate."""
 
@@ -168,9 +167,7 @@ class RolloutSide:
     queue: MessageQueue
     rollouter: Rollouter
     synchronizer: ParameterSynchronizer[Replica]
-    validate: Validator | None
-    turns: PhasedRollout | None = None
-    """See `RolloutRoles.turns`."""
+    validate: ValidationMeasure | None
 
 
 def wire_rollout(
@@ -199,30 +196,33 @@ def wire_rollout(
         pool=roles.pool,
         stop_timeout_s=options.stop_timeout_s,
     )
-    turns, source_of_weights = None, roles.weights
-    if roles.turns is not None:
-        turns = PhasedRollout(
-            rollouter,
-            roles.turns,
-            timeout_s=options.sync.interrupt_timeout_s,
-            keeps_frozen=options.sync.adapters,
-        )
-        source_of_weights = PhasedSource(roles.weights, roles.turns)
     canary = None
     if options.canary is not None:
-        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), source_of_weights, options.canary)
+        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
         queue.taken = canary.taken
     queue.trouble = rollouter.trouble
-    validators = None
+    sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
+    validation: Validation | None = None
+    own: ReplicaValidation | None = None
     if roles.validators is not None:
-        validators = Validators(roles.validators, pause_timeout_s=options.sync.interrupt_timeout_s)
+        engines = roles.validators
+        validation = own = ReplicaValidation(
+            sets,
+            roles.groups(engines.manager),
+            engines.manager,
+            engines.supervisor,
+            pause_timeout_s=options.sync.interrupt_timeout_s,
+        )
+    elif sets:
+        yields = options.validation_mode == "share"
+        validation = Validation(sets, source, manager, lambda: synchronizer.version, yields=yields)
 
-    def owner(name: str) -> EngineSupervisor | Validators:
-        return supervisor if validators is None or not validators.own(name) else validators
+    def owner(name: str) -> EngineSupervisor | ReplicaValidation:
+        return own if own is not None and own.owns(name) else supervisor
 
     synchronizer = classes.synchronizer(
-        source_of_weights,
-        rollouter if turns is None else turns,
+        roles.weights,
+        rollouter if roles.devices is None else roles.devices,
         lambda: manager.clients,
         options.sync,
         weights_held=queue.weights_held,
@@ -230,31 +230,12 @@ def wire_rollout(
         readmit=lambda client: owner(client.name).readmit(client),
         expects_return=lambda: manager.expects_return,
         canary=canary,
+        devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
     supervisor.attach(synchronizer)
-    if validators is not None:
-        validators.attach(synchronizer)
-    validate = None
-    if roles.validation:
-        if validators is None or roles.validators is None:
-            place = ValidationPlace(lambda: synchronizer.version, yields=options.validation_mode == "share")
-            validate = wire_validation(source, manager, roles.validation, options.validation, place)
-        else:
-            own, place = roles.validators.manager, ValidationPlace(lambda: validators.version, validators=validators)
-            validate = wire_validation(roles.groups(own), own, roles.validation, options.validation, place)
-    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
-
-
-def wire_validation(
-    source: AnswersPrompts,
-    manager: AsyncLLMServerManager | None,
-    held_out: Mapping[str, Sequence[Prompt]],
-    sampling: Mapping[str, SetSampling],
-    place: ValidationPlace,
-) -> Validation:
-    """The measurement of held-out sets with a source. `manager`: of the source's replicas; None = it has none."""
-    sets = [HeldOut(name, prompts, sampling[name]) for name, prompts in held_out.items()]
-    return Validation(sets, source, manager, place)
+    if own is not None:
+        own.attach(synchronizer)
+    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validation)
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
@@ -276,17 +257,10 @@ class RunOptions:
     custom_monitor: CustomMonitor | None = None
 
 
-def wire(
-    roles: PipelineParts,
-    options: RunOptions,
-    classes: ComponentTypes = ComponentTypes(),
-    turns: PhasedRollout | None = None,
-) -> RLVRPipeline:
+def wire(roles: PipelineParts, options: RunOptions, classes: ComponentTypes = ComponentTypes()) -> RLVRPipeline:
     """The pipeline of one run. `roles` holds the objects of the rollout side that `wire_rollout` made, or clients of
-    them; `turns` is from `wire_rollout`, too.
+    them.
     """
-    if turns is not None:
-        roles = take_turns(roles, options.plan, turns)
     trainer = classes.trainer(roles, options.plan)
     interval_s = options.monitor_interval_s
     monitor = HealthMonitor(trainer, roles, interval_s=interval_s or 0.0, custom_monitor=options.custom_monitor)

@@ -18,7 +18,7 @@ from roll_async.buffer.errors import StallError, first_cause
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
-from roll_async.rollout.protocol import Validator
+from roll_async.rollout.protocol import ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter, RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.weight_sync.canary import CanaryReport
@@ -42,7 +42,7 @@ class CoupledRollout(Protocol):
     def synchronizer(self) -> ParameterSynchronizer: ...
 
     @property
-    def validate(self) -> Validator | None: ...
+    def validate(self) -> ValidationMeasure | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +259,7 @@ class SynchronizerClient:
 
 
 class ValidateClient:
-    """`Validator`."""
+    """`ValidationMeasure`."""
 
     def __init__(self, border: RpcChannel) -> None:
         self._border = border
@@ -273,9 +273,6 @@ class ValidateClient:
 
 class RolloutClient:
     """Clients of the coupled roles, for the driver."""
-
-    turns = None
-    """Roles on shared devices are refused before this process starts."""
 
     def __init__(self, border: RpcChannel, *, validates: bool) -> None:
         self.queue, self.rollouter = QueueClient(border), RollouterClient(border)

@@ -27,6 +27,7 @@ from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.bucket import Block, Bucket
+from roll_async.weight_sync.protocol import OWN_DEVICES
 from roll_async.weight_sync.synchronizer import SyncOptions
 
 
@@ -85,7 +86,7 @@ class Run:
         classes=ComponentTypes(),
         trainer=TrainLoop,
         custom_monitor=None,
-        turns_of=lambda replicas: None,
+        devices_of=lambda manager, replicas: None,
         pool=None,
         position=None,
         scorer=None,
@@ -111,9 +112,9 @@ class Run:
         scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
         )
-        self.turns = turns_of(self.replicas)
+        self.devices = devices_of(self.manager, self.replicas)
         roles = RolloutRoles(
-            turns=self.turns,
+            devices=self.devices,
             pool=pool,
             restored=0 if position is None else position["step"],
             position=position,
@@ -145,7 +146,7 @@ class Run:
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
             observer=self, validate=None if self.side.validate is None else SlowValidation(self, self.side.validate),
-            dump=lambda *step: self.dumped.append(step),
+            dump=lambda *step: self.dumped.append(step), devices=self.devices or OWN_DEVICES,
         )  # fmt: skip
         first = 1 if position is None else position["step"] + 1
         plan = {"first_step": first, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
@@ -157,7 +158,7 @@ class Run:
             groups_per_part=num_groups // parts,
         )
         watched = RunOptions(plan=self.plan, monitor_interval_s=5.0, custom_monitor=custom_monitor)
-        self.pipeline = wire(self.parts, watched, ComponentTypes(trainer=trainer), self.side.turns)
+        self.pipeline = wire(self.parts, watched, ComponentTypes(trainer=trainer))
         self.trainer = self.pipeline.trainer
 
     def _replica(self, name, token_s):
