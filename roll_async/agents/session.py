@@ -19,8 +19,8 @@ from typing import Protocol, TypeVar
 from roll_async.agents.limited_turns import BadRequest, TurnHandler
 from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import Renderer, SampledTurn
-from roll_async.agents.trace_tree import TraceTree
 from roll_async.rollout.tools import ToolCall
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +18,8 @@ from typing import Protocol
 
 from roll_async.observe.outside import OutsideError, asked, encodable, plain, text_of
 from roll_async.prompts.row_tools import RowTools, tools_of_row
-from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sample, join_records, merge_runs
+from roll_async.rollout.trace_tree import TraceTree
+from roll_async.schema import Completion, FinishReason, Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -58,72 +58,6 @@ class ToolCall:
     """Why it cannot be run; the model is told."""
     call_id: str = ""
     """Of an agent's API; empty where tools are called in the text alone."""
-
-
-class Transcript:
-    """One conversation as tokens: the prompt, the model's turns (trained) and the tools' (masked)."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self._tokens, self._logprobs, self._mask = array("i"), array("f"), bytearray()
-        self._runs: list[tuple[int, int]] = []
-        self._experts: list[ExpertRecord] = []
-        self._generation_s = 0.0
-        self._finish_reason, self._replica = FinishReason.ABORT, ""
-        self.num_turns = 0
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @property
-    def token_ids(self) -> array:
-        """Prompt and everything after it: what the next turn continues."""
-        return self.prompt.token_ids + self._tokens if self._tokens else self.prompt.token_ids
-
-    @property
-    def recorded_positions(self) -> int:
-        """Positions whose experts the turns so far have recorded."""
-        return sum(record.num_positions for record in self._experts)
-
-    def add_completion(self, completion: Completion) -> None:
-        """A turn of the model."""
-        self._tokens += completion.token_ids
-        self._logprobs += completion.logprobs
-        self._mask += b"\x01" * len(completion.token_ids)
-        self._runs += completion.version_runs
-        if completion.experts is not None:
-            self._experts.append(completion.experts)
-        self._generation_s += completion.generation_s
-        self._finish_reason, self._replica = completion.finish_reason, completion.replica
-        self.num_turns += 1
-
-    def add_masked(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the model did not sample: mask 0, log-prob 0, the version of the turn before them."""
-        assert self._runs, "tools answer a turn of the model"
-        self._tokens.extend(token_ids)
-        self._logprobs.extend([0.0] * len(token_ids))
-        self._mask += b"\x00" * len(token_ids)
-        self._runs.append((self._runs[-1][0], len(token_ids)))
-
-    def end(self, reason: FinishReason) -> None:
-        """Set another finish reason than that of the last turn."""
-        self._finish_reason = reason
-
-    def sample(self, name: str) -> Sample:
-        """The whole conversation, not scored yet."""
-        return Sample(
-            sample_id=name,
-            prompt_token_ids=self.prompt.token_ids,
-            response_token_ids=self._tokens,
-            loss_mask=bytes(self._mask),
-            behaviour_logprobs=self._logprobs,
-            version_runs=merge_runs(self._runs),
-            finish_reason=self._finish_reason,
-            generation_s=self._generation_s,
-            num_turns=self.num_turns,
-            experts=join_records(self._experts),
-            replica=self._replica,
-        )
 
 
 class ToolRuns:
@@ -175,15 +109,18 @@ class ToolCompletionCallback(ToolRuns):
         super().__init__(tools, timeout_s=timeout_s)
         self._codec, self._max_turns = codec, max_turns
 
-    async def __call__(self, transcript: Transcript, completion: Completion) -> Sequence[int] | None:
-        """Tokens to append before the model goes on; None when the conversation is complete."""
+    async def __call__(self, prompt: Prompt, tree: TraceTree, completion: Completion) -> Sequence[int] | None:
+        """Tokens to append before the model goes on; None when the conversation is complete. `tree`: what was said so
+        far, the completion included.
+        """
+        # A turn that was cut at its length may hold half a call, and has left no room for a result.
         stopped = completion.finish_reason is FinishReason.STOP and len(completion.token_ids) > 0
-        if not stopped or transcript.num_turns >= self._max_turns:
+        if not stopped or len(tree.turns) >= self._max_turns:
             return None
         calls = self.find_calls(self._codec.decode(completion.token_ids))
         if not calls:
             return None
-        results = await self.results(calls, tools_of_row(transcript.prompt.extra))
+        results = await self.results(calls, tools_of_row(prompt.extra))
         return self._codec.tool_turn(completion.token_ids[-1], results)
 
     def find_calls(self, text: str) -> list[ToolCall]:
@@ -192,9 +129,9 @@ class ToolCompletionCallback(ToolRuns):
         """
         return [parse_call(text[start:end].strip()) for start, end in call_spans(text)]
 
-    def postprocess(self, transcript: Transcript, name: str) -> Sample:
+    def postprocess(self, tree: TraceTree, name: str) -> Sample:
         """The sample of a complete conversation: tokens as they were, masks and versions beside them."""
-        return transcript.sample(name)
+        return tree.answer(name)
 
 
 def call_spans(text: str, *, unclosed: bool = False) -> Iterator[tuple[int, int]]:

@@ -165,11 +165,11 @@ def test_dynamic_sampling_trains_only_groups_with_spread(train, ratio, bound):
 class SecondOpinion(ToolCompletionCallback):
     """The model knows no tools: its first answer counts as two calls, whatever it says."""
 
-    async def __call__(self, transcript, completion):
-        if transcript.num_turns > 1 or completion.finish_reason is not FinishReason.STOP:
+    async def __call__(self, prompt, tree, completion):
+        if len(tree.turns) > 1 or completion.finish_reason is not FinishReason.STOP:
             return None
         calls = (ToolCall(name="digits", arguments={"n": n}) for n in (1, 2))
-        results = await asyncio.gather(*(self._run(call, tools_of_row(transcript.prompt.extra)) for call in calls))
+        results = await asyncio.gather(*(self._run(call, tools_of_row(prompt.extra)) for call in calls))
         return self._codec.tool_turn(completion.token_ids[-1], results)
 
 

@@ -11,8 +11,8 @@ import pytest
 from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded, TurnHandler
 from roll_async.agents.messages import Message, TurnReply, TurnRequest, parse_calls
 from roll_async.agents.rendering import TemplateRenderer
-from roll_async.agents.trace_tree import TraceTree
 from roll_async.rollout.tools import ToolCall
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, Outcome, Reward, SamplingParams
 
 TOOL = {

@@ -226,8 +226,8 @@ class Broken(ToolCompletionCallback):
     def find_calls(self, text):
         return self.does() if self.hook == "find_calls" else super().find_calls(text)
 
-    def postprocess(self, transcript, name):
-        return self.does() if self.hook == "postprocess" else super().postprocess(transcript, name)
+    def postprocess(self, tree, name):
+        return self.does() if self.hook == "postprocess" else super().postprocess(tree, name)
 
 
 @pytest.mark.parametrize("hook", ["find_calls", "postprocess", "row"])

@@ -5,8 +5,7 @@ from array import array
 
 import pytest
 
-from roll_async.agents.trace_tree import TraceTree
-from roll_async.rollout.tools import Transcript
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, ExpertRecord, FinishReason, Outcome
 
 LAYERS, TOP_K = 2, 2
@@ -51,37 +50,23 @@ def conversation(seed):
     return prompt, turns, results
 
 
-def through_transcript(build, prompt, turns, results):
-    transcript = Transcript(build.prompt(ids=prompt))
-    recorded = []
-    for turn, result in zip(turns, [*results, None], strict=True):
-        recorded.append(transcript.recorded_positions)
-        transcript.add_completion(turn)
-        if result is not None:
-            transcript.add_masked(result)
-    return transcript.sample("s"), recorded
-
-
-def through_tree(build, prompt, turns, results):
-    tree, recorded = TraceTree(), []
-    node = tree.add_request(None, prompt, role="user", started_s=0.0)
+def recorded_by(tree, prompt, turns, results):
+    """Adds the conversation; positions whose experts were known before each turn."""
+    recorded, node = [], tree.add_request(None, prompt, role="user", started_s=0.0)
     for turn, result in zip(turns, [*results, None], strict=True):
         recorded.append(tree.recorded_positions(node))
         node = tree.add_turn(node, turn, started_s=0.0)
         if result is not None:
             node = tree.add_request(node, result, role="tool", started_s=0.0)
-    rows = tree.rows("s", reward=None, outcome=Outcome.SOLVED)
-    return (rows[0] if rows else None), recorded
+    return recorded
 
 
-@pytest.mark.parametrize("record", [through_transcript, through_tree])
-def test_an_answer_is_what_a_loop_over_its_tokens_gives(build, record):
+def test_an_answer_is_what_a_loop_over_its_tokens_gives():
     for seed in range(300):
         prompt, turns, results = conversation(seed)
-        row, recorded = record(build, prompt, turns, results)
-        if row is None:
-            assert not any(turn.token_ids for turn in turns)
-            continue
+        tree = TraceTree()
+        recorded = recorded_by(tree, prompt, turns, results)
+        row = tree.answer("s")
         ids, logprobs, mask, versions, experts, known = [], [], [], [], [], []
         for turn, result in zip(turns, [*results, []], strict=True):
             known.append(len(experts) // (LAYERS * TOP_K))
@@ -96,4 +81,26 @@ def test_an_answer_is_what_a_loop_over_its_tokens_gives(build, record):
         assert row.behaviour_logprobs.tolist() == logprobs
         assert [version for version, count in row.version_runs for _ in range(count)] == versions
         assert (row.experts.ids.tolist() if row.experts is not None else []) == experts
-        assert row.finish_reason is turns[-1].finish_reason
+        assert (row.finish_reason, row.replica) == (turns[-1].finish_reason, turns[-1].replica)
+        assert row.generation_s == pytest.approx(sum(turn.generation_s for turn in turns))
+        assert (row.trajectory, row.turns, row.outcome, row.num_turns) == ("", (), None, len(turns))
+        (tree_row,) = tree.rows("s", reward=None, outcome=Outcome.SOLVED) or (None,)
+        if tree_row is not None:  # a trajectory of one path holds the same tokens
+            assert (tree_row.response_token_ids, tree_row.loss_mask) == (row.response_token_ids, row.loss_mask)
+
+
+def test_the_samples_of_a_prompt_share_its_tokens():
+    prompt, turns, _ = conversation(1)
+    tree = TraceTree()
+    node = tree.add_request(None, prompt, role="user", started_s=0.0)
+    assert tree.token_ids(node) is prompt
+    tree.add_turn(node, turns[0], started_s=0.0)
+    assert tree.answer("s").prompt_token_ids is prompt
+
+
+def test_an_answer_that_was_ended_says_why():
+    prompt, turns, _ = conversation(1)
+    tree = TraceTree()
+    tree.add_turn(tree.add_request(None, prompt, role="user", started_s=0.0), turns[0], started_s=0.0)
+    tree.end(FinishReason.ABORT)
+    assert tree.answer("s").finish_reason is FinishReason.ABORT
