@@ -4,6 +4,9 @@ The turns of the policy stand in the template as marks; what the template puts b
 it put there before, and only what comes after the last mark is encoded. So a client that reorders JSON, trims white
 space or drops call ids still continues the stored tokens. A template that says something else than it was given (such
 as one that leaves the thoughts of earlier turns out) does not: its text begins a branch.
+
+After a prompt that came as tokens (a question with tools) there is no chat to render: `between` gives what stands
+between two turns.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.beside import Beside
 from roll_async.agents.messages import Message
-from roll_async.prompts.tokenizer import TEMPLATES
-from roll_async.prompts.tool_turns import special_marks, without_marks
+from roll_async.prompts.tokenizer import TEMPLATES, special_marks, without_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INLINE_CHARACTERS = 100_000
+_ANSWER = "roll-async-answer"
+"""Stands for a turn of the policy, after which a template says what `between` looks for."""
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "roll_probe", "description": "?", "parameters": {"type": "object", "properties": {}}},
@@ -113,6 +117,23 @@ class TemplateRenderer:
         parts.append(rest)
         forms = (_joined(parts, [t.text for t in turns]), _joined(parts, [t.text.strip() for t in turns]))
         return Rendered(tuple(parts), text, text in forms)
+
+    def between(self, last_token: int, results: Sequence[str]) -> array:
+        """[n] int32: the rest of the policy's turn, the results of its tools, the head of its next turn. `last_token`:
+        the last one of the turn; an end mark that was sampled is not said twice. A template that knows no `tool` role
+        gets the results as turns of the user. Raises ValueError for one that leaves them out.
+        """
+        role = "tool" if self._knows_tool_role else "user"
+        said = [without_marks(result, self._reserved) for result in results]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        text = self._apply([*chat, *({"role": role, "content": each} for each in said)], None)
+        _, found, rest = text.partition(_ANSWER)
+        if not found or not all(each in rest for each in said):
+            raise ValueError(f"the chat template does not render turns of role {role}")
+        ids = self.encode(rest)
+        # By id, since there is no text of the sampled turn here. An end that is also the unknown token counts, too.
+        ends = {self._tokenizer.eos_token_id, *self.end_ids}
+        return ids[1:] if last_token in ends and ids and ids[0] in ends else ids
 
     def encode(self, text: str) -> array:
         """[n] int32. Of a long text in another process: a list of a million tokens, and what Rust remembers of each,

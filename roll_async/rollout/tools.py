@@ -1,7 +1,7 @@
 """Tools: the calls in an answer of the model are run, and their results are appended as tokens for its next turn.
 
     completion --find_calls--> none: the conversation is complete
-                         +---> run in parallel --> codec.tool_turn(results) --> tokens of the next turn, loss mask 0
+                         +---> run in parallel --> codec.between(results) --> tokens of the next turn, loss mask 0
 
 The model's own tokens are only read (decoded to find the calls), never rebuilt from text.
 """
@@ -39,11 +39,11 @@ class Tool(Protocol):
 
 
 class ToolCodec(Protocol):
-    """Converts between tokens and text; `prompts/tool_turns.py`."""
+    """Converts between tokens and text; `agents/rendering.py: TemplateRenderer`."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def tool_turn(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
+    def between(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
         """Tokens between the end of the model's turn, whose last token is given, and the beginning of its next."""
         ...
 
@@ -121,7 +121,7 @@ class ToolCompletionCallback(ToolRuns):
         if not calls:
             return None
         results = await self.results(calls, tools_of_row(prompt.extra))
-        return self._codec.tool_turn(completion.token_ids[-1], results)
+        return self._codec.between(completion.token_ids[-1], results)
 
     def find_calls(self, text: str) -> list[ToolCall]:
         """Calls in the order of the text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and

@@ -184,7 +184,7 @@ class Codec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return decode(token_ids)
 
-    def tool_turn(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
+    def between(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
         place = position_of(last_token)
         return range(place + 1, place + 1 + self._texts.answer_tokens(place))
 

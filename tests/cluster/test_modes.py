@@ -170,7 +170,7 @@ class SecondOpinion(ToolCompletionCallback):
             return None
         calls = (ToolCall(name="digits", arguments={"n": n}) for n in (1, 2))
         results = await asyncio.gather(*(self._run(call, tools_of_row(prompt.extra)) for call in calls))
-        return self._codec.tool_turn(completion.token_ids[-1], results)
+        return self._codec.between(completion.token_ids[-1], results)
 
 
 async def digits(arguments):

@@ -26,7 +26,7 @@ class TextCodec:
     def decode(self, token_ids):
         return "".join(map(chr, token_ids))
 
-    def tool_turn(self, last_token, results):
+    def between(self, last_token, results):
         return [ord(c) for c in "[" + "|".join(results) + "]"]
 
 
