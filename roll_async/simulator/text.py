@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from zlib import crc32
 
+from roll_async.prompts.tool_calls import HERMES
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import VersionRuns, WeightVersion
 from roll_async.simulator.models import LengthModel, ToolModel, uniform
@@ -177,6 +178,8 @@ def expected_logprobs(name: str, start: int, mask: bytes, runs: VersionRuns) -> 
 
 class Codec:
     """`rollout/tools.py: ToolCodec`."""
+
+    calls = HERMES
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
