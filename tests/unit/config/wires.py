@@ -138,7 +138,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "load_prompts": part("load_prompts", {}), "judged": part("judged", {}),
             "ShuffledPrompts": part("ShuffledPrompts", row), "PooledPrompts": part("PooledPrompts"),
             "SqliteLedger": part("ledger"), "MemoryLedger": part("no ledger"),
-            "move_to_previous": part("move_to_previous"), "ChatToolCodec": part("ChatToolCodec"),
+            "move_to_previous": part("move_to_previous"),
+            "TemplateRenderer": part("TemplateRenderer", SimpleNamespace(between=lambda *given: ())),
             "at_time": lambda *given: given, "load_tokenizer": str,
         }.items():  # fmt: skip
             patch.setattr(rollout, name, stub)
