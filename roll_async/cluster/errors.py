@@ -17,24 +17,29 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from roll_async.buffer.deadline import within
-from roll_async.buffer.errors import Place, first_cause, place_of
+from roll_async.buffer.errors import Place, RoleFailed, RoleGone, first_cause, place_of
+from roll_async.weight_sync.errors import EngineDead, UpdateFailed
 
 T = TypeVar("T")
 
 _LONGEST_REASON = 1500
 """Characters of an exception's message that are told in one line; all of it is in the traceback."""
+_GONE = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, OutOfMemoryError)
+"""A large answer stays on the node of the process until it is fetched, and is lost with that node (ObjectLostError).
+The last is of a process that Ray killed for its memory.
+"""
 _PLAIN = (str, bytes, int, float, type(None))
-
-
-class RoleFailed(RuntimeError):
-    """A role process raised or died; the run ends with exit code 3."""
-
-
-class RoleGone(ConnectionError):
-    """A role process died."""
 
 
 async def call(
@@ -55,8 +60,7 @@ async def call(
         if timeout_s is None:
             return await awaitable
         return await within(timeout_s, awaitable, f"{role}: {what} did not return (fault.rpc_timeout)")
-    except (ActorDiedError, ActorUnavailableError, RayActorError, ObjectLostError) as error:
-        # A large answer stays on the node of the process until it is fetched, and is lost with that node.
+    except _GONE as error:
         raise RoleGone(f"{role}: process is gone ({_last_line(error)})") from error
     except RayTaskError as error:
         cause = error.cause
@@ -70,7 +74,7 @@ async def call(
 def _of_role(role: str, cause: BaseException) -> Exception:
     """The error of a role with the role's name, and the place where it arose there."""
     kind = type(cause)
-    if kind in (ValueError, ConnectionError, RoleFailed, RoleGone):
+    if kind in (ValueError, ConnectionError, EngineDead, UpdateFailed, RoleFailed, RoleGone):
         named: Exception = kind(f"{role}: {cause}")
     else:
         named = _nearest(cause)(f"{role}: {_reason(cause)}")

@@ -20,7 +20,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_async.buffer.errors import EndOfData, LedgerError, StallError, TooManyFailures
+from roll_async.buffer.errors import Defect, EndOfData, LedgerError, StallError, TooManyFailures
 from roll_async.cluster.errors import call, wait_ended
 from roll_async.cluster.rollout_host import RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
@@ -29,7 +29,7 @@ from roll_async.weight_sync.synchronizer import SyncFailed
 
 logger = logging.getLogger(__name__)
 
-_OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedTooMany, SyncFailed)
+_OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedTooMany, SyncFailed, Defect)
 """Errors of the roles inside that callers handle; others are raised as RoleFailed."""
 _LOOK_EVERY_S = 1.0
 _CANCEL_WITHIN_S = 5.0

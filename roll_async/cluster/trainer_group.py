@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from roll_async.buffer.deadline import within
-from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleGone, call, told, wait_ended
+from roll_async.buffer.errors import RoleGone, StallError
+from roll_async.cluster.errors import call, told, wait_ended
 from roll_async.cluster.folders import SharedFolders, require_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import listener, use_node_address

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from roll_async.inference.admission import check_scored, first_of, held_back, token_budget
+from roll_async.inference.engine import check_scored, first_of, held_back, token_budget
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
 from roll_async.inference.vllm_adapters import adapter_request
 from roll_async.inference.vllm_arguments import engine_arguments, in_this_process, prepare_environment
-from roll_async.inference.vllm_failure import start_errors
+from roll_async.inference.vllm_failure import core_alive, start_errors
 from roll_async.inference.vllm_load import SchedulerReader, StatisticsReader, VllmLoadReader
 from roll_async.inference.vllm_progress import ProgressReader
 from roll_async.schema import (
@@ -37,6 +37,7 @@ from roll_async.schema import (
 )
 from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_replica
+from roll_async.weight_sync.errors import update_errors
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,7 +66,7 @@ class _Ticket:
 
 
 class VllmEngine:
-    """One replica. See `inference/protocol.py: Engine` for the contract of each method."""
+    """One replica; `inference/engine.py: Engine` says what each method does."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings, self._in_process = settings, in_this_process(settings)
@@ -153,9 +154,8 @@ class VllmEngine:
     async def _run(self, request_id: str, prompt: list[int], sampling, ticket: _Ticket):  # noqa: ANN001, ANN202 (vLLM's types)
         """The final output of one request."""
         from vllm.outputs import RequestOutput
-        from vllm.v1.engine.exceptions import EngineDeadError
 
-        try:
+        with core_alive():
             # With its type it is taken as it is; without, a thread looks first whether it must be tokenized.
             rendered = {"type": "token", "prompt_token_ids": prompt}
             adapter = None if self._settings.adapter is None else adapter_request()
@@ -167,8 +167,6 @@ class VllmEngine:
             except asyncio.CancelledError:
                 await self._llm.abort(queue.request_id, internal=True)
                 raise
-        except EngineDeadError as error:
-            raise ConnectionError(f"vLLM's engine process is dead: {error}") from error
         assert isinstance(result, RequestOutput)  # not an embedding
         return result
 
@@ -226,7 +224,8 @@ class VllmEngine:
         await self._handed_over(tickets.values())
         running = {i: ticket for i, ticket in tickets.items() if ticket.admitted and not ticket.done.is_set()}
         if running:
-            await self._llm.abort(list(running))
+            with core_alive():
+                await self._llm.abort(list(running))
         await asyncio.gather(*(ticket.done.wait() for ticket in tickets.values()))
 
     async def _handed_over(self, tickets: Iterable[_Ticket]) -> None:
@@ -244,7 +243,8 @@ class VllmEngine:
         # weights would read what an old one wrote.
         clear = mode is PauseMode.ABORT or self._settings.enable_prefix_caching
         # Not `pause_generation`: it sleeps for 20 ms in case somebody expects the outputs, who are awaited below.
-        await self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=clear)
+        with core_alive():
+            await self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=clear)
         if mode is PauseMode.ABORT:
             await asyncio.gather(*(t.done.wait() for t in admitted))
 
@@ -252,7 +252,8 @@ class VllmEngine:
         self._sleep.need_awake("resume")
         if self._mixed:
             raise RuntimeError("resume without whole weights: the last update did not come to its commit")
-        await self._llm.resume_generation()
+        with core_alive():
+            await self._llm.resume_generation()
         self._serving.set()
 
     async def begin_update(self, plan: UpdatePlan) -> None:
@@ -262,20 +263,23 @@ class VllmEngine:
             raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
         self._mixed = self._mixed or in_place
         self._transport = plan.transport
-        await self._stage("roll_begin_update", pickle.dumps(plan))
+        with update_errors("begin_update"):
+            await self._stage("roll_begin_update", pickle.dumps(plan))
 
     async def load_bucket(self, bucket: Bucket) -> None:
         if self._transport is None:
             raise RuntimeError("load_bucket without begin_update")
-        await self._stage("roll_load_bucket", pickle.dumps(bucket))
+        with update_errors("load_bucket"):
+            await self._stage("roll_load_bucket", pickle.dumps(bucket))
 
     async def finish_update(self) -> str:
         if self._transport is None:
             raise RuntimeError("finish_update without begin_update")
-        digests, size = await self._stage("roll_finish_update"), self._settings.tensor_parallel_size
-        stages = {of_replica(digests[start : start + size]) for start in range(0, len(digests), size)}
-        if len(stages) != 1:
-            raise RuntimeError(f"pipeline stages of one replica hold different weights: {sorted(stages)}")
+        with update_errors("finish_update"):
+            digests, size = await self._stage("roll_finish_update"), self._settings.tensor_parallel_size
+            stages = {of_replica(digests[start : start + size]) for start in range(0, len(digests), size)}
+            if len(stages) != 1:
+                raise RuntimeError(f"pipeline stages of one replica hold different weights: {sorted(stages)}")
         return stages.pop()
 
     async def commit(self, version: WeightVersion) -> None:
@@ -284,9 +288,10 @@ class VllmEngine:
             raise RuntimeError("commit without an update")
         if self._serving.is_set():
             raise RuntimeError("commit on a running engine; pause it first")
-        self._mixed = True
-        await self._workers("roll_commit")
-        await self._label(version)
+        with update_errors("commit"), core_alive():
+            self._mixed = True
+            await self._workers("roll_commit")
+            await self._label(version)
         self._version, self._transport, self._mixed = version, None, False
 
     async def _stage(self, method: str, *args: object) -> list[str]:
@@ -298,10 +303,11 @@ class VllmEngine:
 
     async def _workers(self, method: str, *args: object, beside: bool = False) -> list:
         """Call `vllm_worker_extension.py` on every worker. Raises RuntimeError with the first worker's error."""
-        if beside:
-            answers = await self._llm.rpc_beside("roll_call", (method, *args))  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            answers = await self._llm.collective_rpc("roll_call", args=(method, *args))
+        with core_alive():
+            if beside:
+                answers = await self._llm.rpc_beside("roll_call", (method, *args))  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                answers = await self._llm.collective_rpc("roll_call", args=(method, *args))
         error = next((error for _, error in answers if error), None)
         if error is not None:
             raise RuntimeError(error)

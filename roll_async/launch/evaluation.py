@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from roll_async.agents.groups import AgentGroups
+from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
@@ -87,7 +88,8 @@ async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Eval
     source, manager = await start_without_training(config, beside, stack)
     report = Report(config)
     measure = Validation(_sets(config, held_out), source(manager), manager, lambda: 0, on_answers=report.add)
-    return report.evaluation(await measure(0))
+    with after_start():
+        return report.evaluation(await measure(0))
 
 
 async def _start_rewards(

@@ -35,7 +35,7 @@ _TRAINING_ONLY = tuple(kind for kind in STATE_KINDS if kind != "weights")
 
 
 class SleepingReplica(Protocol):
-    """An engine replica on shared devices; see `inference/protocol.py: Engine`."""
+    """An engine replica on shared devices; see `inference/engine.py: Engine`."""
 
     name: str
 

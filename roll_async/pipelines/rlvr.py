@@ -155,7 +155,7 @@ class RLVRPipeline:
         trainer, limit_s = self.trainer, self._plan.rescue_timeout_s
         try:
             await within(limit_s, trainer.rescue(), f"step {trainer.trained} was not saved")
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError) as error:  # of a rank, the ledger, the disk, or a deadline
             logger.error("step %d could not be saved: %s", trainer.trained, error)
             self.rescued = f"step {trainer.trained} could not be saved"
             return

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from roll_async.buffer.errors import first_cause
+from roll_async.buffer.errors import StallError, first_cause
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
@@ -187,7 +187,7 @@ class QueueClient:
         """
         try:
             return await self._border.ask("checkpoint_state", step)
-        except (RuntimeError, OSError) as error:
+        except (ConnectionError, StallError) as error:  # it has died or hangs; what it raises is raised
             if (position := self._positions.get(step)) is None:
                 raise
             logger.warning("step %d is saved without the %s: %s", step, ROLE, error)

@@ -14,6 +14,7 @@ from roll_async.schema import Completion, GenerateRequest, WeightVersion
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.models import EngineFaults, uniform
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.errors import EngineDead
 
 _DOUBLE_WITHIN_S = 5.0
 _NEVER_S = 1e9
@@ -142,7 +143,7 @@ class SimReplica:
             await asyncio.sleep(self._faults.way_s * uniform("way", self._seed, self.name, self._calls))
             self._check()
         if _begun(self._faults.errors_from_s):
-            raise RuntimeError(f"{self.name}: an illegal memory access was encountered")
+            raise EngineDead(f"{self.name}: an illegal memory access was encountered")
         if _begun(self._faults.frozen_from_s) or (control and _begun(self._faults.deaf_from_s)):
             await asyncio.sleep(_NEVER_S)
             self._check()

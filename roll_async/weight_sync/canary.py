@@ -262,7 +262,9 @@ class Canary:
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 return _flat(await replica.score(self._rows))
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, ConnectionError, TimeoutError) as error:
+            # Paused before it had scored, or without memory for the rows (RuntimeErrors); lost; late. The others are
+            # compared, and whoever decides on a loss hears of it by calls of its own.
             logger.warning("Weight canary: %s did not score: %s", replica.name, str(error) or type(error).__name__)
             return None
 

@@ -23,6 +23,7 @@ from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.bucket import FILES, STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.calls import ReplicaCalls
 from roll_async.weight_sync.canary import Canary, CanaryReport
+from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.export_plans import ExportPlanner
 from roll_async.weight_sync.protocol import (
     OWN_DEVICES,
@@ -467,4 +468,4 @@ class ParameterSynchronizer(Generic[Replica]):
 async def _prove(replica: UpdatedReplica, digest: str) -> None:
     held = await replica.finish_update()
     if held != digest:
-        raise RuntimeError(f"holds digest {held}, the trainer sent {digest}")
+        raise UpdateFailed(f"holds digest {held}, the trainer sent {digest}")

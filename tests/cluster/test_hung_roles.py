@@ -19,9 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import asyncio, os, signal, sys, time
 import psutil, ray
-from roll_async.buffer.errors import StallError
+from roll_async.buffer.errors import RoleGone, StallError
 from roll_async.cluster.engine_group import EngineReplica, RayEngineClient
-from roll_async.cluster.errors import RoleGone
 from roll_async.cluster.reaper import MARKER_VARIABLE, marked_processes
 from roll_async.cluster.runtime import ray_runtime, session_folder, wait_names_free
 from roll_async.cluster.trainer_group import RayTrainerGroup

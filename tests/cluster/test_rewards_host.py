@@ -165,7 +165,7 @@ def test_a_question_carries_the_answer_and_nothing_that_no_judge_reads(caplog):
 
 class Failing(Listening):
     async def _submit(self, questions):
-        from roll_async.cluster.errors import RoleFailed
+        from roll_async.buffer.errors import RoleFailed
 
         raise RoleFailed("rewards: TypeError: no text")
 

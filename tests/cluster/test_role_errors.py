@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVER = '''
 import asyncio, sys, traceback
 import ray
-from roll_async.buffer.errors import EndOfData
-from roll_async.cluster.errors import RoleFailed, call, told
+from roll_async.buffer.errors import EndOfData, RoleFailed
+from roll_async.cluster.errors import call, told
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.commands.run import exit_code, origin
 
@@ -107,3 +107,33 @@ def test_an_error_of_any_class_crosses_rays_border_with_reason_file_and_tracebac
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0 and "all read" in done.stdout, done.stdout + done.stderr
+
+
+BROKEN = """
+import sys
+from roll_async.cluster.engine_group import RayEngineClient
+from roll_async.commands.run import launch
+
+async def submit(self, requests):
+    return int("x")
+
+if __name__ == "__main__":
+    RayEngineClient.submit = submit
+    sys.exit(launch("broken.py", sys.argv[1:], pipeline="rlvr"))
+"""
+
+
+@pytest.mark.slow
+def test_a_bug_in_a_client_ends_the_run_with_its_line_and_loses_no_replica(launcher, tmp_path):
+    pytest.importorskip("megatron.core")
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    hf = "actor_infer.strategy_args={strategy_name: hf_infer}"
+    code, output = launcher.run("max_steps=2", hf, script=script)
+    assert code == 3, output
+    said = (
+        f"ValueError: invalid literal for int() with base 10: 'x' [{script}:7, in submit; the whole way is in run.log]"
+    )
+    assert output.count(said) == 1 and "is lost" not in output and "started again" not in output, output
+    log = (launcher.output / "run" / "run.log").read_text()
+    assert f'{script}", line 7, in submit' in log and "replica_link.py" in log

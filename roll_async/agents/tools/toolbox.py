@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from roll_async.agents.messages import Message
-from roll_async.envs.options import build_options
+from roll_async.config.user_options import build_options
 from roll_async.envs.registry import NoOptions, load_class
 from roll_async.prompts.row_tools import RowTools
 from roll_async.rollout.tools import ToolCall, ToolRuns

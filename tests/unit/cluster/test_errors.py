@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-from roll_async.buffer.errors import EndOfData, Place, place_of
-from roll_async.cluster.errors import RoleFailed, told
+from roll_async.buffer.errors import EndOfData, Place, RoleFailed, place_of
+from roll_async.cluster.errors import _of_role, told
+from roll_async.weight_sync.errors import EngineDead, UpdateFailed
 
 PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 
@@ -91,6 +92,12 @@ def test_an_error_of_any_other_class_crosses_as_text_of_the_nearest_kind():
         found = crossed(error)
         assert type(found) is kind and text in str(found) and "test_errors.py:" in place_of(found), repr(found)
     assert len(str(crossed(Local("x" * 5000)))) == 1500
+
+
+@pytest.mark.parametrize("kind", [EngineDead, UpdateFailed])
+def test_what_an_engine_says_of_itself_keeps_its_type_and_gets_the_name_of_the_replica(kind):
+    found = _of_role("actor_infer-0", crossed(kind("commit: no room")))
+    assert type(found) is kind and str(found) == "actor_infer-0: commit: no room"
 
 
 def test_an_error_that_ends_several_calls_has_one_place():
