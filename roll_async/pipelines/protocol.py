@@ -15,13 +15,12 @@ from typing import Protocol
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.config.schema import PipelineConfig
-from roll_async.pipelines.lag_zero import LagZeroOptions
 from roll_async.rollout.protocol import ValidationMeasure
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.adapters import adapters_of
-from roll_async.weight_sync.canary import CanaryReport
+from roll_async.weight_sync.canary import CanaryReport, on_policy_band
 from roll_async.weight_sync.protocol import OWN_DEVICES, Devices
 from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
 
@@ -125,8 +124,10 @@ class RunPlan:
     groups_per_part: int
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
     devices_per_engine: int = 1
-    lag_zero: LagZeroOptions | None = None
-    """When log-probs of tokens of the present weights are a mismatch; None = nobody looks."""
+    on_policy_band: float | None = None
+    """Largest mean difference of log-probs of tokens of the present weights, in nats; None disables the check."""
+    stops_on_mismatch: bool = False
+    """Such a mismatch ends the run."""
     validation_mode: str = "pause"
     """What waits for a validation: `ValidationConfig.mode`."""
     measures_restored: bool = False
@@ -150,7 +151,8 @@ class RunPlan:
             samples_per_group=config.samples_per_group,
             groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
             devices_per_engine=config.actor_infer.model_parallel_size,
-            lag_zero=LagZeroOptions.of(config),
+            on_policy_band=on_policy_band(config),
+            stops_on_mismatch=config.weight_sync.on_mismatch == "stop",
             validation_mode=config.validation_mode,
             measures_restored=measures_restored,
             pushes_adapters=adapters_of(config) is not None,

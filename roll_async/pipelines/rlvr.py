@@ -40,11 +40,10 @@ from typing import TypeVar
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
-from roll_async.pipelines.lag_zero import OnPolicyCheck
+from roll_async.pipelines.agreement import PolicyAgreement
 from roll_async.pipelines.metrics import (
     StepClock,
     StepRecord,
-    canary_metrics,
     merged_reports,
     step_metrics,
     trace_step,
@@ -171,7 +170,7 @@ class TrainLoop:
 
     def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
         self._parts, self._plan = parts, plan
-        self.lag_zero = OnPolicyCheck(plan.lag_zero)
+        self.agreement = PolicyAgreement(plan.on_policy_band, stops=plan.stops_on_mismatch)
         self._stop = asyncio.Event()
         self._abandoned = self._complete = self._data_ended = False
         self._rollout_before: RollouterStats | None = None
@@ -229,7 +228,7 @@ class TrainLoop:
                 if self._stop.is_set():
                     await self._save_before_waiting()
                 self._tell(await self.validator.result(self.trained, wait=True, stoppable=False))
-                await self.lag_zero.canary()
+                await self.agreement.canary()
             return end or RunEnd.FINISHED
         finally:
             self.state = TrainerState.STOPPED
@@ -237,7 +236,7 @@ class TrainLoop:
     async def close(self) -> None:
         """Nobody waits any more for a validation or the canary; what they asked for has ended when this returns."""
         await self.validator.drop()
-        await self.lag_zero.close()
+        await self.agreement.close()
 
     async def _start(self) -> None:
         """The first weights; the validation of the restored step, where its result was lost."""
@@ -260,7 +259,7 @@ class TrainLoop:
         """The trainer's weights to all engines."""
         await self._parts.devices.phase(DevicePhase.TRAIN)  # at the end of the data engines were waited for before it
         report = await self._parts.synchronizer.push(version)
-        self.lag_zero.pushed(self._parts.synchronizer.checked())
+        self.agreement.pushed(self._parts.synchronizer.checked())
         return report
 
     async def save(self) -> None:
@@ -349,9 +348,9 @@ class TrainLoop:
         """
         if not self._abandoned:
             with record.clock.measure("weight_sync"):
-                record.agreement |= canary_metrics(await self.lag_zero.canary())
-        record.agreement |= self.lag_zero.check(record.step, record.report.metrics)  # into the record, then raised
-        self.lag_zero.stop(record.step, record.report.metrics)
+                record.agreement |= await self.agreement.canary()
+        record.agreement |= self.agreement.check(record.step, record.report.metrics)  # into the record, then raised
+        self.agreement.stop_on_mismatch(record.step, record.report.metrics)
 
     async def _push_step(self, record: StepRecord) -> bool:
         """The weights of the step to the engines that are due. Returns whether its validation may begin: it is due, and
@@ -370,7 +369,7 @@ class TrainLoop:
         with clock.measure("weight_sync"):
             record.sync = await self._push(step, measures=measures)
             if last and record.sync is not None:  # no later step would publish it
-                record.agreement |= canary_metrics(await self.lag_zero.canary())
+                record.agreement |= await self.agreement.canary()
         return measures
 
     async def _validate(self, record: StepRecord, *, measures: bool) -> None:
@@ -401,7 +400,7 @@ class TrainLoop:
         parts, step, self._data_ended = self._parts, self.trained, True
         if self._stop.is_set() or step < self._plan.first_step:
             return
-        await self.lag_zero.canary()  # before a validation sets its engines aside
+        await self.agreement.canary()  # before a validation sets its engines aside
         validator = self.validator
         measures = validator.begun_until < step and validator.due(step, last=True)
         if parts.synchronizer.status().version != step or (measures and validator.apart):
