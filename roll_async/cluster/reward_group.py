@@ -17,7 +17,8 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.buffer.errors import RoleFailed, StallError
-from roll_async.cluster.errors import call, told, wait_ended
+from roll_async.cluster.errors import call, told
+from roll_async.cluster.ray_channel import wait_ended
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
 from roll_async.prompts.tokenizer import BatchDecode, batch_decoder, load_tokenizer

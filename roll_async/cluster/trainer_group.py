@@ -26,12 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import RoleGone, StallError
-from roll_async.cluster.errors import call, told, wait_ended
+from roll_async.cluster.errors import call, told
 from roll_async.cluster.folders import SharedFolders, require_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import listener, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
+from roll_async.cluster.ray_channel import wait_ended
 from roll_async.cluster.role_log import log_lines, open_role_log
 from roll_async.cluster.runtime import LOOPBACK
 from roll_async.config.schema import PipelineConfig, SglangConfig, VllmConfig, WorkerConfig
