@@ -210,6 +210,15 @@ TARGETS = [(RequestTraffic, EngineHost), (TakesWeights, Engine)]
 """Protocol, and the class that answers its calls in the process."""
 
 
+def test_what_answers_a_call_of_a_rank_has_its_parameters():
+    pytest.importorskip("ray")
+    pytest.importorskip("megatron.core")
+    from roll_async.cluster.trainer_group import WorkerCalls
+    from roll_async.trainer.megatron.worker import MegatronWorker
+
+    test_what_answers_a_call_has_its_parameters(WorkerCalls, MegatronWorker)
+
+
 @pytest.mark.parametrize(("protocol", "target"), TARGETS)
 def test_what_answers_a_call_has_its_parameters(protocol, target):
     for name in calls_of(protocol):
