@@ -210,6 +210,15 @@ TARGETS = [(RequestTraffic, EngineHost), (TakesWeights, Engine)]
 """Protocol, and the class that answers its calls in the process."""
 
 
+def test_what_answers_a_call_of_a_reward_host_has_its_parameters():
+    pytest.importorskip("ray")
+    pytest.importorskip("transformers")
+    from roll_async.cluster.reward_group import RewardCalls, RewardHost
+
+    inside = RewardHost.__ray_metadata__.modified_class
+    test_what_answers_a_call_has_its_parameters(RewardCalls, inside)
+
+
 def test_what_answers_a_call_of_a_rank_has_its_parameters():
     pytest.importorskip("ray")
     pytest.importorskip("megatron.core")
