@@ -36,6 +36,7 @@ def real_learner(
     estimator = "remax" if scheduler.greedy_baseline else "grpo"
     algorithm = AlgorithmConfig(
         adv_estimator=estimator,
+        proximal_logprobs="recompute",
         adv_options=advantage_options_class(estimator)(),
         correction=CorrectionOptions(weight_level="none"),
     )

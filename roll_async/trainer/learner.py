@@ -43,11 +43,10 @@ class LearnerOptions:
     """The config's section `algorithm`, and what a step needs of the rest of the config."""
 
     algorithm: AlgorithmConfig
+    """Of proximal_logprobs auto is decided. reuse: only for steps of one optimizer step, else recompute."""
     domains: tuple[str, ...]
     response_length: int
     """Of the longest response, in tokens."""
-    proximal_logprobs: str = "recompute"
-    """`algorithm.proximal_logprobs` with auto decided. reuse: only for steps of one optimizer step, else recompute."""
     mini_batch_rows: int = 1
     loss_parts: Mapping[str, str] = field(default_factory=dict)
     """By domain, where its rows feed another part of the loss than the policy's."""
@@ -76,8 +75,7 @@ class LearnerOptions:
         if config.algorithm.proximal_logprobs == "auto" and config.proximal_needed_early is not None:
             logger.info("proximal log-probs take a forward pass of their own: %s", config.proximal_needed_early)
         return cls(
-            algorithm=config.algorithm,
-            proximal_logprobs=config.source_of_proximal,
+            algorithm=replace(config.algorithm, proximal_logprobs=config.source_of_proximal),
             mini_batch_rows=config.mini_batch_size,
             domains=config.domains,
             loss_parts=config.loss_parts,
@@ -172,7 +170,8 @@ class Learner:
             update_values = partial(parts.critic.update_values, value_rows, step)
         actor_learns = parts.critic is None or step > self._algorithm.critic_warmup
         if actor_learns:
-            metrics["trainer/proximal_reused"] = float(proximal is None and options.proximal_logprobs == "reuse")
+            reused = proximal is None and self._algorithm.proximal_logprobs == "reuse"
+            metrics["trainer/proximal_reused"] = float(reused)
         updates: Sequence[Job[Mapping[str, float]]] = [
             ("critic", update_values),
             ("actor_train", (lambda: parts.actor.update_policy(policy_rows, step)) if actor_learns else None),
@@ -210,7 +209,7 @@ class Learner:
 
     async def _proximal(self, batch: TrainBatch, rows: TokenRows) -> Tensor | None:
         """[B,T] log-probs of the weights at the start of the step; None when each micro-batch makes its own."""
-        source = self._options.proximal_logprobs
+        source = self._algorithm.proximal_logprobs
         if source == "reuse" and len(mini_batch_ranges(len(batch.lengths), self._options.mini_batch_rows)) > 1:
             source = "recompute"
         match source:

@@ -140,8 +140,7 @@ def compare(name: str, micro_batching: str, rounds: int) -> dict:
                 options = LearnerOptions(
                     domains=("math",),
                     response_length=size.positions,
-                    algorithm=AlgorithmConfig(),
-                    proximal_logprobs=mode,
+                    algorithm=AlgorithmConfig(proximal_logprobs=mode),
                     mini_batch_rows=size.rows,
                 )
                 learner = Learner(LearnerParts(actor=actor), options)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.trainer.learner import Learner, LearnerOptions
 from roll_async.trainer.roles import LearnerParts
 
-ALGORITHM = {field.name for field in dataclasses.fields(AlgorithmConfig)} - {"proximal_logprobs"}
+ALGORITHM = {field.name for field in dataclasses.fields(AlgorithmConfig)}
 """What the learner reads of the config's section as it is."""
 
 
@@ -75,6 +75,7 @@ class Trial:
             critic=self.critic,
         )
         algorithm = {name: options.pop(name) for name in ALGORITHM & options.keys()}
+        algorithm.setdefault("proximal_logprobs", "recompute")
         estimator = advantage_options_class(algorithm.get("adv_estimator", "grpo"))
         algorithm["adv_options"] = estimator(**algorithm.get("adv_options", {}))
         values = {"domains": ("math", "code"), "response_length": 8, "algorithm": AlgorithmConfig(**algorithm)}
