@@ -265,4 +265,4 @@ def wire(roles: PipelineParts, options: RunOptions, classes: ComponentTypes = Co
     interval_s = options.monitor_interval_s
     monitor = HealthMonitor(trainer, roles, interval_s=interval_s or 0.0, custom_monitor=options.custom_monitor)
     watch = None if interval_s is None else monitor.run
-    return RLVRPipeline(roles, options.plan, trainer=trainer, watch=watch, states=monitor.lines)
+    return RLVRPipeline(roles, options.plan, trainer, watch=watch, states=monitor.lines)
