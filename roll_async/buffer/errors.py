@@ -9,7 +9,13 @@ from pathlib import Path
 from sysconfig import get_paths
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_HELPERS = ("buffer/deadline.py", "cluster/errors.py", "weight_sync/errors.py")
+_HELPERS = (
+    "buffer/deadline.py",
+    "cluster/errors.py",
+    "cluster/remote.py",
+    "cluster/ray_channel.py",
+    "weight_sync/errors.py",
+)
 """They raise what happened elsewhere."""
 _LIBRARIES = tuple(Path(folder).resolve() for name, folder in get_paths().items() if name.endswith("lib"))
 

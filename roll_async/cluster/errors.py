@@ -8,37 +8,22 @@ because they may not pickle, may not unpickle, or may not be there in the other 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import pickle
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-import ray
-from ray.exceptions import (
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import RayError, RayTaskError
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import Place, RoleFailed, RoleGone, first_cause, place_of
+from roll_async.cluster.ray_channel import GONE, last_line
+from roll_async.cluster.remote import reason_of
 from roll_async.weight_sync.errors import EngineDead, UpdateFailed
 
 T = TypeVar("T")
 
-_LONGEST_REASON = 1500
-"""Characters of an exception's message that are told in one line; all of it is in the traceback."""
-_GONE = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, OutOfMemoryError)
-"""A large answer stays on the node of the process until it is fetched, and is lost with that node (ObjectLostError).
-The last is of a process that Ray killed for its memory.
-"""
 _PLAIN = (str, bytes, int, float, type(None))
 
 
@@ -60,15 +45,15 @@ async def call(
         if timeout_s is None:
             return await awaitable
         return await within(timeout_s, awaitable, f"{role}: {what} did not return (fault.rpc_timeout)")
-    except _GONE as error:
-        raise RoleGone(f"{role}: process is gone ({_last_line(error)})") from error
+    except GONE as error:
+        raise RoleGone(f"{role}: process is gone ({last_line(error)})") from error
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, own):
             raise cause from error
         raise _of_role(role, cause) from error
     except RayError as error:  # Ray could not run the call, or could not read its result
-        raise RoleFailed(f"{role}: {what}: {type(error).__name__}: {_last_line(error)}") from error
+        raise RoleFailed(f"{role}: {what}: {type(error).__name__}: {last_line(error)}") from error
 
 
 def _of_role(role: str, cause: BaseException) -> Exception:
@@ -77,7 +62,7 @@ def _of_role(role: str, cause: BaseException) -> Exception:
     if kind in (ValueError, ConnectionError, EngineDead, UpdateFailed, RoleFailed, RoleGone):
         named: Exception = kind(f"{role}: {cause}")
     else:
-        named = _nearest(cause)(f"{role}: {_reason(cause)}")
+        named = _nearest(cause)(f"{role}: {reason_of(cause)}")
     if place := place_of(cause):
         named.add_note(Place(place))
     return named
@@ -113,7 +98,7 @@ def _readable(error: Exception) -> BaseException:
     ValueError, ConnectionError and RoleFailed, where another process might not read it.
     """
     cause = first_cause(error)
-    retold = _nearest(cause)(_reason(cause))
+    retold = _nearest(cause)(reason_of(cause))
     if place := place_of(cause, theirs=True):
         retold.add_note(Place(place))
         if not isinstance(place, Place):  # an error that ends several calls has its note already
@@ -130,28 +115,3 @@ def _readable(error: Exception) -> BaseException:
 
 def _nearest(cause: BaseException) -> type[Exception]:
     return next((kind for kind in (ValueError, ConnectionError) if isinstance(cause, kind)), RoleFailed)
-
-
-def _reason(cause: BaseException) -> str:
-    """Class and message in one line, also of an exception whose message cannot be formed."""
-    printed = traceback.TracebackException(type(cause), cause, None)
-    printed.__notes__ = None  # its place is told apart
-    text = "".join(printed.format_exception_only()).removeprefix(f"{type(cause).__module__}.")
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
-
-
-async def wait_ended(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
-    """Wait up to `timeout_s` until these calls have ended, with or without an error. Their errors are marked as
-    retrieved: an actor that is killed meanwhile would otherwise leave a traceback on the console.
-    """
-    calls = [asyncio.wrap_future(ref.future()) for ref in refs]
-    for each in calls:
-        each.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-    if calls:
-        await asyncio.wait(calls, timeout=timeout_s)

@@ -21,7 +21,8 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_async.buffer.errors import Defect, EndOfData, LedgerError, StallError, TooManyFailures
-from roll_async.cluster.errors import call, wait_ended
+from roll_async.cluster.errors import call
+from roll_async.cluster.ray_channel import wait_ended
 from roll_async.cluster.rollout_host import RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.remote_side import ROLE, Counters, RolloutClient, RpcChannel

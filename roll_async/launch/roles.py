@@ -17,7 +17,8 @@ from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement, devices_of, place, threads_per_process
 from roll_async.cluster.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
-from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
+from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.cluster.training_role import TrainingRole
 from roll_async.config.schema import (
     PipelineConfig,
     SglangConfig,

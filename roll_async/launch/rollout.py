@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from roll_async.agents.groups import AgentGroups
+from roll_async.agents.rendering import TemplateRenderer
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
@@ -40,7 +41,6 @@ from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import at_time, load_tokenizer
-from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.group_source import GroupSource
@@ -253,10 +253,10 @@ def _tools(spec: RolloutSpec, config: RLVRConfig) -> ToolCompletionCallback | No
     if not spec.tools:
         return None
     assert config.actor_train.data_args is not None
-    codec = ChatToolCodec(
-        at_time(load_tokenizer(config.pretrain), config.template_time), config.actor_train.data_args.template
-    )
-    return spec.tool_callback(spec.tools, codec, timeout_s=config.fault.env_timeout)
+    tokenizer = at_time(load_tokenizer(config.pretrain), config.template_time)
+    renderer = TemplateRenderer(tokenizer, config.actor_train.data_args.template)
+    renderer.between(0, ["x"])  # a template that drops results is refused now, not at the first call of the run
+    return spec.tool_callback(spec.tools, renderer, timeout_s=config.fault.env_timeout)
 
 
 def _ledger(config: PipelineConfig, *, can_rebuild: bool) -> Ledger:

@@ -270,7 +270,7 @@ class SimulatedRun:
         slots = scenario.manager.max_concurrent_per_server
         engine = SimEngine(name, scenario.seed, scenario.texts, scenario.speed, slots=slots, faults=faults)
         engine.tells_progress = self.watch.every_token
-        return SimReplica(
+        return SimReplica(  # pyright: ignore[reportAbstractUsage]  # Proxy defines all calls
             engine,
             scenario.seed,
             faults,

@@ -164,7 +164,7 @@ class Learner:
         self.state = LearnerState.from_json(state)
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
-        """Train on whole groups. `step` counts from 1; staleness as in `buffer/staleness.py`."""
+        """Train on whole groups. `step` counts from 1; staleness as in `config/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
         began = loop.time()
         batch = await asyncio.to_thread(
@@ -497,5 +497,5 @@ def _of_responses(batch: TrainBatch, values: Tensor) -> tuple[array, ...]:
 
 
 def _version_lag(batch: TrainBatch) -> Tensor:
-    """[B,T] staleness of each sampled token in versions, as `buffer/staleness.py` counts it."""
+    """[B,T] staleness of each sampled token in versions, as `config/staleness.py` counts it."""
     return torch.where(batch.mask, batch.step - 1 - batch.versions, 0)

@@ -25,10 +25,8 @@ class WeightSource(Protocol):
         ...
 
 
-class UpdatedReplica(Protocol):
-    """One engine replica, seen from the synchronizer. A dead replica raises ConnectionError from any call."""
-
-    name: str
+class TakesWeights(Protocol):
+    """One weight update after the other, see `inference/protocol.py: Engine`."""
 
     async def begin_update(self, plan: UpdatePlan) -> None: ...
 
@@ -37,6 +35,12 @@ class UpdatedReplica(Protocol):
     async def finish_update(self) -> str: ...
 
     async def commit(self, version: WeightVersion) -> None: ...
+
+
+class UpdatedReplica(TakesWeights, Protocol):
+    """One engine replica, seen from the synchronizer. A dead replica raises ConnectionError from any call."""
+
+    name: str
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
         """As `WeightSource.score`, under the weights that are served."""

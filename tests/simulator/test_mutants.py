@@ -8,8 +8,8 @@ import pytest
 
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.staleness import StalenessPolicy, due_step
 from roll_async.buffer.states import QueueOptions, ReleaseReason
+from roll_async.config.staleness import StalenessPolicy, due_step
 from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.validator import Validator
