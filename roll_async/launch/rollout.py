@@ -34,8 +34,8 @@ from roll_async.pipelines.wire import (
     RolloutOptions,
     RolloutRoles,
     RolloutSide,
-    connect,
-    wire_rollout,
+    build_engines,
+    build_rollout,
 )
 from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
@@ -121,7 +121,7 @@ class StartedRollout:
             pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
         transport = _transport(config, hosts)
-        side = wire_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
+        side = build_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
         self.starter.one_host = next(iter(hosts)) if transport in ONE_HOST else None
         folder = Path(config.output_dir) / config.exp_name
         await follow_requests(folder, self.engines, self.starter, side.queue, self.stack)
@@ -152,11 +152,11 @@ async def start_engines(
     """
     found, clients = await asyncio.gather(beside, starter.start_all())
     first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
-    connected = connect(clients[:first_own], starter, options)
+    connected = build_engines(clients[:first_own], starter, options)
     await connected.start(stack)
     validators = None
     if own := clients[first_own:]:
-        validators = connect(own, starter, options)
+        validators = build_engines(own, starter, options)
         await validators.start(stack)
     return found, connected, validators
 

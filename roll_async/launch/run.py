@@ -20,7 +20,7 @@ from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.wire import ComponentTypes, RunOptions, wire
+from roll_async.pipelines.wire import build_pipeline
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
@@ -147,12 +147,12 @@ async def couple(
         validate=side.validate,
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
-    options = RunOptions(
-        plan=RunPlan.of(
-            config, first_step=restored + 1, measures_restored=restored > 0 and not folder.has_validation(restored)
-        ),
+    lost_result = restored > 0 and not folder.has_validation(restored)
+    pipeline = build_pipeline(
+        parts,
+        RunPlan.of(config, first_step=restored + 1, measures_restored=lost_result),
+        trainer=classes.trainer,
         monitor_interval_s=classes.monitor_interval_s,
         custom_monitor=classes.custom_monitor,
     )
-    pipeline = wire(parts, options, ComponentTypes(trainer=classes.trainer))
     return Assembled(pipeline=pipeline, actor=actor, checkpoint=checkpoint, devices=parts.devices)

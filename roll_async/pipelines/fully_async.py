@@ -27,8 +27,8 @@ class FullyAsyncTrainer(TrainLoop):
 
     def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:
         """Every metric of the mode, under `fully_async/`; listed in docs_roll/metrics.md. Counts are in samples."""
-        queue, rollouter = self._parts.queue.stats(), self._parts.rollouter.stats()
-        status, ages, sync = self._parts.synchronizer.status(), record.ages, record.sync
+        queue, rollouter = self._queue.stats(), self._rollouter.stats()
+        status, ages, sync = self._synchronizer.status(), record.ages, record.sync
         trainer, per_group = trainer_stats(self, status), self._plan.samples_per_group
         values: dict[str, float] = {
             "global_steps": trainer.global_steps,

@@ -1,9 +1,10 @@
-"""Connects the roles of a run: the launcher, the rollout process, the simulator and the tests all call these functions.
+"""Builds the objects of a run, each once: launcher, rollout process, simulator and tests all call these functions.
+Nothing runs yet when they return; functions that start processes begin with `start_`.
 
-    connect       replicas --> server manager, supervisor                   \\ where the clients of the engines are:
-    wire_rollout  prompts, group source --> rollouter <--> queue <-- ledger  | the driver, or the rollout process of
-                  weight source --> synchronizer --> replicas, queue        /  the fully asynchronous mode
-    wire          these, learner, checkpoint, observer --> pipeline            the driver
+    build_engines   replicas --> server manager, supervisor                   \\ where the clients of the engines are:
+    build_rollout   prompts, group source --> rollouter <--> queue <-- ledger  | the driver, or the rollout process of
+                    weight source --> synchronizer --> replicas, queue        /  the fully asynchronous mode
+    build_pipeline  these, learner, checkpoint, observer --> pipeline            the driver
 
 `RolloutRoles.groups` decides which kind of task is trained; loop, buffer, ledger and weight push are the same for all.
 """
@@ -86,7 +87,7 @@ class Engines:
         stack.push_async_callback(self.supervisor.close)
 
 
-def connect(
+def build_engines(
     replicas: Sequence[Replica], starter: Starter, options: EngineOptions, classes: ComponentTypes = ComponentTypes()
 ) -> Engines:
     """The manager of the replicas and its supervisor. `starter` starts lost replicas again, and new ones."""
@@ -170,23 +171,12 @@ class RolloutSide:
     validate: ValidationMeasure | None
 
 
-def wire_rollout(
+def build_rollout(
     roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes = ComponentTypes()
 ) -> RolloutSide:
-    """Queue, rollouter, synchronizer and validation of one run. Nothing runs yet."""
+    """Queue, rollouter, synchronizer and validation of one run."""
     manager, supervisor = roles.engines.manager, roles.engines.supervisor
-    source = roles.groups(manager)
-    queue = classes.queue(options.queue, roles.ledger)
-    fingerprint = {**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}
-    if roles.run_id:
-        fingerprint[RUN] = roles.run_id
-    queue.restore(roles.restored, roles.position, fingerprint, roles.prompts.at)
-    if roles.pool is not None:
-        queue.choices = roles.pool.state
-        if roles.position is not None and POOL in roles.position:
-            kept = roles.position[POOL]
-            assert isinstance(kept, Mapping)
-            roles.pool.restore(kept)
+    source, queue = roles.groups(manager), _build_queue(roles, options, classes)
     rollouter = classes.rollouter(
         queue,
         source,
@@ -196,26 +186,13 @@ def wire_rollout(
         pool=roles.pool,
         stop_timeout_s=options.stop_timeout_s,
     )
+    queue.trouble = rollouter.trouble
     canary = None
     if options.canary is not None:
         canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
         queue.taken = canary.taken
-    queue.trouble = rollouter.trouble
     sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
-    validation: Validation | None = None
-    own: ReplicaValidation | None = None
-    if roles.validators is not None:
-        engines = roles.validators
-        validation = own = ReplicaValidation(
-            sets,
-            roles.groups(engines.manager),
-            engines.manager,
-            engines.supervisor,
-            pause_timeout_s=options.sync.interrupt_timeout_s,
-        )
-    elif sets:
-        yields = options.validation_mode == "share"
-        validation = Validation(sets, source, manager, lambda: synchronizer.version, yields=yields)
+    own = None if roles.validators is None else _build_own_validation(sets, roles, roles.validators, options)
 
     def owner(name: str) -> EngineSupervisor | ReplicaValidation:
         return own if own is not None and own.owns(name) else supervisor
@@ -235,7 +212,34 @@ def wire_rollout(
     supervisor.attach(synchronizer)
     if own is not None:
         own.attach(synchronizer)
+    validation: Validation | None = own
+    if own is None and sets:
+        yields = options.validation_mode == "share"
+        validation = Validation(sets, source, manager, lambda: synchronizer.version, yields=yields)
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validation)
+
+
+def _build_queue(roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes) -> MessageQueue:
+    """With what the restored checkpoint and the ledger know; only then the pool, which goes on from that position."""
+    queue = classes.queue(options.queue, roles.ledger)
+    fingerprint = {**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}
+    if roles.run_id:
+        fingerprint[RUN] = roles.run_id
+    queue.restore(roles.restored, roles.position, fingerprint, roles.prompts.at)
+    if roles.pool is not None:
+        queue.choices = roles.pool.state
+        if roles.position is not None and POOL in roles.position:
+            kept = roles.position[POOL]
+            assert isinstance(kept, Mapping)
+            roles.pool.restore(kept)
+    return queue
+
+
+def _build_own_validation(
+    sets: Sequence[HeldOut], roles: RolloutRoles, engines: Engines, options: RolloutOptions
+) -> ReplicaValidation:
+    source, pause_timeout_s = roles.groups(engines.manager), options.sync.interrupt_timeout_s
+    return ReplicaValidation(sets, source, engines.manager, engines.supervisor, pause_timeout_s=pause_timeout_s)
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
@@ -247,22 +251,18 @@ def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
         yield prompt.token_ids
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """The plan of the loop, and its monitor."""
-
-    plan: RunPlan
-    monitor_interval_s: float | None = None
-    """Seconds between two reports of the health of all components; None = no monitor."""
-    custom_monitor: CustomMonitor | None = None
-
-
-def wire(roles: PipelineParts, options: RunOptions, classes: ComponentTypes = ComponentTypes()) -> RLVRPipeline:
-    """The pipeline of one run. `roles` holds the objects of the rollout side that `wire_rollout` made, or clients of
-    them.
+def build_pipeline(
+    parts: PipelineParts,
+    plan: RunPlan,
+    *,
+    trainer: type[TrainLoop] = TrainLoop,
+    monitor_interval_s: float | None = None,
+    custom_monitor: CustomMonitor | None = None,
+) -> RLVRPipeline:
+    """The pipeline of one run. `parts` holds the objects of the rollout side that `build_rollout` made, or clients of
+    them. `monitor_interval_s`: seconds between two reports of the health of all components; None = no monitor.
     """
-    trainer = classes.trainer(roles, options.plan)
-    interval_s = options.monitor_interval_s
-    monitor = HealthMonitor(trainer, roles, interval_s=interval_s or 0.0, custom_monitor=options.custom_monitor)
-    watch = None if interval_s is None else monitor.run
-    return RLVRPipeline(roles, options.plan, trainer=trainer, watch=watch, states=monitor.lines)
+    loop = trainer(parts, plan)
+    monitor = HealthMonitor(loop, parts, interval_s=monitor_interval_s or 0.0, custom_monitor=custom_monitor)
+    watch = None if monitor_interval_s is None else monitor.run
+    return RLVRPipeline(parts, plan, loop, watch=watch, states=monitor.lines)

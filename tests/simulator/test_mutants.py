@@ -383,7 +383,7 @@ class ForgetsTheRestored(TrainLoop):
     """The validation of the restored step is left out."""
 
     async def _start(self):
-        await self.push(self.trained)
+        await self._push_to_all(self.trained)
 
 
 class PushesOverValidations(WithValidator):
@@ -392,11 +392,19 @@ class PushesOverValidations(WithValidator):
             return await super().result(trained, wait=False)
 
 
-class MeasuresWithTheWrongWeights(TrainLoop):
-    """A validation on its own replicas begins without the weights of its step."""
+class MeasuresWithTheWrongWeights(WithValidator):
+    """Replicas of a validation keep the weights that they were given first."""
 
-    async def _push(self, step, *, measures):
-        return await super()._push(step, measures=False)
+    class faulty(Validator):
+        async def claim(self, step):
+            return bool(self.begun_until and self.running is None) or await super().claim(step)
+
+
+class LeavesClaimedReplicas(TrainLoop):
+    """A validation on its own replicas begins without the weights of its step: they resume where they can not."""
+
+    async def _push_to_due(self, step, *, measures):
+        return await super()._push_to_due(step, measures=False)
 
 
 class ForgetsSkipped(WithValidator):
@@ -542,6 +550,7 @@ MUTANTS = {
     "forgets the restored step": (ComponentTypes(trainer=ForgetsTheRestored), 17),
     "pushes over validations": (ComponentTypes(trainer=PushesOverValidations), 17),
     "measures with the wrong weights": (ComponentTypes(trainer=MeasuresWithTheWrongWeights), 17),
+    "leaves claimed replicas": (ComponentTypes(trainer=LeavesClaimedReplicas), 6),
     "forgets skipped validations": (ComponentTypes(trainer=ForgetsSkipped), 17),
     "gives no way": (ComponentTypes(manager=GivesNoWay), 10),
     "leaves the step": (ComponentTypes(trainer=LeavesTheStep), 9),
@@ -736,6 +745,7 @@ WORLDS = {
     "pushes over validations": shared_validations,
     "gives no way": shared_validations,
     "measures with the wrong weights": validations_apart,
+    "leaves claimed replicas": validations_apart,
     "forgets skipped validations": validations_apart,
     "leaves the step": process_dies,
     "cuts stop strings": stop_strings,

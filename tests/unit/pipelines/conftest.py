@@ -17,10 +17,9 @@ from roll_async.pipelines.wire import (
     EngineOptions,
     RolloutOptions,
     RolloutRoles,
-    RunOptions,
-    connect,
-    wire,
-    wire_rollout,
+    build_engines,
+    build_pipeline,
+    build_rollout,
 )
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.manager_options import ManagerOptions
@@ -103,11 +102,11 @@ class Run:
         self.push_bytes = 0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
-        self.engines = connect(self.replicas, Starter(self), engines)
+        self.engines = build_engines(self.replicas, Starter(self), engines)
         self.manager = self.engines.manager
         self.validators = None
         if own := [self._replica(f"validator-{i}", s) for i, s in enumerate(validator_speeds)]:
-            self.validators = connect(own, Starter(self), engines)
+            self.validators = build_engines(own, Starter(self), engines)
             self.replicas = [*self.replicas, *own]
         scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
@@ -141,7 +140,7 @@ class Run:
             validation_mode=plan.get("validation_mode", "pause"),
             canary=canary,
         )
-        self.side = wire_rollout(roles, options, classes)
+        self.side = build_rollout(roles, options, classes)
         self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
@@ -157,8 +156,9 @@ class Run:
             samples_per_group=2,
             groups_per_part=num_groups // parts,
         )
-        watched = RunOptions(plan=self.plan, monitor_interval_s=5.0, custom_monitor=custom_monitor)
-        self.pipeline = wire(self.parts, watched, ComponentTypes(trainer=trainer))
+        self.pipeline = build_pipeline(
+            self.parts, self.plan, trainer=trainer, monitor_interval_s=5.0, custom_monitor=custom_monitor
+        )
         self.trainer = self.pipeline.trainer
 
     def _replica(self, name, token_s):
