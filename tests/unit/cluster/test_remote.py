@@ -1,15 +1,18 @@
 """Typed calls over a channel that pickles, as Ray's does: what comes back, and what an error still is when it does."""
 
+import ast
 import asyncio
 import inspect
 import pickle
 import threading
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
 
 import pytest
 
+from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import Defect, EndOfData, Place, RoleFailed, RoleGone, StallError, place_of
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.cluster.remote import CallRules, Crossed, Proxy, calls_of, remote, served
@@ -21,6 +24,8 @@ from roll_async.rollout.rollouter import Rollouter
 from roll_async.weight_sync.errors import EngineDead
 from roll_async.weight_sync.protocol import TakesWeights
 from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+
+PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 
 
 class Needs(Exception):
@@ -252,3 +257,25 @@ def test_what_answers_a_call_has_its_parameters(protocol, target):
         assert [p.name for p in answers][: len(given)] == given, f"{target}.{name}"
         further = answers[len(given) :]
         assert all(p.default is not p.empty for p in further), f"{target}.{name} wants more than is sent"
+
+
+def test_the_place_of_an_error_is_never_a_helper():
+    from roll_async.cluster.network import listener
+
+    async def late():
+        await within(0.01, asyncio.sleep(1), "nothing")
+
+    with pytest.raises(StallError) as raised:
+        asyncio.run(late())
+    assert place_of(raised.value) == "" and "test_remote.py" in place_of(raised.value, theirs=True)
+    with pytest.raises(OSError) as raised:
+        listener("203.0.113.1")
+    assert place_of(raised.value).startswith("roll_async/cluster/network.py:")
+
+
+def test_every_role_tells_its_errors():
+    for path in (PACKAGE / "cluster").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+            if isinstance(node, ast.ClassDef) and any("ray.remote" in d for d in decorators):
+                assert decorators[1].startswith("served("), node.name
