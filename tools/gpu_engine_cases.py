@@ -277,7 +277,7 @@ async def _agreement(
     engine, requests, ranks = _engine(device, folder, **changes), _requests(temperature=1.0), 1
     if push_over == "gloo":  # a CPU stands in for devices: the ranks receive themselves here, too
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        engine.goes_to_ranks = lambda plan: True
+        engine.loads_in_place = lambda plan: True
     if push_over != "shm":
         ranks = changes.get("tensor_parallel_size", 1)
     await engine.start()

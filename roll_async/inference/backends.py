@@ -11,7 +11,8 @@ from roll_async.checkpoint.hf_config import HfConfig
 from roll_async.config.versions import refuse_unknown_release
 
 if TYPE_CHECKING:
-    from roll_async.inference.protocol import Engine, Follower
+    from roll_async.inference.engine import Engine
+    from roll_async.inference.protocol import Follower
     from roll_async.inference.settings import EngineSettings
 
 ENGINES = {

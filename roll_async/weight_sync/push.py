@@ -20,7 +20,11 @@ from typing import Generic, TypeVar
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.bucket import FILES, STAGED, Bucket, Content, UpdatePlan
 from roll_async.weight_sync.canary import Canary, CanaryReport
+from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.protocol import (
+    OWN_DEVICES,
+    DevicePhase,
+    Devices,
     Rollout,
     SyncFailed,
     SyncOptions,
@@ -107,8 +111,10 @@ class ParameterSynchronizer(Generic[Replica]):
         readmit: Callable[[Replica], Awaitable[None]],
         expects_return: Callable[[], bool],
         canary: Canary | None = None,
+        devices: Devices = OWN_DEVICES,
     ) -> None:
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
+        self._devices = devices
         self._weights_held, self._remove, self._readmit = weights_held, remove_replica, readmit
         self._canary, self._expects_return = canary, expects_return
         self._push: _Push[Replica] | None = None
@@ -312,6 +318,8 @@ class ParameterSynchronizer(Generic[Replica]):
         """Stream one version to these replicas and compare the digests."""
         self._enter(SyncState.TRANSFERRING)
         digest = ""
+        # After the canary, which scores with all of the trainer's state; before the first bucket, which needs a place.
+        await self._devices.phase(DevicePhase.PUSH)
         plan = replace(self._plans.next(push.version, receivers), others_proved=bool(push.holding(Held.PROVED)))
         export = self._source.export_weights(plan)
         push.begin_calls(self._options.timeout_s)
@@ -340,7 +348,8 @@ class ParameterSynchronizer(Generic[Replica]):
         """Call all replicas concurrently that did not fail before. One that is not done at the deadline has failed for
         this push, and the others get a new deadline. Once half of them are done, the rest have three times as long, at
         least `_STRAGGLER_S`, so that one hung load does not hold up the others for a whole `sync_timeout`; calls that
-        failed say nothing about how long it takes. The wait for a replica ends when it is removed.
+        failed say nothing about how long it takes. The wait for a replica ends when it is removed. Losses and failed
+        updates go to `push.failed`, every other error is raised.
         """
         calls = {asyncio.ensure_future(call(r)): r for r in replicas if r not in push.failed}
         if not calls:
@@ -375,7 +384,8 @@ class ParameterSynchronizer(Generic[Replica]):
             push.deadline = loop.time() + self._options.timeout_s
         for task in done:
             error = task.exception()
-            if isinstance(error, (RuntimeError, OSError, ValueError)):
+            # A replica that was lost is tried again, too, until its owner has noticed it.
+            if isinstance(error, (UpdateFailed, ConnectionError, TimeoutError)):
                 push.failed[calls[task]] = f"{type(error).__name__}: {error}"
             elif error is not None:
                 raise error
@@ -479,4 +489,4 @@ class ExportPlanner(Generic[Replica]):
 async def _prove(replica: UpdatedReplica, digest: str) -> None:
     held = await replica.finish_update()
     if held != digest:
-        raise RuntimeError(f"holds digest {held}, the trainer sent {digest}")
+        raise UpdateFailed(f"holds digest {held}, the trainer sent {digest}")

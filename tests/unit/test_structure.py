@@ -26,7 +26,7 @@ TO_THE_LOSS = (
     *TO_THE_LOOP[:-1],
     ("roll_async/pipelines/rlvr.py", "learner.learn("),
     ("roll_async/trainer/learner.py", "actor.update_policy("),
-    ("roll_async/cluster/trainer_group.py", "self._worker.update_policy("),  # Ray's border
+    ("roll_async/cluster/trainer_group.py", '@served({"_worker": WorkerCalls}'),  # Ray's border
     ("roll_async/trainer/megatron/worker.py", "policy_loss("),
     ("roll_async/algorithms/objective.py", "policy_loss_function("),
 )
