@@ -112,7 +112,7 @@ EQUIVALENT: dict[str, str] = {
     'agents/gateway/server.py: turned: return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <='
     " _INLINE_VALUES": "a body of exactly that size is the same request, read here or in another process",
     "agents/beside.py: left out: process.stdout.close()": "the pipe is closed with the object, whose process has ended",
-    "rollout/chat_scheduler.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
+    "rollout/rounds.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
     " same groups to a tally that nobody reads any more",
 }
 """Fault, as `Mutant.name` without the number of its line, to why no test can see it."""

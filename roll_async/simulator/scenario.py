@@ -12,10 +12,10 @@ from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.validation import SetSampling
 from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.scoring import ScoringOptions
 from roll_async.schema import SamplingParams
 from roll_async.simulator.models import (
     EngineFaults,

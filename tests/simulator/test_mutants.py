@@ -440,14 +440,15 @@ class Rests(TrainLoop):
 class BaselineOfASample(ChatCompletionScheduler):
     """The greedy answer is a sample like the others."""
 
-    async def _baseline(self, prompt, name, affinity, on_generated):
-        return await super()._baseline(prompt, f"{name.removesuffix('greedy')}7", affinity, on_generated)
+    async def _with_retries(self, request):
+        name = request.name
+        return await super()._with_retries(replace(request, name=name.replace("greedy", "7")))
 
 
 class TrainsToolTokens(ChatCompletionScheduler):
-    def _judge(self, group):
+    def _judge(self, group, kept):
         samples = tuple(replace(s, loss_mask=b"\x01" * len(s.loss_mask)) for s in group.samples)
-        return super()._judge(replace(group, samples=samples))
+        return super()._judge(replace(group, samples=samples), kept)
 
 
 class CutsStopStrings(EngineHost):
