@@ -19,7 +19,7 @@ _LARGEST_RANK = 512
 """Of vLLM's adapters."""
 
 PLAIN_LAYERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models whose checkpoints have each linear layer that adapters may be on as a tensor of its own."""
+"""Architectures whose checkpoints store adapter layers unfused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
