@@ -59,7 +59,7 @@ class HfEngine(Engine[HfTicket]):
     """One replica; `inference/engine.py: Engine` says what each method does."""
 
     ticket_type = HfTicket
-    cannot_keep = "is not possible with hf_infer"
+    cannot_keep = "is not possible with hf_infer"  # C136 refuses it for a run (`config/engine_traits.py`)
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
