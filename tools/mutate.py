@@ -100,12 +100,12 @@ name runs before them.
 GENERATED_FROM = (
     "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/calls.py",
     "weight_sync/layout.py", "weight_sync/digest.py",
-    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py", "pipelines/validators.py",
+    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
     "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip
 _SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "inference/", "agents/groups.py",
-              "agents/play.py", "agents/session.py", "agents/limited_turns.py", "agents/trace_tree.py")  # fmt: skip
+              "agents/play.py", "agents/session.py", "agents/limited_turns.py", "rollout/trace_tree.py")  # fmt: skip
 """What worlds of the simulator run."""
 EQUIVALENT: dict[str, str] = {
     "algorithms/policy_losses.py: turned: tau = torch.where(terms.advantages > 0, positive, torch.full_like(ratio,"

@@ -109,7 +109,8 @@ def require_devices(loaded: Loaded) -> None:
 
 
 def require_inputs(loaded: Loaded) -> None:
-    """Raises ConfigError (C204) for packages, model folders, prompt files and worlds that are not on this machine.
+    """Raises ConfigError (C204) for packages, model folders, prompt files and worlds that are not on this machine, and
+    for an own loss or estimator that fails on two rows.
     Called where the run starts only: a config may be validated on another machine.
     """
     lacking = missing_packages(loaded.config, engines=runs_here(loaded.config))
@@ -121,6 +122,11 @@ def require_inputs(loaded: Loaded) -> None:
             check_agents(loaded.config)
         except ValueError as error:
             found.append(_keyed(str(error)))
+    algorithm = loaded.config.algorithm
+    if any(algorithm.own_code()) and not lacking:
+        from roll_async.algorithms.own_code import unusable_code  # torch, which other configs do not wait for
+
+        found += unusable_code(algorithm)
     if found:
         errors = (placed("C204", key, text, loaded.root) for key, text in found)
         raise ConfigError((*loaded.warnings, *errors))

@@ -247,12 +247,13 @@ class ChatCompletionScheduler:
     def counts(self) -> SourceCounts:
         """Counters since the start."""
         tools = self.conversations.tools
+        box = None if tools is None else tools.toolbox
         return SourceCounts(
             reward_outages=self.conversations.reward_outages,
             reward_timeouts=self.conversations.reward_timeouts,
             reward_errors=self.conversations.reward_errors,
-            tool_calls=0 if tools is None else tools.num_calls,
-            tool_failures=0 if tools is None else tools.num_failures,
+            tool_calls=0 if box is None else box.num_calls,
+            tool_failures=0 if box is None else box.num_failures,
         )
 
     async def generate_sequences(

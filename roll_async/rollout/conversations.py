@@ -14,7 +14,8 @@ from roll_async.observe.outside import border
 from roll_async.rewards.verdict import reward_of_error
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.rollout.tools import ToolCompletionCallback, Transcript
+from roll_async.rollout.tools import ToolCompletionCallback
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import FinishReason, GenerateRequest, Prompt, Reward, RewardStatus, Sample, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -100,16 +101,16 @@ class Conversations:
         `AsyncLLMServerManager.generate` raises.
         """
         try:
-            transcript = await self._converse(prompt, name, sampling, affinity, foreground)
+            tree = await self._converse(prompt, name, sampling, affinity, foreground)
         finally:
             self._requests.pop(name, None)
             self._unwanted.discard(name)
             if self.tools is not None:
                 self._manager.forget_affinity(name)
-        sample = transcript.sample(name)
+        sample = tree.answer(name)
         if self.tools is not None:
             with border():
-                sample = self.tools.postprocess(transcript, name)
+                sample = self.tools.postprocess(tree, name)
                 if not isinstance(sample, Sample):
                     raise TypeError(f"postprocess gave {type(sample).__name__}, not a Sample")
         if sample.finish_reason is FinishReason.ABORT:
@@ -128,15 +129,20 @@ class Conversations:
 
     async def _converse(
         self, prompt: Prompt, name: str, sampling: SamplingParams, affinity: str | None, foreground: bool
-    ) -> Transcript:
-        transcript = Transcript(prompt)
+    ) -> TraceTree:
+        loop, tree = asyncio.get_running_loop(), TraceTree()
+        began_s = loop.time()
+        end = tree.add_request(None, prompt.token_ids, role="user", started_s=began_s)
         while True:
-            self._requests[name] = f"{name}+{transcript.num_turns}" if transcript.num_turns else name
+            number, path = len(tree.turns), tree.token_ids(end)
+            # The budget is one for the whole answer, results of tools included: a turn has what is left of it.
+            left = sampling.max_new_tokens - (len(path) - len(prompt.token_ids))
+            self._requests[name] = f"{name}+{number}" if number else name
             request = GenerateRequest(
                 request_id=self._requests[name],
-                prompt_token_ids=transcript.token_ids,
-                sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - len(transcript)),
-                recorded_positions=transcript.recorded_positions,
+                prompt_token_ids=path,
+                sampling=replace(sampling, max_new_tokens=left),
+                recorded_positions=tree.recorded_positions(end),
             )
             completion = await self._manager.generate(
                 request,
@@ -144,18 +150,19 @@ class Conversations:
                 conversation=name if self.tools is not None else None,
                 foreground=foreground,
             )
-            transcript.add_completion(completion)
+            end = tree.add_turn(end, completion, started_s=began_s)
             if self.tools is None:
-                return transcript
+                return tree
             with border():
-                found = await self.tools(transcript, completion)
-                answer = None if found is None else array("i", found)
-            if answer is None:
-                return transcript
-            if name in self._unwanted or len(transcript) + len(answer) >= sampling.max_new_tokens:
-                transcript.end(FinishReason.ABORT if name in self._unwanted else FinishReason.LENGTH)
-                return transcript
-            transcript.add_masked(answer)
+                found = await self.tools(prompt, tree, completion)
+                results = None if found is None else array("i", found)
+            if results is None:
+                return tree
+            if name in self._unwanted or len(completion.token_ids) + len(results) >= left:
+                tree.end(FinishReason.ABORT if name in self._unwanted else FinishReason.LENGTH)
+                return tree
+            began_s = loop.time()
+            end = tree.add_request(end, results, role="tool", started_s=began_s)
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
         """The reward. An outage is retried with backoff for `outage_patience_s`, an error of the reward itself

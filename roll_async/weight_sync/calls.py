@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
+from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.protocol import UpdatedReplica
 
 _STRAGGLER_S = 30.0
@@ -37,7 +38,8 @@ class ReplicaCalls(Generic[Replica]):
         """Call all replicas concurrently. One that is not done at the deadline has failed for this push, and the others
         get a new deadline. Once half of them are done, the rest have three times as long, at least `_STRAGGLER_S`, so
         that one hung load does not hold up the others for a whole `sync_timeout`; calls that failed say nothing about
-        how long it takes. The wait for a replica ends when it is removed. Errors of replicas go to `failures`.
+        how long it takes. The wait for a replica ends when it is removed. Losses and failed updates go to `failures`,
+        every other error is raised.
         """
         if not replicas:
             return
@@ -72,7 +74,8 @@ class ReplicaCalls(Generic[Replica]):
             self.deadline = loop.time() + self._timeout_s
         for task in done:
             error = task.exception()
-            if isinstance(error, (RuntimeError, OSError, ValueError)):
+            # A replica that was lost is tried again, too, until its owner has noticed it.
+            if isinstance(error, (UpdateFailed, ConnectionError, TimeoutError)):
                 failures[calls[task].name] = f"{type(error).__name__}: {error}"
             elif error is not None:
                 raise error

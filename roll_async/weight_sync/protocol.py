@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from enum import Enum
 from typing import Protocol
 
 from roll_async.schema import WeightVersion
@@ -24,10 +25,8 @@ class WeightSource(Protocol):
         ...
 
 
-class UpdatedReplica(Protocol):
-    """One engine replica, seen from the synchronizer. A dead replica raises ConnectionError from any call."""
-
-    name: str
+class TakesWeights(Protocol):
+    """One weight update after the other, see `inference/protocol.py: Engine`."""
 
     async def begin_update(self, plan: UpdatePlan) -> None: ...
 
@@ -36,6 +35,12 @@ class UpdatedReplica(Protocol):
     async def finish_update(self) -> str: ...
 
     async def commit(self, version: WeightVersion) -> None: ...
+
+
+class UpdatedReplica(TakesWeights, Protocol):
+    """One engine replica, seen from the synchronizer. A dead replica raises ConnectionError from any call."""
+
+    name: str
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
         """As `WeightSource.score`, under the weights that are served."""
@@ -48,3 +53,37 @@ class Rollout(Protocol):
     async def interrupt(self, mode: str, timeout_s: float) -> None: ...
 
     async def release(self) -> None: ...
+
+
+class DevicePhase(Enum):
+    """Which roles hold the memory of devices that training roles and engines share."""
+
+    GENERATE = "generate"  # engines: weights and KV cache; training roles hold nothing there
+    TRAIN = "train"  # training roles: all of their state; engines hold nothing there
+    PUSH = "push"  # the weights of both; no KV cache, no gradients, no optimizer state
+
+
+class Devices(Protocol):
+    """Changes of phase: `pipelines/colocation.py: PhaseSwitcher`, or `OWN_DEVICES`."""
+
+    @property
+    def current(self) -> DevicePhase: ...
+
+    async def phase(self, phase: DevicePhase, *, drop_engine_weights: bool = False) -> float:
+        """Change to a phase, unless it is the current one; returns the seconds of it. Pauses the engines before TRAIN
+        and resumes them in GENERATE. `drop_engine_weights`: a push replaces them all before engines run again, so they
+        need not be kept in host memory.
+        """
+        ...
+
+
+class OwnDevices:
+    """`Devices` where training roles and engines share none: engines may always generate."""
+
+    current = DevicePhase.GENERATE
+
+    async def phase(self, phase: DevicePhase, *, drop_engine_weights: bool = False) -> float:
+        return 0.0
+
+
+OWN_DEVICES = OwnDevices()

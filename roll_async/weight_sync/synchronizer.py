@@ -23,8 +23,16 @@ from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.bucket import FILES, STAGED, Bucket, UpdatePlan
 from roll_async.weight_sync.calls import ReplicaCalls
 from roll_async.weight_sync.canary import Canary, CanaryReport
+from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.export_plans import ExportPlanner
-from roll_async.weight_sync.protocol import Rollout, UpdatedReplica, WeightSource
+from roll_async.weight_sync.protocol import (
+    OWN_DEVICES,
+    DevicePhase,
+    Devices,
+    Rollout,
+    UpdatedReplica,
+    WeightSource,
+)
 from roll_async.weight_sync.transports import sends_changes
 
 logger = logging.getLogger(__name__)
@@ -160,8 +168,10 @@ class ParameterSynchronizer(Generic[Replica]):
         readmit: Callable[[Replica], Awaitable[None]],
         expects_return: Callable[[], bool],
         canary: Canary | None = None,
+        devices: Devices = OWN_DEVICES,
     ) -> None:
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
+        self._devices = devices
         self._weights_held, self._remove, self._readmit = weights_held, remove_replica, readmit
         self._canary = canary
         self._expects_return = expects_return
@@ -368,6 +378,8 @@ class ParameterSynchronizer(Generic[Replica]):
         self._enter(SyncState.TRANSFERRING)
         failures: dict[str, str] = {}
         digest = ""
+        # After the canary, which scores with all of the trainer's state; before the first bucket, which needs a place.
+        await self._devices.phase(DevicePhase.PUSH)
         plan = replace(self._plans.next(push.version, push.waiting), others_proved=bool(push.proved))
         export = self._source.export_weights(plan)
         self._calls.begin()
@@ -456,4 +468,4 @@ class ParameterSynchronizer(Generic[Replica]):
 async def _prove(replica: UpdatedReplica, digest: str) -> None:
     held = await replica.finish_update()
     if held != digest:
-        raise RuntimeError(f"holds digest {held}, the trainer sent {digest}")
+        raise UpdateFailed(f"holds digest {held}, the trainer sent {digest}")

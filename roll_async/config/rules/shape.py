@@ -6,7 +6,7 @@ from datetime import datetime
 
 from roll_async.config.advantage_options import GROUP_RELATIVE
 from roll_async.config.prompt_templates import problem_of
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
     DataArguments,
@@ -14,6 +14,7 @@ from roll_async.config.schema_worker import (
     MegatronTrainConfig,
     WorkerConfig,
 )
+from roll_async.config.staleness import exact_ratio
 
 Findings = Iterator[tuple[str, str, str]]
 """(id, key, message)."""
@@ -324,8 +325,8 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
     for domain in probs:
         if domain not in config.rewards:
             yield "C128", key, f"domain '{domain}' is not in rewards"
-    total = sum(exact(p) for p in probs.values())
-    if abs(total - 1) > exact(1e-6):
+    total = sum(exact_ratio(p) for p in probs.values())
+    if abs(total - 1) > exact_ratio(1e-6):
         yield "C128", key, f"sum is {number(float(total))}, not 1"
 
 

@@ -30,7 +30,8 @@ from roll_async.buffer.states import QueueOptions
 from roll_async.cluster.engine_group import RayEngineClient
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.rollout_process import RolloutProcess
-from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
+from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.cluster.training_role import TrainingRole
 from roll_async.commands import run as commands_run
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.inference.settings import EngineSettings
@@ -138,7 +139,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "load_prompts": part("load_prompts", {}), "judged": part("judged", {}),
             "ShuffledPrompts": part("ShuffledPrompts", row), "PooledPrompts": part("PooledPrompts"),
             "SqliteLedger": part("ledger"), "MemoryLedger": part("no ledger"),
-            "move_to_previous": part("move_to_previous"), "ChatToolCodec": part("ChatToolCodec"),
+            "move_to_previous": part("move_to_previous"),
+            "TemplateRenderer": part("TemplateRenderer", SimpleNamespace(between=lambda *given: ())),
             "at_time": lambda *given: given, "load_tokenizer": str,
         }.items():  # fmt: skip
             patch.setattr(rollout, name, stub)
