@@ -24,6 +24,7 @@ from typing import Protocol
 
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory
 from roll_async.weight_sync.protocol import DevicePhase
 
@@ -42,14 +43,6 @@ class SleepingReplica(Protocol):
     async def sleep(self, level: int) -> EngineMemory: ...
 
     async def wake(self, tags: Sequence[str]) -> EngineMemory: ...
-
-
-class PausedEngines(Protocol):
-    """All engines, on shared devices or not: `AsyncLLMServerManager`."""
-
-    async def interrupt(self, mode: str, timeout_s: float) -> None: ...
-
-    async def resume(self) -> None: ...
 
 
 class MemoryNotGivenBack(RuntimeError):
@@ -116,14 +109,14 @@ class PhaseSwitcher:
 
     def __init__(
         self,
-        engines: PausedEngines,
+        engines: AsyncLLMServerManager,
         sleepers: Callable[[], Sequence[SleepingReplica]],
         memory: DeviceMemory,
         *,
         pause_timeout_s: float,
     ) -> None:
-        """`sleepers`: live replicas that share devices with a training role. At first the engines run, and have the
-        devices. `pause_timeout_s`: how long they may take to pause.
+        """`engines`: all of them; at first they run, and have the devices. `sleepers`: live replicas that share devices
+        with a training role. `pause_timeout_s`: how long engines may take to pause.
         """
         self._engines, self._sleepers, self._pause_timeout_s = engines, sleepers, pause_timeout_s
         self.memory = memory

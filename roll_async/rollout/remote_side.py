@@ -163,7 +163,7 @@ class RpcChannel:
 
 
 class QueueClient:
-    """`pipelines/protocol.py: Batches`, and what a checkpoint needs of the queue."""
+    """`pipelines/protocol.py: BatchQueue`."""
 
     def __init__(self, border: RpcChannel) -> None:
         self._border = border
@@ -204,7 +204,7 @@ class QueueClient:
 
 
 class RollouterClient:
-    """`pipelines/protocol.py: Generates`."""
+    """`pipelines/protocol.py: Generator`."""
 
     def __init__(self, border: RpcChannel) -> None:
         self._border = border
@@ -237,7 +237,7 @@ class RollouterClient:
 
 
 class SynchronizerClient:
-    """`pipelines/protocol.py: Pushes`."""
+    """`pipelines/protocol.py: WeightPusher`."""
 
     def __init__(self, border: RpcChannel) -> None:
         self._border = border
