@@ -50,7 +50,7 @@ class SavedLearner(Protocol):
 
 
 class LoopCheckpoint:
-    """`pipelines/protocol.py: Checkpointer`. With checkpoint.async_save the loop waits only for the copy of the weights."""
+    """`pipelines/protocol.py: Checkpointer`. With `async_save` the loop waits only for the copy of the weights."""
 
     def __init__(
         self,
