@@ -11,7 +11,6 @@ from sysconfig import get_paths
 _PACKAGE = Path(__file__).resolve().parents[1]
 _HELPERS = (
     "buffer/deadline.py",
-    "cluster/errors.py",
     "cluster/remote.py",
     "cluster/ray_channel.py",
     "weight_sync/errors.py",

@@ -165,7 +165,7 @@ class Proxy:
         """The error as the caller gets it."""
         role, starts = self._rules.role, method in self._starts
         error.add_note(f"answer of {role} to {method}")
-        if isinstance(error, self._rules.own) and not starts:
+        if isinstance(error, self._rules.own):
             return error
         # A ValueError of any other call is a fault of ours, whatever the user wrote.
         kinds = (ValueError, ConnectionError) if starts else (ConnectionError,)
@@ -184,7 +184,10 @@ def remote(protocol: type[P], channel: Channel, rules: CallRules) -> P:
 
 @cache
 def _proxy_class(protocol: type) -> Callable[[Channel, CallRules], object]:
-    return new_class(f"Remote{protocol.__name__}", (Proxy, protocol))
+    def reduce(self: Proxy) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return remote, (protocol, self._channel, self._rules)  # a group of ranks travels to the rollout process
+
+    return new_class(f"Remote{protocol.__name__}", (Proxy, protocol), exec_body=lambda n: n.update(__reduce__=reduce))
 
 
 def _remote_call(method: Callable[..., object]) -> Callable[..., Any]:

@@ -1,21 +1,31 @@
 """Typed calls over a channel that pickles, as Ray's does: what comes back, and what an error still is when it does."""
 
+import ast
 import asyncio
 import inspect
 import pickle
 import threading
 import traceback
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Protocol
 
 import pytest
 
+from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import Defect, EndOfData, Place, RoleFailed, RoleGone, StallError, place_of
+from roll_async.buffer.message_queue import MessageQueue
 from roll_async.cluster.remote import CallRules, Crossed, Proxy, calls_of, remote, served
 from roll_async.inference.engine_host import EngineHost
 from roll_async.inference.protocol import Engine
 from roll_async.rollout.protocol import RequestTraffic
+from roll_async.rollout.remote_side import RolloutCalls, RolloutServer
+from roll_async.rollout.rollouter import Rollouter
 from roll_async.weight_sync.errors import EngineDead
 from roll_async.weight_sync.protocol import TakesWeights
+from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+
+PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 
 
 class Needs(Exception):
@@ -197,6 +207,10 @@ def test_a_dead_process_and_a_late_answer_name_the_role(run):
     assert run(patient()) >= 100
 
 
+def test_a_proxy_travels_to_another_process(run):
+    assert run(pickle.loads(pickle.dumps(calls(waits={Calls.wait}))).double(3)) == 6
+
+
 def test_a_sub_class_answers_itself_what_it_defines(run):
     class Client(Proxy, Calls):
         async def double(self, number, again=False):
@@ -206,8 +220,15 @@ def test_a_sub_class_answers_itself_what_it_defines(run):
     assert run(client.double(1)) == 4 and type(raised(run, client.read())) is RoleFailed
 
 
-TARGETS = [(RequestTraffic, EngineHost), (TakesWeights, Engine)]
-"""Protocol, and the class that answers its calls in the process."""
+def roles_inside():
+    queue, rollouter = object.__new__(MessageQueue), object.__new__(Rollouter)
+    synchronizer = object.__new__(ParameterSynchronizer)
+    side = SimpleNamespace(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=None)
+    return RolloutServer(side)
+
+
+TARGETS = [(RequestTraffic, EngineHost), (TakesWeights, Engine), (RolloutCalls, roles_inside())]
+"""Protocol, and the class or the object that answers its calls in the process."""
 
 
 def test_what_answers_a_call_of_a_reward_host_has_its_parameters():
@@ -231,8 +252,30 @@ def test_what_answers_a_call_of_a_rank_has_its_parameters():
 @pytest.mark.parametrize(("protocol", "target"), TARGETS)
 def test_what_answers_a_call_has_its_parameters(protocol, target):
     for name in calls_of(protocol):
-        asked, answers = (inspect.signature(getattr(owner, name)).parameters for owner in (protocol, target))
-        given = list(asked)
-        assert list(answers)[: len(given)] == given, f"{target.__name__}.{name}"
-        further = list(answers.values())[len(given) :]
-        assert all(p.default is not p.empty for p in further), f"{target.__name__}.{name} wants more than is sent"
+        given = [p for p in inspect.signature(getattr(protocol, name)).parameters if p != "self"]
+        answers = [p for p in inspect.signature(getattr(target, name)).parameters.values() if p.name != "self"]
+        assert [p.name for p in answers][: len(given)] == given, f"{target}.{name}"
+        further = answers[len(given) :]
+        assert all(p.default is not p.empty for p in further), f"{target}.{name} wants more than is sent"
+
+
+def test_the_place_of_an_error_is_never_a_helper():
+    from roll_async.cluster.network import listener
+
+    async def late():
+        await within(0.01, asyncio.sleep(1), "nothing")
+
+    with pytest.raises(StallError) as raised:
+        asyncio.run(late())
+    assert place_of(raised.value) == "" and "test_remote.py" in place_of(raised.value, theirs=True)
+    with pytest.raises(OSError) as raised:
+        listener("203.0.113.1")
+    assert place_of(raised.value).startswith("roll_async/cluster/network.py:")
+
+
+def test_every_role_tells_its_errors():
+    for path in (PACKAGE / "cluster").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+            if isinstance(node, ast.ClassDef) and any("ray.remote" in d for d in decorators):
+                assert decorators[1].startswith("served("), node.name
