@@ -75,6 +75,7 @@ class DeviceMemory:
     def record_replica(self, role: str, memory: EngineMemory) -> None:
         """Record the memory that a replica holds now, divided evenly over its devices."""
         devices = self.devices_of[role]
+        # Rounded up: a replica that holds anything must not count as one that holds nothing.
         share = -(-(memory.weights_bytes + memory.kv_cache_bytes) // len(devices))
         self._record(role, {device: share for device in devices})
 
@@ -128,7 +129,7 @@ class PhaseSwitcher:
     async def add_groups(self, groups: Mapping[str, OffloadingGroup]) -> None:
         """Add ranks that were started in phase TRAIN; they hold memory on their devices."""
         assert self.current is DevicePhase.TRAIN, "ranks start in phase TRAIN: otherwise there is no memory for them"
-        self._groups |= groups
+        self._groups |= groups  # all of their state is loaded: the call below only tells how much it is
         await self._record_groups(lambda group: group.load_states())
 
     async def phase(self, phase: DevicePhase, *, drop_engine_weights: bool = False) -> float:
@@ -181,6 +182,7 @@ class PhaseSwitcher:
             kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS
             self.memory.record_ranks(name, await group.offload_states(kinds))
         self.memory.check_released([name for name in self._groups if name != _PUSHED_ROLE])
+        # Without the KV cache, which is the larger part and would not fit beside the trainer's weights.
         await self._record_replicas(lambda replica: replica.wake([WEIGHTS]))
         self.current = DevicePhase.PUSH
 

@@ -88,6 +88,7 @@ def trace_step(observer: RunObserver, record: StepRecord) -> None:
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """The part of a step's metrics that the batch alone determines."""
     trajectories = [rows for group in groups for rows in group.trajectories]
+    # The first row of a trajectory carries its reward.
     rewards = [rows[0].reward for rows in trajectories if rows[0].reward is not None]
     lengths = [sum(sum(sample.loss_mask) for sample in rows) for rows in trajectories]
     return {
