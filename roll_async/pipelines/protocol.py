@@ -25,13 +25,20 @@ from roll_async.weight_sync.protocol import OWN_DEVICES, Devices, SyncReport, Sy
 
 
 class BatchQueue(Protocol):
-    """The consumer's side of `buffer/message_queue.py`."""
+    """The trainer's side of `buffer/message_queue.py`, for the loop and its checkpoint."""
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]: ...
 
     async def freshness(self, step: int) -> BatchFreshness: ...
 
     async def step_trained(self, step: int) -> None: ...
+
+    async def checkpoint_state(self, step: int) -> dict[str, object]:
+        """What a checkpoint of a step holds of the queue: plain JSON values."""
+        ...
+
+    async def checkpointed(self, step: int) -> None:
+        """That checkpoint is complete."""
 
     def stats(self) -> QueueStats: ...
 

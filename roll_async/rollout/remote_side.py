@@ -202,7 +202,7 @@ class RpcChannel:
 
 
 class QueueClient:
-    """`pipelines/protocol.py: BatchQueue`, and what a checkpoint needs of the queue."""
+    """`pipelines/protocol.py: BatchQueue`."""
 
     def __init__(self, channel: RpcChannel) -> None:
         self._channel, self._calls = channel, channel.calls

@@ -197,7 +197,7 @@ class ParameterSynchronizer(Generic[Replica]):
         self._returned.clear()
         try:
             if self._canary is not None:
-                await self._canary.begin(version)
+                await self._canary.before_push(version)
             if self._options.transport not in STAGED:
                 await self._interrupt(push)
             await self._transfer_and_commit(push)
@@ -212,7 +212,7 @@ class ParameterSynchronizer(Generic[Replica]):
             report = self._report(push)  # engines generate: those that return need not hold the queue, or the figures
             await self._readmit_serving(push)
             if self._canary is not None:
-                await self._canary.start(version, push.holding(Held.SERVING))
+                await self._canary.score_on_engines(version, push.holding(Held.SERVING))
             return report
         finally:
             self._push = None
@@ -220,7 +220,7 @@ class ParameterSynchronizer(Generic[Replica]):
 
     async def checked(self) -> CanaryReport | None:
         """What the canary of the last push found; waits for the engines' answers. None: nobody asked them."""
-        return None if self._canary is None else await self._canary.found()
+        return None if self._canary is None else await self._canary.report()
 
     async def _transfer_and_commit(self, push: _Push[Replica]) -> None:
         """Transfer with retries, then swap. A replica whose swap fails is given the weights again while attempts are
@@ -233,7 +233,7 @@ class ParameterSynchronizer(Generic[Replica]):
             if push.holding(Held.PROVED):
                 await self._interrupt(push)
                 if push.canary is not None:
-                    push.canary.sent(push.version)
+                    push.canary.score_on_trainer(push.version)
                 await self._commit(push)
             if not push.holding(Held.NOTHING) or push.attempt >= attempts:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roll_async.config.schema import PipelineConfig, SglangConfig
+from roll_async.config.schema import PipelineConfig
 
 SENDERS: dict[str, str] = {
     "shm": "roll_async.weight_sync.shm.FileWriter",
@@ -29,16 +29,6 @@ times what a copy costs; between devices, it would have to pass through the host
 """
 
 
-_OTHER_PARTS = frozenset({
-    "attn_cp_size", "attn_dp_size", "dcp_size", "dp_size", "dwdp_size", "enable_dense_mlp_attn_tp",
-    "enable_dp_attention", "enable_dp_lm_head", "enable_prefill_cp", "enable_shared_experts_attn_tp",
-    "moe_dense_tp_size", "moe_dp_size", "shared_experts_tp_size", "speculative_algorithm",
-})  # fmt: skip
-"""Of `strategy_config.extra`: with these SGLang's ranks hold a model otherwise than `layout.py` cuts it, or a second
-one.
-"""
-
-
 def sends_changes(wanted: str, transport: str) -> bool:
     """`weight_sync.sparse` for a transport."""
     return wanted == "on" or (wanted == "auto" and transport in OVER_NETWORK)
@@ -57,13 +47,11 @@ def transport_of(config: PipelineConfig) -> tuple[str, str]:
 
 def needs_front_end(config: PipelineConfig) -> str | None:
     """Why the ranks of an engine cannot take weights in themselves, each its part on its device; None = they can."""
-    strategy = config.actor_infer.strategy_args.strategy_config
-    if not isinstance(strategy, SglangConfig):
-        return None
-    if strategy.pipeline_parallel_size > 1:
-        return "SGLang has pipeline stages, and only the first one answers"
-    if others := sorted(strategy.extra.keys() & _OTHER_PARTS):
-        return f"with {', '.join(others)} SGLang's ranks keep other parts than its tensor parallelism says"
+    engine, traits = config.actor_infer.engine, config.actor_infer.engine.traits
+    if engine.pipeline_parallel_size > 1 and not traits.stages_receive:
+        return f"{traits.title} has pipeline stages, and only the first one answers"
+    if others := sorted(engine.extra.keys() & traits.keys_of_other_parts):
+        return f"with {', '.join(others)} {traits.title}'s ranks keep other parts than its tensor parallelism says"
     return None
 
 

@@ -274,10 +274,10 @@ def test_the_canary_names_an_adapter_that_was_proved_and_never_delivered(replica
 
     async def check(version, content):
         source.model = copy.deepcopy(replica.models[version])
-        await canary.begin(version)
+        await canary.before_push(version)
         await replica.serve(version, content)
-        await canary.start(version, [replica])
-        return (await canary.found()).alarms
+        await canary.score_on_engines(version, [replica])
+        return (await canary.report()).alarms
 
     async def go():
         assert await check(0, Content.WHOLE) == ()
