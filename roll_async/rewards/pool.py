@@ -181,8 +181,7 @@ class RewardPool:
         worker.since_s = self._loop.time()
         for line in lines:
             try:
-                answer = json.loads(line)
-                reward = Reward(**{**answer, "status": RewardStatus(answer["status"])})
+                reward = reward_of(json.loads(line))
                 task = worker.tasks.popleft()
             except (ValueError, TypeError, KeyError, IndexError):  # its parser was taken over, if it is a rule's
                 self._crashed(worker)
@@ -290,3 +289,8 @@ def _resolve(task: JudgeTask, reward: Reward) -> None:
 
 def _no_score(status: RewardStatus, reason: str) -> Reward:
     return Reward(score=0.0, status=status, reason=reason)
+
+
+def reward_of(answer: Mapping) -> Reward:
+    """The verdict in an answer of a worker: its fields are those of `Reward`."""
+    return Reward(**{**answer, "status": RewardStatus(answer["status"])})

@@ -35,8 +35,8 @@ from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
 from roll_async.observe.outside import OutsideError, asked, border, number, text_of
 from roll_async.pipelines.metrics import ratio_metrics
-from roll_async.rewards import pool as reward_pool
 from roll_async.rewards import worker as reward_worker
+from roll_async.rewards.pool import reward_of
 from roll_async.rewards.registry import Judge
 from roll_async.rewards.router import RewardRouter
 from roll_async.rewards.verdict import Verdict
@@ -335,7 +335,7 @@ class Scorer:
             line = json.dumps(reward_worker._judge(judge, task), allow_nan=False)
         except Exception as error:
             raise Strange("its worker would have died") from error
-        return reward_pool._reward(json.loads(line))
+        return reward_of(json.loads(line))
 
 
 class Rows:
