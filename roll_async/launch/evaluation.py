@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
 
 _OF_A_RUN = ("version", "other_version")
-"""Metrics that say nothing of weights that are nobody's version."""
+"""Metrics of a run, dropped in an evaluation: its weights have no version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
