@@ -29,7 +29,7 @@ REQUIRED_KEYS = (
 
 
 class Recorder:
-    """`pipelines/protocol.py: Observes`: metrics.jsonl, trackers, the live line, the log.
+    """`pipelines/protocol.py: RunObserver`: metrics.jsonl, trackers, the live line, the log.
 
     A tracker is a service of others: what it raises while a run goes on is one warning, and it gets no more of this
     branch of the run. metrics.jsonl has everything.

@@ -56,7 +56,7 @@ class PolicyAgreement:
         if self._asked is None:
             return {}
         self._canary = await self._asked
-        self._asked = None
+        self._asked = None  # not before: `close` ends a question whose wait was cancelled
         return canary_metrics(self._canary)
 
     async def close(self) -> None:

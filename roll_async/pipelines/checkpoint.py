@@ -20,6 +20,7 @@ from roll_async.buffer.errors import LedgerError, StallError
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.config.schema import PipelineConfig
 from roll_async.observe.sample_dump import SampleDump
+from roll_async.pipelines.protocol import BatchQueue
 
 logger = logging.getLogger(__name__)
 
@@ -48,23 +49,15 @@ class SavedLearner(Protocol):
     def restore_state(self, state: Mapping[str, object]) -> None: ...
 
 
-class SavedQueue(Protocol):
-    """What a checkpoint needs of `buffer/message_queue.py`."""
-
-    async def checkpoint_state(self, step: int) -> dict[str, object]: ...
-
-    async def checkpointed(self, step: int) -> None: ...
-
-
 class LoopCheckpoint:
-    """`pipelines/protocol.py: Saves`. With `checkpoint.async_save` the loop waits for the copy of the weights only."""
+    """`pipelines/protocol.py: Checkpointer`. With `async_save` the loop waits only for the copy of the weights."""
 
     def __init__(
         self,
         config: PipelineConfig,
         roles: Mapping[str, SavedRole],
         learner: SavedLearner,
-        queue: SavedQueue,
+        queue: BatchQueue,
         checkpoints: RunCheckpoints,
         samples: SampleDump | None = None,
     ) -> None:

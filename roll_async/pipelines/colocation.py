@@ -24,6 +24,7 @@ from typing import Protocol
 
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
+from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory
 from roll_async.weight_sync.protocol import DevicePhase
 
@@ -42,14 +43,6 @@ class SleepingReplica(Protocol):
     async def sleep(self, level: int) -> EngineMemory: ...
 
     async def wake(self, tags: Sequence[str]) -> EngineMemory: ...
-
-
-class PausedEngines(Protocol):
-    """All engines, on shared devices or not: `AsyncLLMServerManager`."""
-
-    async def interrupt(self, mode: str, timeout_s: float) -> None: ...
-
-    async def resume(self) -> None: ...
 
 
 class MemoryNotGivenBack(RuntimeError):
@@ -82,6 +75,7 @@ class DeviceMemory:
     def record_replica(self, role: str, memory: EngineMemory) -> None:
         """Record the memory that a replica holds now, divided evenly over its devices."""
         devices = self.devices_of[role]
+        # Rounded up: a replica that holds anything must not count as one that holds nothing.
         share = -(-(memory.weights_bytes + memory.kv_cache_bytes) // len(devices))
         self._record(role, {device: share for device in devices})
 
@@ -116,14 +110,14 @@ class PhaseSwitcher:
 
     def __init__(
         self,
-        engines: PausedEngines,
+        engines: AsyncLLMServerManager,
         sleepers: Callable[[], Sequence[SleepingReplica]],
         memory: DeviceMemory,
         *,
         pause_timeout_s: float,
     ) -> None:
-        """`sleepers`: live replicas that share devices with a training role. At first the engines run, and have the
-        devices. `pause_timeout_s`: how long they may take to pause.
+        """`engines`: all of them; at first they run, and have the devices. `sleepers`: live replicas that share devices
+        with a training role. `pause_timeout_s`: how long engines may take to pause.
         """
         self._engines, self._sleepers, self._pause_timeout_s = engines, sleepers, pause_timeout_s
         self.memory = memory
@@ -135,7 +129,7 @@ class PhaseSwitcher:
     async def add_groups(self, groups: Mapping[str, OffloadingGroup]) -> None:
         """Add ranks that were started in phase TRAIN; they hold memory on their devices."""
         assert self.current is DevicePhase.TRAIN, "ranks start in phase TRAIN: otherwise there is no memory for them"
-        self._groups |= groups
+        self._groups |= groups  # all of their state is loaded: the call below only tells how much it is
         await self._record_groups(lambda group: group.load_states())
 
     async def phase(self, phase: DevicePhase, *, drop_engine_weights: bool = False) -> float:
@@ -188,6 +182,7 @@ class PhaseSwitcher:
             kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS
             self.memory.record_ranks(name, await group.offload_states(kinds))
         self.memory.check_released([name for name in self._groups if name != _PUSHED_ROLE])
+        # Without the KV cache, which is the larger part and would not fit beside the trainer's weights.
         await self._record_replicas(lambda replica: replica.wake([WEIGHTS]))
         self.current = DevicePhase.PUSH
 

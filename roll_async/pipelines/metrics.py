@@ -15,7 +15,7 @@ from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryReport
-from roll_async.weight_sync.synchronizer import SyncReport
+from roll_async.weight_sync.protocol import SyncReport
 
 _GROUP_COUNTS = (
     "admitted", "trained", "filtered", "dropped", "dropped_stale", "dropped_surplus", "failed", "buffered", "in_flight",
@@ -68,6 +68,14 @@ class StepRecord:
     validations: list[Mapping[str, float]] = field(default_factory=list)
     """Results that came since the last record, oldest first; empty ones where none had come."""
 
+    @property
+    def staleness(self) -> int:
+        """Of the step: that of its oldest trained token."""
+        # t - 1 - v: step t starts from the weights of version t - 1, and version v sampled the token. At most
+        # M = max_versions by the proof in `buffer/staleness.py`; only policy token_mask batches older tokens, and
+        # none of them in the loss. 0 with r = async_generation_ratio = 0 and k = trigger_parameter_sync_step = 1.
+        return self.ages.max_versions
+
 
 def trace_step(observer: RunObserver, record: StepRecord) -> None:
     """The trace's spans of one training step."""
@@ -80,6 +88,7 @@ def trace_step(observer: RunObserver, record: StepRecord) -> None:
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """The part of a step's metrics that the batch alone determines."""
     trajectories = [rows for group in groups for rows in group.trajectories]
+    # The first row of a trajectory carries its reward.
     rewards = [rows[0].reward for rows in trajectories if rows[0].reward is not None]
     lengths = [sum(sum(sample.loss_mask) for sample in rows) for rows in trajectories]
     return {
@@ -132,7 +141,7 @@ def step_metrics(
         **report.metrics,
         **batch_metrics(record.groups),
         "staleness/mean": ages.mean_versions,
-        "staleness/max": float(ages.max_versions),
+        "staleness/max": float(record.staleness),
         "staleness/in_flight_share": ages.in_flight_share,
         "staleness/queue_share": ages.queue_share,
         "staleness/age_mean_s": ages.mean_age_s,

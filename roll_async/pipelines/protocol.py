@@ -21,18 +21,24 @@ from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.canary import CanaryReport, on_policy_band
-from roll_async.weight_sync.protocol import OWN_DEVICES, Devices
-from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
+from roll_async.weight_sync.protocol import OWN_DEVICES, Devices, SyncReport, SyncStatus
 
 
 class BatchQueue(Protocol):
-    """The consumer's side of `buffer/message_queue.py`."""
+    """The trainer's side of `buffer/message_queue.py`, for the loop and its checkpoint."""
 
     async def take_batch(self, step: int, num_groups: int | None = None) -> list[Group]: ...
 
     async def freshness(self, step: int) -> BatchFreshness: ...
 
     async def step_trained(self, step: int) -> None: ...
+
+    async def checkpoint_state(self, step: int) -> dict[str, object]:
+        """What a checkpoint of a step holds of the queue: plain JSON values."""
+        ...
+
+    async def checkpointed(self, step: int) -> None:
+        """That checkpoint is complete."""
 
     def stats(self) -> QueueStats: ...
 
@@ -54,7 +60,7 @@ class Generator(Protocol):
 
 
 class WeightPusher(Protocol):
-    """`weight_sync/synchronizer.py`, seen from the train loop."""
+    """`weight_sync/push.py`, seen from the train loop."""
 
     async def push(self, version: WeightVersion) -> SyncReport: ...
 

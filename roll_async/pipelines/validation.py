@@ -174,7 +174,7 @@ class ReplicaValidation(Validation):
         assert self._joins is not None
         try:
             await self._engines.interrupt("resume", self._pause_timeout_s)
-        except ConnectionError as error:
+        except ConnectionError as error:  # the last one is lost: one that is started again may still join the push
             logger.error("validation: %s", error)
         self._claimed_for, self._claimed = step, {client.name: client for client in self._engines.clients}
         for client in self._claimed.values():

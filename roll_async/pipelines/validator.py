@@ -110,13 +110,13 @@ class Validator:
         if self._running is None or not (wait or self._running.metrics.done()):
             return {}
         if self._running.metrics.done():
-            return await self._result(trained, stoppable=False)
+            return await self._result(trained, stoppable=False)  # training need not be paused for what is there
         async with self._training_set_aside():
             return await self._result(trained, stoppable=stoppable)
 
     async def _wait(self, *, stoppable: bool) -> _RunningValidation:
-        """A stop ends the wait, not the validation."""
         assert self._running is not None
+        # Shielded: a stop cancels the wait, and what is measured by then is waited for once the state is saved.
         await self._wait_until(asyncio.shield(self._running.metrics), stoppable)
         return self._running
 

@@ -34,8 +34,8 @@ from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
-from roll_async.weight_sync.protocol import OWN_DEVICES, WeightSource
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
+from roll_async.weight_sync.protocol import OWN_DEVICES, SyncOptions, WeightSource
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 _MOST_TEXTS = 1024
 """Prompts that the canary's rows are looked for in: data that repeats itself would be read without end."""
@@ -68,6 +68,7 @@ class EngineOptions:
         fault = config.fault
         return cls(
             manager=ManagerOptions.of(config),
+            # A replica that starts takes its KV cache from the free memory, and in phase TRAIN there is none.
             max_restarts=0 if roles_on_engine_devices(config) else fault.max_engine_restarts,
             start_timeout_s=fault.rpc_timeout,
         )
@@ -186,7 +187,7 @@ def build_rollout(
         pool=roles.pool,
         stop_timeout_s=options.stop_timeout_s,
     )
-    queue.trouble = rollouter.trouble
+    queue.trouble = rollouter.trouble  # the queue is there first, and names in its time-outs what keeps it empty
     canary = None
     if options.canary is not None:
         canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
@@ -194,12 +195,13 @@ def build_rollout(
     sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
     own = None if roles.validators is None else _build_own_validation(sets, roles, roles.validators, options)
 
+    # One push reaches both pools; who is lost in it, or returns, belongs to one of them.
     def owner(name: str) -> EngineSupervisor | ReplicaValidation:
         return own if own is not None and own.owns(name) else supervisor
 
     synchronizer = classes.synchronizer(
         roles.weights,
-        rollouter if roles.devices is None else roles.devices,
+        rollouter if roles.devices is None else roles.devices,  # which know whether a phase has paused the engines
         lambda: manager.clients,
         options.sync,
         weights_held=queue.weights_held,

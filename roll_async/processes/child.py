@@ -15,7 +15,6 @@ def connect() -> tuple[dict, socket.socket]:
     """(settings of the program with `parent`, `fd` and `fork`; the socket). The end of its input is the end of the
     parent. The first answer must be `{"ready": true}`, or `{"error": why}`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(sys.argv[1])
     os.set_inheritable(settings["fd"], False)  # what user code starts must not keep it open
     return settings, socket.socket(fileno=settings["fd"])

@@ -1,5 +1,5 @@
-"""Mathematical answers: where they stand says `answers.py`, whether they are equal says math-verify, on the answer as
-people write it made plain (docs_roll/rewards.md has the rules by which the two differ).
+"""Mathematical answers: `answers.py` extracts the answer, it is normalised, math-verify compares. docs_roll/rewards.md
+has the rules by which the two differ.
 """
 
 from __future__ import annotations

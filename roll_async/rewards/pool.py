@@ -31,9 +31,9 @@ each may take seconds nothing waits behind another one while a worker is idle.
 """
 _PATIENCE, _PATIENCE_S = 0.1, 1.0
 """A rule slower than this share of its time-out, or than these seconds, moves to an extra worker so that the queue
-continues: it judges in milliseconds otherwise.
+continues. It judges in milliseconds otherwise.
 """
-_MAX_CRASHES = 2
+_MAX_CRASHES = 2  # a worker may die of another sample's memory; twice is this sample's own doing
 _START_S = 120.0
 """Importing a reward's libraries on a busy machine."""
 _ANSWER_LIMIT_BYTES = 16 << 20

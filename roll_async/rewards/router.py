@@ -43,7 +43,7 @@ class RewardRouter:
             for domain, config in rewards.items()
         }
         self.notices: list[str] = []
-        """What the user of the run should be told; whoever tells it takes it out."""
+        """Notices for the console; the reader clears them."""
 
     async def start(self) -> None:
         """Start all domains side by side. Raises ValueError for a reward that cannot be built; nothing runs then."""

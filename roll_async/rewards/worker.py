@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -41,6 +42,7 @@ _LONGEST_REASON = 500
 
 def main() -> None:
     """Serve until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings, channel = connect()
     die_with_parent(settings["parent"])
     try:

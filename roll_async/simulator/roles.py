@@ -11,6 +11,7 @@ from typing import Protocol
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import LedgerError, StallError
+from roll_async.pipelines.protocol import BatchQueue
 from roll_async.schema import Group, Prompt, Reward, Sample
 from roll_async.simulator.engine import bucket_names, digest_of
 from roll_async.simulator.lineage import CheckpointStore
@@ -116,16 +117,8 @@ class WatchesBatches(Protocol):
     def learned(self, num_groups: int, step: int) -> None: ...
 
 
-class QueueOfCheckpoint(Protocol):
-    """What a checkpoint needs of the queue, or of its client."""
-
-    async def checkpoint_state(self, step: int) -> dict[str, object]: ...
-
-    async def checkpointed(self, step: int) -> None: ...
-
-
 class SimTrainer:
-    """`pipelines/protocol.py: Learns` and the synchronizer's `WeightSource`: takes time and keeps count.
+    """`pipelines/protocol.py: GroupLearner` and the synchronizer's `WeightSource`: takes time and keeps count.
 
     `watch` sees every batch before it is trained, and hears when it is.
     """
@@ -207,11 +200,11 @@ class SimTrainer:
 
 
 class SimCheckpoint:
-    """`pipelines/protocol.py: Saves`."""
+    """`pipelines/protocol.py: Checkpointer`."""
 
     def __init__(
         self,
-        queue: QueueOfCheckpoint,
+        queue: BatchQueue,
         store: CheckpointStore,
         model: TrainModel,
         saved: Callable[[CheckpointStore, int], None],

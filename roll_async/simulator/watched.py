@@ -103,7 +103,7 @@ class SeenSource:
 
 
 class Observer:
-    """`pipelines/protocol.py: Observes`; adds how busy both sides were so far."""
+    """`pipelines/protocol.py: RunObserver`; adds how busy both sides were so far."""
 
     def __init__(self, world: SimulatedRun) -> None:
         self._world = world

@@ -16,7 +16,7 @@ from roll_async.checkpoint.lora_targets import target_projections
 from roll_async.config.schema import PipelineConfig
 
 PLAIN_LAYERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models whose checkpoints have each linear layer that adapters may be on as a tensor of its own."""
+"""Architectures whose checkpoints store adapter layers unfused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,12 @@ A digest proves that an engine holds the bytes that were sent. It does not prove
 adapter that was never merged, experts in another order, a tied head that kept its old copy, rope scaling that was
 ignored all pass it, and the run then learns from samples of another policy.
 
-    begin(version): a push begins: engines answer first what they were asked about the weights before
-    sent(version):  the trainer, whose weights have been sent, scores the canary while the engines swap
-    start(version): engines are asked after the swap; they answer when it is their requests' turn
-    found():        what they answered -> CanaryReport, with an alarm for each replica that differs
-    check_returned: the same of replicas that return between two pushes, where a mismatch ends the run
-    taken(groups):  where no prompt has tokens before a world speaks, the first trained batch gives the rows
+    before_push(version):       engines answer first what they were asked about the weights before
+    score_on_trainer(version):  its weights have been sent: it scores the canary while the engines swap
+    score_on_engines(version):  they are asked after the swap, and answer when it is their requests' turn
+    report():                   what they answered, with an alarm for each replica that differs
+    check_returned(version):    the same of replicas that return between two pushes, where a mismatch ends the run
+    taken(groups):              where no prompt has tokens before a world speaks, the first trained batch gives the rows
 
 Differences are told by depth, because what goes wrong far from the beginning (rope scaling, a sliding window) is lost
 in the mean of all tokens. Rows are the heads of texts, and one long row of texts one after the other, which has tokens
@@ -81,8 +81,8 @@ class CanaryOptions:
     stop: bool = False
     """An engine beyond the band ends the run; False = a warning."""
     at_once: bool = False
-    """The trainer scores before it sends, and `start` waits for the answers. The latter with `stop`, too, so that no
-    sample of an engine is trained before its check.
+    """The trainer scores before it sends, and `score_on_engines` waits for the answers. The latter with `stop`, too, so
+    that no sample of an engine is trained before its check.
     """
     adapter: bool = False
     """The trainer trains an adapter, which the export merges."""
@@ -168,7 +168,7 @@ class Canary:
         self._rows = [list(row) for row in rows]
         self._parts = _parts_by_depth(self._rows, self._options.depths)
 
-    async def begin(self, version: WeightVersion) -> None:
+    async def before_push(self, version: WeightVersion) -> None:
         """A push of `version` begins. Engines still hold the weights before: what they are asked about these is
         answered first. Where they share devices with the trainer, it scores now, while its weights are there.
         """
@@ -179,13 +179,13 @@ class Canary:
         if self._rows and self._options.at_once:
             await self._scored(version)
 
-    def sent(self, version: WeightVersion) -> None:
+    def score_on_trainer(self, version: WeightVersion) -> None:
         """The trainer has sent `version`, and has nothing to do until the engines serve it: it scores."""
         if self._rows and self._scoring is None:
             self._scoring = asyncio.create_task(self._score(version), name=f"scores of version {version}")
 
     async def _scored(self, version: WeightVersion) -> None:
-        self.sent(version)
+        self.score_on_trainer(version)
         assert self._scoring is not None
         await self._scoring
 
@@ -195,8 +195,8 @@ class Canary:
             self._before = self._trainer
         self._trainer = _Scores(version=version, values=values)
 
-    async def start(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> None:
-        """Begin the check of replicas that serve `version`; `found` has its result. Waits for the trainer's scores: its
+    async def score_on_engines(self, version: WeightVersion, replicas: Sequence[UpdatedReplica]) -> None:
+        """Begin the check of replicas that serve `version`; `report` waits for it. Waits for the trainer's scores: its
         next step changes the weights.
         """
         if not self._rows:
@@ -206,9 +206,9 @@ class Canary:
         if self._options.stop or self._options.at_once:
             await self._check
 
-    async def found(self) -> CanaryReport | None:
-        """The result of the check that `start` began last; None before the first, or before there are rows. Waits for
-        it, and cancels it when it is cancelled.
+    async def report(self) -> CanaryReport | None:
+        """The result of the check that `score_on_engines` began last; None before the first, or before there are rows.
+        Waits for it, and cancels it when it is cancelled.
         """
         return None if self._check is None else await self._check
 

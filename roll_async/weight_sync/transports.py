@@ -1,19 +1,10 @@
-"""The transports of weights by name, and the choice of one for a device mapping."""
+"""The transports of weights by name, and the choice of one for a device mapping. Choosing must not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from roll_async.config.schema import PipelineConfig
-from roll_async.weight_sync.bucket import FILES, STAGED, UpdatePlan
-
-if TYPE_CHECKING:  # choosing a transport must not import torch
-    from roll_async.weight_sync.changes import LastExport
-    from roll_async.weight_sync.packing import TensorPart
-    from roll_async.weight_sync.receiving import Receiver
-    from roll_async.weight_sync.sending import BlockSender, BlockWriter
 
 SENDERS: dict[str, str] = {
     "shm": "roll_async.weight_sync.shm.FileWriter",
@@ -102,62 +93,3 @@ def choose_transport(
     if wanted == "shm" and len(nodes) > 1:
         raise ValueError(f"weight_sync.transport shm: trainer and engines lie on nodes {nodes}; use auto")
     return wanted, "as configured"
-
-
-def open_sender(
-    plan: UpdatePlan,
-    parts: Iterable[TensorPart],
-    *,
-    source: int = 0,
-    block_bytes: int,
-    previous: BlockSender | None = None,
-    folder: str | None = None,
-) -> BlockSender:
-    """Start sending the part of a weight version that trainer rank `source` holds.
-
-    `previous`: the sender of the previous version, or attempt, whose memory, files, connections and copy of what was
-    sent are reused; files that other replicas still map are left aside until the next version. `folder`: for the files
-    of the transport `filesystem`.
-    """
-    from roll_async.weight_sync.changes import LastExport
-    from roll_async.weight_sync.sending import BlockSender
-
-    if previous is None:
-        return BlockSender(parts, plan, block_bytes, _open_writer(plan.transport, folder), LastExport(), source=source)
-    writer, aside = previous.writer, previous.aside
-    if plan.others_proved and plan.transport in FILES:  # a mapping shows what is written to its file
-        writer, aside = _open_writer(plan.transport, folder), (*aside, writer)
-    elif not plan.others_proved:
-        for old in aside:
-            old.close()
-        aside = ()
-    return BlockSender(parts, plan, block_bytes, writer, previous.kept, source=source, aside=aside)
-
-
-def _open_writer(transport: str, folder: str | None) -> BlockWriter:
-    make = _named(SENDERS[transport])
-    if transport != "filesystem":
-        return make()
-    if folder is None:
-        raise ValueError("weight_sync.transport filesystem needs a folder that every host sees")
-    return make(folder)
-
-
-def open_receiver(plan: UpdatePlan, kept: LastExport, *, rank: int = 0) -> Receiver:
-    """Start receiving one weight version as tensor-parallel rank `rank` of an engine, which owns `kept`."""
-    from roll_async.weight_sync.receiving import Receiver
-
-    reader = _named(RECEIVERS[plan.transport])(plan, rank)
-    return Receiver(
-        plan,
-        reader,
-        kept,
-        rank=rank,
-        keeps_memory=plan.transport in STAGED,
-        owns_memory=plan.transport == "gloo",
-    )
-
-
-def _named(path: str):  # noqa: ANN202 (a class or function of a transport module)
-    module, name = path.rsplit(".", 1)
-    return getattr(import_module(module), name)

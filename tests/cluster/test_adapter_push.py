@@ -18,8 +18,7 @@ from roll_async.weight_sync.adapters import AdapterShape
 from roll_async.weight_sync.bucket import Bucket, Content, UpdatePlan, adapter_half, is_adapter
 from roll_async.weight_sync.canary import BANDS, Canary, CanaryOptions
 from roll_async.weight_sync.digest import of_trainer
-from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import open_sender
+from roll_async.weight_sync.transfer import TensorPart, open_sender
 
 RANK, VERSIONS = 4, 4
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -275,10 +274,10 @@ def test_the_canary_names_an_adapter_that_was_proved_and_never_delivered(replica
 
     async def check(version, content):
         source.model = copy.deepcopy(replica.models[version])
-        await canary.begin(version)
+        await canary.before_push(version)
         await replica.serve(version, content)
-        await canary.start(version, [replica])
-        return (await canary.found()).alarms
+        await canary.score_on_engines(version, [replica])
+        return (await canary.report()).alarms
 
     async def go():
         assert await check(0, Content.WHOLE) == ()

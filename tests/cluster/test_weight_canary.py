@@ -104,17 +104,17 @@ def after_two_pushes(folder, first, damage, *, engines=2, adapter=False, rows=RO
             options = CanaryOptions(prompts=len(rows), band=BANDS["fp32"], adapter=adapter, **depths)
             trainer = Trainer(first)
             canary = Canary(rows, trainer, options)
-            await canary.begin(1)
-            await canary.start(1, served)
-            whole = await canary.found()
+            await canary.before_push(1)
+            await canary.score_on_engines(1, served)
+            whole = await canary.report()
             assert whole.alarms == () and max(whole.difference.values()) < 1e-5
             trainer.model = second
-            await canary.begin(2)
+            await canary.before_push(2)
             for engine in served:
                 engine.takes(second)
             damage(served[-1].model, first)
-            await canary.start(2, served)
-            return await canary.found()
+            await canary.score_on_engines(2, served)
+            return await canary.report()
         finally:
             for engine in served:
                 await engine.engine.close()

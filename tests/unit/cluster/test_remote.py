@@ -23,7 +23,7 @@ from roll_async.rollout.remote_side import RolloutCalls, RolloutServer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.weight_sync.errors import EngineDead
 from roll_async.weight_sync.protocol import TakesWeights
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 

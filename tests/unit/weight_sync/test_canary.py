@@ -45,9 +45,9 @@ def history(*versions, rows=ROWS, **options):
         reports = []
         for version, (trainer, engines) in enumerate(versions, 1):
             canary._source.values = trainer
-            await canary.begin(version)
-            await canary.start(version, [Engine(name, values) for name, values in engines.items()])
-            reports.append(await canary.found())
+            await canary.before_push(version)
+            await canary.score_on_engines(version, [Engine(name, values) for name, values in engines.items()])
+            reports.append(await canary.report())
         return reports
 
     return asyncio.run(go())
@@ -107,9 +107,9 @@ def test_a_push_that_is_tried_again_compares_with_the_version_before_not_with_it
     async def go():
         for version, values in ((1, [-1, -2, -3]), (2, [-2, -3, -4]), (2, [-2, -3, -4])):
             canary._source.values = values
-            await canary.begin(version)
-            await canary.start(version, [Engine("a", values)])
-        return await canary.found()
+            await canary.before_push(version)
+            await canary.score_on_engines(version, [Engine("a", values)])
+        return await canary.report()
 
     assert asyncio.run(go()).moved == pytest.approx(1)
 
@@ -196,18 +196,18 @@ def test_without_rows_nothing_is_compared_until_a_batch_is_trained_whose_texts_t
         trainer = Trainer([-1, -2, -3, -4])
         canary = Canary([], trainer, CanaryOptions(prompts=2, band=0.1, stop=True, at_once=True))
         engine = Engine("a", [-1, -2, -3, -4])
-        await canary.begin(0)
-        canary.sent(0)
-        await canary.start(0, [engine])
+        await canary.before_push(0)
+        canary.score_on_trainer(0)
+        await canary.score_on_engines(0, [engine])
         await canary.check_returned(0, [engine])
-        assert await canary.found() is None and trainer.asked == []
+        assert await canary.report() is None and trainer.asked == []
         canary.taken([])
         canary.taken([])
         canary.taken(groups)
         canary.taken([build.group(9)])
-        await canary.begin(1)
-        await canary.start(1, [engine])
-        return trainer.asked, await canary.found()
+        await canary.before_push(1)
+        await canary.score_on_engines(1, [engine])
+        return trainer.asked, await canary.report()
 
     asked, report = asyncio.run(go())
     assert asked == [[[5, 6, 7], [8, 9, 3]]], "one of each group before a second of any, and for good"
@@ -255,13 +255,13 @@ def test_the_next_push_waits_for_the_answers_that_are_about_the_weights_before_i
     async def go():
         loop, trainer = asyncio.get_running_loop(), Trainer([-1, -2, -3])
         canary = Canary(ROWS, trainer, CanaryOptions(prompts=2, band=0.1))
-        assert await canary.found() is None
-        await canary.begin(1)
-        await canary.start(1, [Slow("a", [-1, -2, -3])])
+        assert await canary.report() is None
+        await canary.before_push(1)
+        await canary.score_on_engines(1, [Slow("a", [-1, -2, -3])])
         started_s = loop.time()
         trainer.values = [-2, -3, -4]
-        await canary.begin(2)
-        report = await canary.found()
+        await canary.before_push(2)
+        report = await canary.report()
         return started_s, loop.time() - started_s, report
 
     started_s, waited_s, report = run(go())
