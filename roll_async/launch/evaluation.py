@@ -1,7 +1,7 @@
 """The measurement of a validation without a run: of a model folder on engines, or of an address.
 
     folder   engines and reward host on Ray  --> ChatCompletionScheduler --\\
-             engines on Ray, worlds          --> AgentGroups --------------+--> wire.wire_validation --> sets, samples
+             engines on Ray, worlds          --> WorldRunner --------------+--> wire.wire_validation --> sets, samples
     address  chats over HTTP, reward workers --> EndpointSource ----------/
 """
 
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from roll_async.agents.groups import AgentGroups
+from roll_async.agents.worlds import WorldRunner
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
@@ -29,6 +29,7 @@ from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rewards.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, Prompt, RewardStatus, Sample, SamplingParams
 
@@ -103,7 +104,8 @@ async def _start_worlds(
     config: AgenticConfig, stack: AsyncExitStack
 ) -> Callable[[AsyncLLMServerManager], AnswersPrompts]:
     parts = await agent_parts(config, stack, trains=False)
-    return lambda manager: AgentGroups(manager, parts, group_options(config, trains=False))
+    options = group_options(config, trains=False)
+    return lambda manager: GroupRunner(WorldRunner(manager, parts), manager, options)
 
 
 async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: AsyncExitStack) -> Evaluation:

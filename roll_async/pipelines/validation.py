@@ -61,7 +61,7 @@ class HeldOut:
 
 
 class AnswersPrompts(Protocol):
-    """The part of `rollout/group_source.py: GroupSource` that a validation needs."""
+    """The part of `rollout/groups.py: GroupRunner` that a validation needs."""
 
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]: ...
 
