@@ -45,13 +45,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rollout/": (f"{UNIT}/rollout", f"{UNIT}/agents/test_groups.py"),
     "buffer/states.py": (f"{UNIT}/config/test_no_inert_key.py", f"{UNIT}/buffer"),
     "buffer/": (f"{UNIT}/buffer", f"{UNIT}/rollout/test_rollouter.py", f"{UNIT}/pipelines"),
-    "weight_sync/synchronizer.py": (
+    "weight_sync/push.py": (
         f"{UNIT}/weight_sync/test_synchronizer.py",
         f"{UNIT}/weight_sync/test_synchronizer_stages.py",
         f"{UNIT}/config/test_no_inert_key.py",
         f"{UNIT}/pipelines",
     ),
-    "weight_sync/calls.py": (f"{UNIT}/weight_sync/test_synchronizer.py",),
     "weight_sync/links.py": (f"{UNIT}/weight_sync/test_links.py",),
     "weight_sync/": (f"{UNIT}/weight_sync/test_layout.py", f"{UNIT}/weight_sync"),
     "pipelines/checkpoint.py": (f"{UNIT}/checkpoint/test_run_checkpoints.py", f"{UNIT}/pipelines"),
@@ -98,9 +97,9 @@ TESTS: dict[str, tuple[str, ...]] = {
 name runs before them.
 """
 GENERATED_FROM = (
-    "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/calls.py",
+    "rollout/*.py", "buffer/*.py", "weight_sync/push.py",
     "weight_sync/layout.py", "weight_sync/digest.py",
-    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py", "pipelines/validators.py",
+    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
     "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip

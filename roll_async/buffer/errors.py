@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from sysconfig import get_paths
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_HELPERS = ("buffer/deadline.py", "cluster/errors.py")
+_HELPERS = (
+    "buffer/deadline.py",
+    "cluster/remote.py",
+    "cluster/ray_channel.py",
+    "weight_sync/errors.py",
+)
 """They raise what happened elsewhere."""
 _LIBRARIES = tuple(Path(folder).resolve() for name, folder in get_paths().items() if name.endswith("lib"))
 
@@ -28,6 +35,30 @@ class StallError(RuntimeError):
     """A deadline passed without any progress. The message says who waits for what, and since when."""
 
 
+class RoleFailed(RuntimeError):
+    """A role process raised or died; the run ends with exit code 3."""
+
+
+class RoleGone(ConnectionError):
+    """A role process died."""
+
+
+class Defect(Exception):
+    """An error that nobody raises on purpose is its `__cause__`: a fault of this package, or of a user's own code. It
+    ends the run, and nothing handles it; so it is no RuntimeError, which callers of a role expect.
+    """
+
+    @classmethod
+    def of(cls, error: BaseException) -> Defect:
+        """With the error as its cause, unless it is one already."""
+        if isinstance(error, cls):
+            return error
+        cause = first_cause(error)
+        defect = cls(f"{type(cause).__name__}: {cause}")
+        defect.__cause__ = error
+        return defect
+
+
 class TooManyFailures(RuntimeError):
     """More groups were quarantined than `fault.max_failed_groups` allows; the message carries the last reasons."""
 
@@ -46,6 +77,19 @@ class DamagedLedger(LedgerError):
 
 class OtherPrompts(LedgerError, ValueError):
     """A resumed run would read other data than before, which the user can put back."""
+
+
+@contextmanager
+def after_start(*passing: type[Exception]) -> Iterator[None]:
+    """Around the work of a command whose start has read all that the user wrote: from here on an error that nobody
+    raises on purpose is a Defect, a ValueError too. `passing`: further errors that are raised for the user.
+    """
+    try:
+        yield
+    except Exception as error:  # of any class: it is raised again, as it is or as the cause of another
+        if isinstance(first_cause(error), (RuntimeError, OSError, Defect, *passing)):
+            raise
+        raise Defect.of(error) from error
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -12,29 +12,27 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol
 
 import ray
 from ray.actor import ActorHandle
 
-from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import call, told, wait_ended
 from roll_async.cluster.folders import require_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import held_port, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
+from roll_async.cluster.ray_channel import RayChannel, wait_ended
+from roll_async.cluster.remote import CallRules, Proxy, remote, served
 from roll_async.cluster.role_log import open_role_log
 from roll_async.inference.processes import ProcessId, process_ids, until_gone
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, EngineReport, PauseMode
+from roll_async.inference.protocol import EngineCapabilities, EngineMemory, EngineReport
 from roll_async.inference.settings import EngineSettings, NodeSpan
-from roll_async.schema import GenerateRequest, WeightVersion
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
-
-T = TypeVar("T")
+from roll_async.rollout.protocol import Replica, RequestTraffic
+from roll_async.weight_sync.protocol import TakesWeights
 
 _CONCURRENT_CALLS = 64
 """Concurrent calls on one replica: one collect, a few submits and aborts, never one per request."""
@@ -61,8 +59,34 @@ class EngineSpec:
     """By node, processes of the lost replica that it replaces: it starts when they have ended."""
 
 
+class EngineStart(Protocol):
+    """Calls that start a replica, or what a node holds of it."""
+
+    async def node_address(self) -> str: ...
+
+    async def hold_port(self, host: str) -> int: ...
+
+    async def start(
+        self, after: Sequence[ProcessId], span: NodeSpan | None
+    ) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]: ...
+
+    async def follow(self, after: Sequence[ProcessId], span: NodeSpan) -> tuple[ProcessId, ...]: ...
+
+    async def wait_ended(self) -> None: ...
+
+
+class EngineCalls(Replica, Protocol):
+    """Calls of a replica that runs."""
+
+    async def sleep(self, level: int) -> EngineMemory: ...
+
+    async def wake(self, tags: Sequence[str]) -> EngineMemory: ...
+
+    async def memory(self) -> EngineMemory: ...
+
+
 @ray.remote(max_restarts=0)
-@told
+@served({"_host": RequestTraffic, "_engine": TakesWeights})
 class EngineReplica:
     """One replica, or what a node holds of it, in its own process, plain asyncio inside."""
 
@@ -113,21 +137,6 @@ class EngineReplica:
         """Return when a rank that follows on this node has ended."""
         await asyncio.to_thread(self._follower.wait)
 
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        await self._host.submit(requests)
-
-    async def collect(self) -> EngineReport:
-        return await self._host.collect()
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._host.abort(request_ids)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._host.pause(mode)
-
-    async def resume(self) -> None:
-        await self._host.resume()
-
     async def sleep(self, level: int) -> EngineMemory:
         """Returns the memory that it still holds."""
         await self._engine.sleep(level)
@@ -144,21 +153,6 @@ class EngineReplica:
     async def memory(self) -> EngineMemory:
         return self._engine.memory()
 
-    async def load(self) -> EngineLoad:
-        return await self._host.load()
-
-    async def begin_update(self, plan: UpdatePlan) -> None:
-        await self._engine.begin_update(plan)
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        await self._engine.load_bucket(bucket)
-
-    async def finish_update(self) -> str:
-        return await self._engine.finish_update()
-
-    async def commit(self, version: WeightVersion) -> None:
-        await self._engine.commit(version)
-
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
         return list(await asyncio.gather(*(self._engine.score(row) for row in rows)))
 
@@ -171,17 +165,24 @@ def replica_name(index: int) -> str:
     return f"actor_infer-{index}"
 
 
-class RayEngineClient:
+class RayEngineClient(Proxy, EngineCalls):
     """A replica seen from the driver. Implements `rollout/protocol.py: Replica`."""
 
     capabilities: EngineCapabilities
 
     def __init__(self, name: str, actors: Sequence[ActorHandle], hosts: Sequence[str], *, rpc_timeout_s: float) -> None:
+        self._actor, *self._followers = actors
+        rules = CallRules(
+            role=name,
+            deadline_s=rpc_timeout_s,
+            waits={EngineCalls.collect},  # its deadline is the manager's (generation_timeout)
+            own=(Exception,),  # the manager says which of them are the loss of a replica
+            late=ConnectionError,  # a replica that does not answer in time is treated as dead
+        )
+        super().__init__(RayChannel(self._actor), rules)
         self.name, self.hosts = name, tuple(hosts)
         self.processes: tuple[tuple[ProcessId, ...], ...] = ()
         """By node, the actor's process and those of its engine."""
-        self._actor, *self._followers = actors
-        self._rpc_timeout_s = rpc_timeout_s
         self._broken: asyncio.Future[None] | None = None
         """Ends when a node after the first has lost a rank."""
 
@@ -190,7 +191,7 @@ class RayEngineClient:
         cls, spec: EngineSpec, placement: ProcessPlacement, pool: NodePool, number: int = 0
     ) -> RayEngineClient:
         """Start the process and load the model. `number`: earlier starts of this replica. Raises ValueError for what
-        the user can fix, StallError when it is not up in time.
+        the user can fix, StallError when it is not up in time, RoleFailed for what a library says.
         """
         name = replica_name(placement.index)
         unique = f"{name}.{number}" if number else name  # Ray may still have the dead actor under its name
@@ -206,9 +207,9 @@ class RayEngineClient:
                 )
                 actors.append(named.remote(spec.strategy, settings))
                 assert isinstance(actors[-1], ActorHandle)  # Ray says "or the class itself", for the sake of editors
-            limit_s = spec.rpc_timeout_s
-            asked = (call(name, "node_address", actor.node_address.remote(), timeout_s=limit_s) for actor in actors)
-            client = cls(name, actors, await asyncio.gather(*asked), rpc_timeout_s=limit_s)
+            nodes = [_start_of(name, actor, spec.rpc_timeout_s) for actor in actors]
+            hosts = await asyncio.gather(*(node.node_address() for node in nodes))
+            client = cls(name, actors, hosts, rpc_timeout_s=spec.rpc_timeout_s)
             await client._load(spec.after)
         except BaseException:  # also when cancelled: the processes must not be left
             for actor in actors:
@@ -218,47 +219,39 @@ class RayEngineClient:
 
     async def _load(self, after: Sequence[Sequence[ProcessId]]) -> None:
         """Load the model, on all nodes at the same time."""
-        gone = after or [()] * len(self.hosts)
+        limit_s, gone = self._rules.deadline_s, after or [()] * len(self.hosts)
+        first = _start_of(self.name, self._actor, limit_s)
         if not self._followers:
-            self.capabilities, processes = await self._ask_start(self._actor.start.remote(gone[0], None))
+            self.capabilities, processes = await first.start(gone[0], None)
             self.processes = (processes,)
             return
         host = self.hosts[0]
-        port = await self._ask_start(self._actor.hold_port.remote(host))
+        port = await first.hold_port(host)
         spans = [
             NodeSpan(num_nodes=len(self.hosts), node_rank=rank, master_addr=host, master_port=port)
             for rank in range(len(self.hosts))
         ]
-        (self.capabilities, own), *theirs = await asyncio.gather(
-            self._ask_start(self._actor.start.remote(gone[0], spans[0])),
-            *(
-                self._ask_start(actor.follow.remote(gone[rank], spans[rank]), rank)
-                for rank, actor in enumerate(self._followers, 1)
-            ),
-        )
+        others = [
+            _start_of(f"{self.name} on {host}", actor, limit_s)
+            for actor, host in zip(self._followers, self.hosts[1:], strict=True)
+        ]
+        follow = (node.follow(gone[rank], spans[rank]) for rank, node in enumerate(others, 1))
+        (self.capabilities, own), theirs = await asyncio.gather(first.start(gone[0], spans[0]), asyncio.gather(*follow))
         self.processes = (own, *theirs)
-        self._broken = asyncio.ensure_future(self._watch_followers())
+        self._broken = asyncio.ensure_future(self._watch(others))
 
-    async def _ask_start(self, ref: Awaitable[T], node: int = 0) -> T:
-        name = f"{self.name} on {self.hosts[node]}" if node else self.name
-        return await call(name, "start", ref, timeout_s=self._rpc_timeout_s)
-
-    async def _watch_followers(self) -> None:
+    async def _watch(self, others: Sequence[EngineStart]) -> None:
         """Raises ConnectionError when a node after the first has lost a rank, by which the others would wait for it."""
 
-        async def watch(actor: ActorHandle, host: str) -> None:
-            await call(f"{self.name} on {host}", "wait_ended", actor.wait_ended.remote(), timeout_s=None)
+        async def watch(node: EngineStart, host: str) -> None:
+            await node.wait_ended()
             raise ConnectionError(f"{self.name}: a rank on {host} has ended")
 
-        watches = (watch(*part) for part in zip(self._followers, self.hosts[1:], strict=True))
-        await asyncio.gather(*watches)
-
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        await self._ask("submit", self._actor.submit.remote(list(requests)))
+        await asyncio.gather(*(watch(*part) for part in zip(others, self.hosts[1:], strict=True)))
 
     async def collect(self) -> EngineReport:
-        """Waits for a report, without a deadline of its own: that is the manager's (generation_timeout)."""
-        collecting = asyncio.ensure_future(call(self.name, "collect", self._actor.collect.remote(), timeout_s=None))
+        """Waits for a report, or for the end of a rank on another node."""
+        collecting = asyncio.ensure_future(self._call("collect"))
         try:
             if self._broken is not None:
                 await asyncio.wait((collecting, self._broken), return_when=asyncio.FIRST_COMPLETED)
@@ -267,51 +260,6 @@ class RayEngineClient:
             return await collecting
         finally:
             collecting.cancel()
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._ask("abort", self._actor.abort.remote(list(request_ids)))
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._ask("pause", self._actor.pause.remote(mode))
-
-    async def resume(self) -> None:
-        await self._ask("resume", self._actor.resume.remote())
-
-    async def sleep(self, level: int) -> EngineMemory:
-        """See `Engine.sleep`. Returns what the replica still holds."""
-        return await self._ask("sleep", self._actor.sleep.remote(level))
-
-    async def wake(self, tags: Sequence[str]) -> EngineMemory:
-        """See `Engine.wake`. Returns what the replica then holds."""
-        return await self._ask("wake", self._actor.wake.remote(list(tags)))
-
-    async def memory(self) -> EngineMemory:
-        return await self._ask("memory", self._actor.memory.remote())
-
-    async def load(self) -> EngineLoad:
-        return await self._ask("load", self._actor.load.remote())
-
-    async def begin_update(self, plan: UpdatePlan) -> None:
-        await self._ask("begin_update", self._actor.begin_update.remote(plan))
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        await self._ask("load_bucket", self._actor.load_bucket.remote(bucket))
-
-    async def finish_update(self) -> str:
-        return await self._ask("finish_update", self._actor.finish_update.remote())
-
-    async def commit(self, version: WeightVersion) -> None:
-        await self._ask("commit", self._actor.commit.remote(version))
-
-    async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
-        return await self._ask("score", self._actor.score.remote(rows))
-
-    async def _ask(self, what: str, ref: Awaitable[T]) -> T:
-        """A replica that does not answer in time is treated as dead: ConnectionError."""
-        try:
-            return await call(self.name, what, ref, timeout_s=self._rpc_timeout_s)
-        except StallError as error:
-            raise ConnectionError(str(error)) from error
 
     async def close(self) -> None:
         """End the engine's own child processes, then the actor, with which they end in any case."""
@@ -329,3 +277,13 @@ class RayEngineClient:
     def _stop_watching(self) -> None:
         if self._broken is not None:
             self._broken.cancel()
+
+
+def _start_of(role: str, actor: ActorHandle, deadline_s: float | None) -> EngineStart:
+    rules = CallRules(
+        role=role,
+        deadline_s=deadline_s,
+        waits={EngineStart.wait_ended},
+        starts={EngineStart.node_address, EngineStart.hold_port, EngineStart.start, EngineStart.follow},
+    )
+    return remote(EngineStart, RayChannel(actor), rules)

@@ -15,14 +15,15 @@ from ray._private.state import state as cluster_state
 from ray.autoscaler._private.util import format_readonly_node_type
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.autoscaler.v2.utils import is_autoscaler_v2
+from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_async.buffer.deadline import within
-from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import call
+from roll_async.buffer.errors import RoleFailed, StallError
 from roll_async.cluster.placement import GrantedNode, NodeNeed, ProcessPlacement, gpu_nodes, process_env, shortage
+from roll_async.cluster.ray_channel import last_line
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,10 @@ class NodePool:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": strategy}
         view = _inspect.options(**options).remote().future()  # type: ignore[attr-defined]
-        return await call("nodes", "look at the GPUs", asyncio.wrap_future(view), timeout_s=None)
+        try:
+            return await asyncio.wrap_future(view)
+        except RayError as error:  # of a task: its node is gone again, or what it called there raised
+            raise RoleFailed(f"nodes: look at the GPUs: {last_line(error)}") from error
 
     def options(self, placement: ProcessPlacement, env: dict[str, str]) -> dict[str, object]:
         """Ray actor options of one process."""

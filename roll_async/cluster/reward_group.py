@@ -12,12 +12,14 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import ray
 from ray.actor import ActorHandle
 
-from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleFailed, call, told, wait_ended
+from roll_async.buffer.errors import RoleFailed, StallError
+from roll_async.cluster.ray_channel import RayChannel, wait_ended
+from roll_async.cluster.remote import CallRules, remote, served
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
 from roll_async.prompts.tokenizer import BatchDecode, batch_decoder, load_tokenizer
@@ -38,8 +40,18 @@ Answer = tuple[int, Reward | None, str]
 """(number, reward, reason for None)."""
 
 
+class RewardCalls(Protocol):
+    """Calls of a reward host."""
+
+    async def start(self, decode: BatchDecode) -> None: ...
+
+    async def submit(self, questions: Sequence[Question]) -> tuple[list[Answer], list[str]]: ...
+
+    async def collect(self) -> tuple[list[Answer], list[str]]: ...
+
+
 @ray.remote(max_restarts=0)
-@told
+@served({})
 class RewardHost:
     """The worker pools of all domains on one node."""
 
@@ -128,17 +140,28 @@ class HostPlan:
         assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)  # while the process starts
-            await call("rewards", "start", host.start.remote(batch_decoder(tokenizer)), timeout_s=self.rpc_timeout_s)
+            await self.calls(host).start(batch_decoder(tokenizer))
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise
         return host
+
+    def calls(self, host: ActorHandle) -> RewardCalls:
+        """Its typed calls."""
+        rules = CallRules(
+            role="rewards",
+            deadline_s=self.rpc_timeout_s,
+            waits={RewardCalls.collect},  # each sample has a deadline of its own (ScoringOptions.reward_timeout_s)
+            starts={RewardCalls.start},
+        )
+        return remote(RewardCalls, RayChannel(host), rules)
 
 
 class RayScorer:
     """`rollout/protocol.py: Scorer` over one RewardHost at a time.
 
     When a host dies, its open questions fail as an outage, which the scheduler retries, and another host is started.
+    A host that raises is no outage: the error ends the run.
     """
 
     def __init__(self, host: ActorHandle, plan: HostPlan) -> None:
@@ -148,7 +171,7 @@ class RayScorer:
         self._number = 0
         self._sending: asyncio.Task[None] | None = None
         self._reading = asyncio.create_task(self._read(), name="reward reader")
-        self._gone: str | None = None
+        self._gone: ConnectionError | RoleFailed | None = None
         self.restarts = 0
 
     @classmethod
@@ -157,9 +180,11 @@ class RayScorer:
         return cls(await plan.start(0), plan)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """Score one sample. Raises ConnectionError for an outage, also while the host is gone."""
+        """Score one sample. Raises ConnectionError for an outage, also while the host is gone, RoleFailed for a fault
+        in the host.
+        """
         if self._gone is not None:
-            raise ConnectionError(self._gone)
+            raise self._gone
         number, self._number = self._number, self._number + 1
         result = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._outbox.append((number, prompt, sample.response_token_ids))
@@ -175,36 +200,40 @@ class RayScorer:
             await asyncio.sleep(_COALESCE_S)
             batch, self._outbox = self._outbox, []
             try:
-                submitted = self._host.submit.remote(batch)
-                self._answer(*await call("rewards", "submit", submitted, timeout_s=self._plan.rpc_timeout_s))
+                self._answer(*await self._plan.calls(self._host).submit(batch))
             except StallError:
                 ray.kill(self._host)  # it does not answer; the reader sees it die, and starts another
             except (ConnectionError, RoleFailed) as error:  # if the host died, the reader starts another
-                self._answer([(number, None, str(error)) for number, _, _ in batch])
+                self._fail([number for number, _, _ in batch], error)
 
     async def _read(self) -> None:
-        """Read answers until the scorer is closed, over restarts of the host. It waits for answers without a deadline:
-        each sample has one of its own (`ScoringOptions.reward_timeout_s`).
-        """
-        while True:
+        """Read answers until the scorer is closed, over restarts of the host."""
+        while not isinstance(self._gone, RoleFailed):
+            calls = self._plan.calls(self._host)
             try:
                 while True:
-                    collected = self._host.collect.remote()
-                    self._answer(*await call("rewards", "collect", collected, timeout_s=None))
-            except ConnectionError as error:
-                self._lose(str(error))
-            await self._restart()
+                    self._answer(*await calls.collect())
+            except (ConnectionError, RoleFailed) as error:
+                self._gone = error
+                self._fail(list(self._waiting), error)
+            if isinstance(self._gone, ConnectionError):
+                await self._restart()
+
+    def _fail(self, numbers: Sequence[int], error: Exception) -> None:
+        """No answer comes to these questions."""
+        for number in numbers:
+            result = self._waiting.get(number)
+            if result is not None and not result.done():
+                result.set_exception(error)
 
     def _answer(self, answers: Sequence[Answer], notices: Sequence[str] = ()) -> None:
         for notice in notices:
             logger.warning("%s", notice)
         for number, reward, problem in answers:
             result = self._waiting.get(number)
-            if result is None or result.done():
-                continue
             if reward is None:
-                result.set_exception(ConnectionError(problem))
-            else:
+                self._fail([number], ConnectionError(problem))
+            elif result is not None and not result.done():
                 result.set_result(reward)
 
     async def _restart(self) -> None:
@@ -221,12 +250,6 @@ class RayScorer:
                 continue
             logger.warning("the reward host died (%s) and was started again", self._gone)
             self._gone = None
-
-    def _lose(self, reason: str) -> None:
-        self._gone = reason
-        for result in self._waiting.values():
-            if not result.done():
-                result.set_exception(ConnectionError(reason))
 
     async def close(self) -> None:
         """Stop the worker processes."""

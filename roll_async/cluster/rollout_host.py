@@ -14,8 +14,8 @@ from typing import Protocol
 
 import ray
 
-from roll_async.cluster.errors import told
 from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster.remote import served
 from roll_async.observe.memory import peak_bytes_of_self
 from roll_async.observe.run_folder import log_to
 from roll_async.rollout.remote_side import Counters, CoupledRollout, RolloutServer
@@ -35,6 +35,14 @@ StartRoles = Callable[[AsyncExitStack], Awaitable[UncoupledRoles]]
 """Starts engines and rewards; they close with the stack."""
 
 
+class HostStart(Protocol):
+    """Calls that start the process."""
+
+    async def start(self) -> None: ...
+
+    async def couple(self, spec: object) -> tuple[bool, Counters]: ...
+
+
 class _Warnings(logging.Handler):
     """Collects log lines for the console until the next answer."""
 
@@ -52,7 +60,7 @@ class _Warnings(logging.Handler):
 
 # Ray's overloads lack max_concurrency, so that pyright takes the class for one that is not remote.
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=_CONCURRENT_CALLS)  # pyright: ignore[reportCallIssue]
-@told
+@served({})
 class RolloutHost:
     """The process, plain asyncio inside. Every answer of the roles comes with the counters."""
 
@@ -71,10 +79,9 @@ class RolloutHost:
         self._hosted = RolloutServer(side)
         return side.validate is not None, self._counters()
 
-    async def answer(self, what: str, *args: object) -> tuple[object, Counters]:
-        """The result of a call of `rollout/remote_side.py`."""
-        result = await self._hosted.answer(what, *args)
-        return result, self._counters()
+    async def answer(self, method: str, *args: object) -> tuple[object, Counters]:
+        """The result of a call of `rollout/remote_side.py: RolloutCalls`."""
+        return await getattr(self._hosted, method)(*args), self._counters()
 
     def _counters(self) -> Counters:
         """Of the roles, with the memory of this process."""

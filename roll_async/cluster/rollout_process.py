@@ -1,4 +1,4 @@
-"""The driver's end of the rollout process: the border under the clients of `rollout/remote_side.py`.
+"""The driver's end of the rollout process: the channel under the clients of `rollout/remote_side.py`.
 
     driver: TrainLoop -- QueueClient, RollouterClient, SynchronizerClient --> RolloutHost --> engines, reward host
                |                                                                 |
@@ -20,20 +20,19 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_async.buffer.errors import EndOfData, LedgerError, StallError, TooManyFailures
-from roll_async.cluster.errors import call, wait_ended
-from roll_async.cluster.rollout_host import RolloutHost, StartRoles
+from roll_async.buffer.errors import Defect, EndOfData, LedgerError, StallError, TooManyFailures
+from roll_async.cluster.ray_channel import RayChannel, wait_ended
+from roll_async.cluster.remote import CallRules, remote
+from roll_async.cluster.rollout_host import HostStart, RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
-from roll_async.rollout.remote_side import ROLE, Counters, RolloutClient, RpcChannel
-from roll_async.weight_sync.synchronizer import SyncFailed
+from roll_async.rollout.remote_side import ROLE, WAITS, Counters, RolloutCalls, RolloutClient, RpcChannel
+from roll_async.weight_sync.protocol import SyncFailed
 
 logger = logging.getLogger(__name__)
 
-_OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedTooMany, SyncFailed)
+_OWN_ERRORS = (EndOfData, LedgerError, StallError, TooManyFailures, GeneratedTooMany, SyncFailed, Defect)
 """Errors of the roles inside that callers handle; others are raised as RoleFailed."""
 _LOOK_EVERY_S = 1.0
-_CANCEL_WITHIN_S = 5.0
-"""How long a cancelled call may take to end."""
 _SLOW_S = 10.0
 """An answer that takes longer is logged."""
 _INNER_S = 30.0
@@ -46,40 +45,32 @@ class _HostLink(RpcChannel):
     def __init__(self, host: ActorHandle, *, silence_s: float, rpc_timeout_s: float) -> None:
         super().__init__()
         self.host, self._silence_s, self.rpc_timeout_s = host, silence_s, rpc_timeout_s
+        self._ray = RayChannel(host, ends_cancelled=True)
+        rules = CallRules(role=ROLE, deadline_s=rpc_timeout_s, waits=WAITS, own=_OWN_ERRORS)
+        self.calls = remote(RolloutCalls, self, rules)
 
     def update(self, counters: Counters) -> None:
         for line in counters.warnings:
             print(line, file=sys.stderr, flush=True)
         super().update(counters)
 
-    async def ask(self, what: str, *args: object) -> Any:
-        return await self._answer(what, args, self.rpc_timeout_s)
-
-    async def wait(self, what: str, *args: object) -> Any:
-        return await self._answer(what, args, None)
-
-    async def _answer(self, what: str, args: Sequence[object], timeout_s: float | None) -> Any:
-        ref = self.host.answer.remote(what, *args)
-        try:
-            answer, counters = await call(ROLE, what, ref, timeout_s=timeout_s, own=_OWN_ERRORS)
-        except asyncio.CancelledError:
-            ray.cancel(ref)
-            await wait_ended([ref], _CANCEL_WITHIN_S)  # otherwise the next call may run before this one is cancelled
-            raise
+    async def invoke(self, method: str, *args: object) -> Any:
+        """`remote.py: Channel`."""
+        answer, counters = await self._ray.invoke("answer", method, *args)
         self.update(counters)
         return answer
 
     async def watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            look = asyncio.ensure_future(self.wait("counters"))
+            look = asyncio.ensure_future(self.calls.look())
             try:
                 await self._wait_for(look)
                 await look
             finally:
                 look.cancel()
 
-    async def _wait_for(self, look: asyncio.Future[object]) -> None:
+    async def _wait_for(self, look: asyncio.Future[None]) -> None:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         while not look.done():
@@ -119,10 +110,10 @@ class RolloutProcess:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         options = {"scheduling_strategy": here, "runtime_env": {"env_vars": env}}
-        remote = RolloutHost.options(**options, name="rollout")  # pyright: ignore[reportAttributeAccessIssue]  # see there
-        host = remote.remote(start, list(log_files))
+        actor = RolloutHost.options(**options, name="rollout")  # pyright: ignore[reportAttributeAccessIssue]  # see there
+        host = actor.remote(start, list(log_files))
         try:
-            await call(ROLE, "start", host.start.remote(), timeout_s=rpc_timeout_s + _INNER_S, own=_OWN_ERRORS)
+            await _start_of(host, rpc_timeout_s + _INNER_S).start()
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise
@@ -132,11 +123,10 @@ class RolloutProcess:
         """Build queue, rollouter and synchronizer in the process. Raises ValueError for an unpicklable spec."""
         link = self._link
         try:
-            coupling = link.host.couple.remote(spec)
-        except TypeError as error:
+            validates, counters = await _start_of(link.host, link.rpc_timeout_s).couple(spec)
+        except TypeError as error:  # of its pickling here; one that is raised there is the cause of another
             why = str(error).strip().splitlines()[0]
             raise ValueError(f"rollouter class and tools run in the {ROLE} and must be picklable: {why}") from error
-        validates, counters = await call(ROLE, "couple", coupling, timeout_s=link.rpc_timeout_s, own=_OWN_ERRORS)
         link.update(counters)
         return RolloutClient(link, validates=validates)
 
@@ -144,3 +134,10 @@ class RolloutProcess:
         """End engines and rewards, then the process."""
         await wait_ended([self._link.host.close.remote()], timeout_s=30)
         ray.kill(self._link.host)
+
+
+def _start_of(host: ActorHandle, deadline_s: float) -> HostStart:
+    starts = {HostStart.start, HostStart.couple}
+    return remote(
+        HostStart, RayChannel(host), CallRules(role=ROLE, deadline_s=deadline_s, starts=starts, own=_OWN_ERRORS)
+    )

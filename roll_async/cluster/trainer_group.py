@@ -13,10 +13,9 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import ray
 import torch
@@ -25,81 +24,29 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from roll_async.buffer.deadline import within
-from roll_async.buffer.errors import StallError
-from roll_async.cluster.errors import RoleGone, call, told, wait_ended
+from roll_async.buffer.errors import RoleGone, StallError
 from roll_async.cluster.folders import SharedFolders, require_model
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.network import listener, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
+from roll_async.cluster.ray_channel import RayChannel, wait_ended
+from roll_async.cluster.remote import CallRules, remote, served
 from roll_async.cluster.role_log import log_lines, open_role_log
 from roll_async.cluster.runtime import LOOPBACK
-from roll_async.config.schema import PipelineConfig, SglangConfig, VllmConfig, WorkerConfig
-from roll_async.inference.settings import EngineSettings
+from roll_async.cluster.training_role import TrainingRole
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard
 from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
-from roll_async.weight_sync.bucket import STAGED, Block, Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
-from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.transports import needs_front_end
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _SILENT_S, _LONGER = 60.0, 1.5
 """After this, or this many times the longest call so far, ranks that have not returned are named."""
-_STARTS = ("start", "restart")
-"""Calls that take minutes with a large model."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingRole:
-    """All that a rank process needs to build its worker."""
-
-    name: str
-    """actor_train, critic, reference or teacher."""
-    settings: MegatronSettings
-    bucket_bytes: int
-    """Largest total size of the blocks of a weight bucket, one per rank."""
-    engine_tensor_parallel: int = 1
-    """Tensor-parallel ranks of an engine that receive their parts of the weights."""
-    engine_stages_whole: bool = False
-    """Over transports of host memory the engine's front end receives whole tensors instead."""
-    engine_expert_parallel: bool = False
-    """Whether the engines spread whole experts over those ranks."""
-    weights_folder: str | None = None
-    """Folder of the files of weight_sync.transport filesystem."""
-
-    @classmethod
-    def of(cls, config: PipelineConfig, name: str, worker: WorkerConfig) -> TrainingRole:
-        """One training role, as the config has it."""
-        engine = EngineSettings.of(config, replica=0, restart=0)  # the same for all of them
-        # hf_infer has one rank. What waits in host memory for SGLang waits in its front end.
-        strategy = config.actor_infer.strategy_args.strategy_config
-        receives = isinstance(strategy, VllmConfig | SglangConfig) and needs_front_end(config) is None
-        return cls(
-            name=name,
-            settings=MegatronSettings.of(config, worker),
-            bucket_bytes=config.weight_sync.bucket_size_mb << 20,
-            rpc_timeout_s=config.fault.rpc_timeout,
-            engine_tensor_parallel=engine.tensor_parallel_size if receives else 1,
-            engine_stages_whole=isinstance(strategy, SglangConfig),
-            engine_expert_parallel=bool(engine.extra.keys() & {"enable_expert_parallel", "ep_size"}),
-            weights_folder=str(Path(config.output_dir).resolve() / config.exp_name / "weights"),
-        )
-
-    rpc_timeout_s: float
-    """Seconds of one call, the start included."""
-
-    def engine_layout(self, transport: str, num_kv_heads: int) -> EngineLayout:
-        """Which parts of the model the receivers of a push take."""
-        whole = self.engine_stages_whole and transport in STAGED
-        return EngineLayout(
-            tensor=1 if whole else self.engine_tensor_parallel,
-            num_kv_heads=num_kv_heads,
-            expert_parallel=self.engine_expert_parallel,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +60,68 @@ class Started:
     """Log lines of the start, among them the rank's choices."""
 
 
+class WorkerCalls(Protocol):
+    """Calls of a rank that its `MegatronWorker` answers."""
+
+    async def compute_logprobs(self, share: DataParallelShard) -> Tensor | None: ...
+
+    async def compute_squares(self, share: DataParallelShard) -> Tensor | None: ...
+
+    async def compute_plain_logprobs(self, share: DataParallelShard) -> Tensor | None: ...
+
+    async def compute_base_logprobs(self, share: DataParallelShard) -> Tensor | None: ...
+
+    async def compute_values(self, share: DataParallelShard) -> Tensor | None: ...
+
+    async def update_policy(self, share: DataParallelShard, step: int) -> Mapping[str, float]: ...
+
+    async def update_values(self, share: DataParallelShard, step: int) -> Mapping[str, float]: ...
+
+    async def offload_states(self, kinds: Sequence[str]) -> StateMemory: ...
+
+    async def load_states(self, kinds: Sequence[str]) -> StateMemory: ...
+
+    async def save_written(self) -> bool: ...
+
+    async def finish_save(self) -> None: ...
+
+    async def load(self, folder: str) -> bytes: ...
+
+    async def export_hf(self, folder: str) -> None: ...
+
+
+class RankCalls(WorkerCalls, Protocol):
+    """Calls of a rank process, see `MegatronRank`."""
+
+    async def require_folders(self, folders: SharedFolders) -> None: ...
+
+    async def listen(self, host: str) -> int: ...
+
+    async def node_address(self) -> str: ...
+
+    async def start(self, world_size: int, master_addr: str, master_port: int) -> Started: ...
+
+    async def restart(
+        self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int
+    ) -> Started: ...
+
+    async def export_begin(self, plan: UpdatePlan, block_bytes: int) -> UpdatePlan: ...
+
+    async def export_next(self) -> Block | None: ...
+
+    async def export_digest(self) -> list[int]: ...
+
+    async def save(self, folder: str, step: int, state: bytes, background: bool) -> None: ...
+
+
+_STARTS = ("start", "restart")
+"""Calls that take minutes with a large model."""
+_READ_INPUT = {RankCalls.require_folders, RankCalls.node_address, RankCalls.start, RankCalls.restart, RankCalls.load}
+"""Calls that find out what is wrong with folders, settings and checkpoints of the user."""
+
+
 @ray.remote(max_restarts=0)
-@told
+@served({"_worker": WorkerCalls}, synchronous=True)
 class MegatronRank:
     """One rank: a synchronous `MegatronWorker` in its own process."""
 
@@ -160,30 +167,9 @@ class MegatronRank:
         self._role = replace(self._role, settings=settings)
         return self.start(world_size, master_addr, master_port)
 
-    def compute_logprobs(self, share: DataParallelShard) -> Tensor | None:
-        return self._worker.compute_logprobs(share)
-
-    def compute_squares(self, share: DataParallelShard) -> Tensor | None:
-        return self._worker.compute_squares(share)
-
-    def compute_plain_logprobs(self, share: DataParallelShard) -> Tensor | None:
-        return self._worker.compute_plain_logprobs(share)
-
-    def update_policy(self, share: DataParallelShard, step: int) -> Mapping[str, float]:
-        return self._worker.update_policy(share, step)
-
-    def compute_base_logprobs(self, share: DataParallelShard) -> Tensor | None:
-        return self._worker.compute_base_logprobs(share)
-
-    def compute_values(self, share: DataParallelShard) -> Tensor | None:
-        return self._worker.compute_values(share)
-
-    def update_values(self, share: DataParallelShard, step: int) -> Mapping[str, float]:
-        return self._worker.update_values(share, step)
-
     def export_begin(self, plan: UpdatePlan, block_bytes: int) -> UpdatePlan:
         """Begin the export of this rank's part of a weight version. It needs no other rank."""
-        from roll_async.weight_sync.transports import open_sender
+        from roll_async.weight_sync.transfer import open_sender
 
         role = self._role
         layout = role.engine_layout(plan.transport, self._worker.num_kv_heads)
@@ -207,26 +193,8 @@ class MegatronRank:
         assert self._export is not None
         return self._export.sent
 
-    def offload_states(self, kinds: Sequence[str]) -> StateMemory:
-        return self._worker.offload_states(kinds)
-
-    def load_states(self, kinds: Sequence[str]) -> StateMemory:
-        return self._worker.load_states(kinds)
-
     def save(self, folder: str, step: int, state: bytes, background: bool) -> None:
         self._worker.save(folder, step, state, background=background)
-
-    def save_written(self) -> bool:
-        return self._worker.save_written()
-
-    def finish_save(self) -> None:
-        self._worker.finish_save()
-
-    def load(self, folder: str) -> bytes:
-        return self._worker.load(folder)
-
-    def export_hf(self, folder: str) -> None:
-        self._worker.export_hf(folder)
 
     def close(self) -> None:
         """Unlink shared memory of an export that was under way."""
@@ -240,7 +208,8 @@ class RayTrainerGroup:
 
     def __init__(self, name: str, ranks: Sequence[ActorHandle], *, bucket_bytes: int, rpc_timeout_s: float) -> None:
         self.name = name
-        self._ranks = ranks
+        self._actors = ranks
+        self._ranks = [self._calls_of(f"{name} rank {i}", actor) for i, actor in enumerate(ranks)]
         self._bucket_bytes, self._rpc_timeout_s = bucket_bytes, rpc_timeout_s
         self._host = LOOPBACK
         self.hosts: frozenset[str] = frozenset()
@@ -274,13 +243,13 @@ class RayTrainerGroup:
             ranks.append(rank)
         group = cls(role.name, ranks, bucket_bytes=role.bucket_bytes, rpc_timeout_s=role.rpc_timeout_s)
         try:
-            await group._all("require_folders", lambda r: r.require_folders.remote(folders))
-            addresses = await group._all("node_address", lambda r: r.node_address.remote())
+            await group._all(RankCalls.require_folders, folders)
+            addresses = await group._all(RankCalls.node_address)
             group.hosts = frozenset(addresses)
             if not embedded:
                 group._host = addresses[0]
-            port = await group._first("listen", ranks[0].listen.remote(group._host))
-            group._started = await group._all("start", lambda r: r.start.remote(len(ranks), group._host, port))
+            port = await group._listen()
+            group._started = await group._all(RankCalls.start, len(ranks), group._host, port)
         except BaseException:  # also when cancelled: the processes must not be left
             group._kill()
             raise
@@ -290,36 +259,34 @@ class RayTrainerGroup:
 
     async def restart(self, settings: MegatronSettings) -> None:
         """Return the role to the state of a new start, in the same processes: for many short runs on the same ranks."""
-        port = await self._first("listen", self._ranks[0].listen.remote(self._host))
-        self._started = await self._all(
-            "restart", lambda r: r.restart.remote(settings, len(self._ranks), self._host, port)
-        )
+        port = await self._listen()
+        self._started = await self._all(RankCalls.restart, settings, len(self._ranks), self._host, port)
 
     async def compute_logprobs(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see ScoringGroup."""
-        return await self._score("compute_logprobs", rows, lambda r, share: r.compute_logprobs.remote(share))
+        return await self._score(RankCalls.compute_logprobs, rows)
 
     async def compute_squares(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see TrainerGroup."""
-        return await self._score("compute_squares", rows, lambda r, share: r.compute_squares.remote(share))
+        return await self._score(RankCalls.compute_squares, rows)
 
     async def compute_base_logprobs(self, rows: TokenRows) -> Tensor:
         """`compute_logprobs` of the model without its LoRA adapters."""
-        return await self._score("compute_base_logprobs", rows, lambda r, share: r.compute_base_logprobs.remote(share))
+        return await self._score(RankCalls.compute_base_logprobs, rows)
 
     async def compute_values(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see CriticGroup."""
-        return await self._score("compute_values", rows, lambda r, share: r.compute_values.remote(share))
+        return await self._score(RankCalls.compute_values, rows)
 
     async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of one training step."""
-        _, refs = await self._put(self._splitter.policy, rows)
-        return (await self._all("update_policy", lambda r, share: r.update_policy.remote(share, step), refs))[0]
+        _, of_ranks = await self._put(self._splitter.policy, rows)
+        return (await self._each(RankCalls.update_policy, [(share, step) for share in of_ranks]))[0]
 
     async def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of the critic."""
-        _, refs = await self._put(self._splitter.values, rows)
-        return (await self._all("update_values", lambda r, share: r.update_values.remote(share, step), refs))[0]
+        _, of_ranks = await self._put(self._splitter.values, rows)
+        return (await self._each(RankCalls.update_values, [(share, step) for share in of_ranks]))[0]
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
         """Log-probs of given rows at temperature 1, see WeightSource."""
@@ -327,18 +294,16 @@ class RayTrainerGroup:
         tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]) & (torch.arange(tokens.shape[1]) > 0)
         asked = TokenRows(tokens=tokens, lengths=lengths, mask=mask)
-        scored = await self._score(
-            "compute_plain_logprobs", asked, lambda r, share: r.compute_plain_logprobs.remote(share)
-        )
+        scored = await self._score(RankCalls.compute_plain_logprobs, asked)
         return [array("f", scored[i, 1:length].tolist()) for i, length in enumerate(lengths.tolist())]
 
     async def _score(
-        self, what: str, rows: TokenRows, remote_call: Callable[[ActorHandle, ray.ObjectRef], ray.ObjectRef]
+        self, method: Callable[[RankCalls, DataParallelShard], Coroutine[Any, Any, Tensor | None]], rows: TokenRows
     ) -> Tensor:
         """[B,T], merged from the ranks' scores of their own rows."""
-        shares, refs = await self._put(self._splitter.scoring, rows)
+        shares, of_ranks = await self._put(self._splitter.scoring, rows)
         result = torch.zeros(rows.tokens.shape)
-        answers = await self._all(what, remote_call, refs)
+        answers = await self._each(method, [(share,) for share in of_ranks])
         for started, answer in zip(self._started, answers, strict=True):
             if answer is not None:
                 result[shares[started.data_parallel_rank].numbers, : answer.shape[1]] = answer
@@ -350,10 +315,12 @@ class RayTrainerGroup:
 
     async def _put(
         self, split: Callable[[T], list[DataParallelShard]], rows: T
-    ) -> tuple[list[DataParallelShard], list[ray.ObjectRef]]:
-        """(shares, references): the shares by data-parallel rank, and each rank's reference to its own."""
+    ) -> tuple[list[DataParallelShard], list[DataParallelShard]]:
+        """The shares by data-parallel rank, and each rank's own in the object store."""
         shares = await asyncio.to_thread(split, rows)
-        refs = [ray.put(share) for share in shares]
+        refs = cast(
+            list[DataParallelShard], [ray.put(share) for share in shares]
+        )  # as an argument it arrives as the share itself
         return shares, [refs[started.data_parallel_rank] for started in self._started]
 
     async def export_weights(self, plan: UpdatePlan) -> AsyncIterator[UpdatePlan | Bucket | str]:
@@ -361,7 +328,7 @@ class RayTrainerGroup:
         caller uses the current one.
         """
         block_bytes = max(1, self._bucket_bytes // len(self._ranks))
-        plans = await self._all("export_begin", lambda r: r.export_begin.remote(plan, block_bytes))
+        plans = await self._all(RankCalls.export_begin, plan, block_bytes)
         pending = asyncio.ensure_future(self._next_bucket(0))
         try:
             yield plans[0]
@@ -371,82 +338,95 @@ class RayTrainerGroup:
         finally:
             if not pending.done():
                 await asyncio.wait([pending])
-        yield of_trainer(await self._all("export_digest", lambda r: r.export_digest.remote()))
+        yield of_trainer(await self._all(RankCalls.export_digest))
 
     async def _next_bucket(self, index: int) -> Bucket | None:
         """The next blocks of all ranks; ranks that have sent all of theirs are left out."""
-        blocks = await self._all("export_next", lambda r: r.export_next.remote())
+        blocks = await self._all(RankCalls.export_next)
         found = tuple(block for block in blocks if block is not None)
         return Bucket(index=index, blocks=found) if found else None
 
     async def offload_states(self, kinds: Sequence[str] = STATE_KINDS) -> list[StateMemory]:
         """Free the devices for the role that shares them, see OffloadingGroup."""
-        return await self._all("offload_states", lambda r: r.offload_states.remote(kinds))
+        return await self._all(RankCalls.offload_states, kinds)
 
     async def load_states(self, kinds: Sequence[str] = STATE_KINDS) -> list[StateMemory]:
         """Inverse of `offload_states`."""
-        return await self._all("load_states", lambda r: r.load_states.remote(kinds))
+        return await self._all(RankCalls.load_states, kinds)
 
     async def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
         """Atomic checkpoint of all ranks with the caller's own state; `finish_save` completes one in the background."""
-        await self._all("save", lambda r: r.save.remote(folder, step, state, background))
+        await self._all(RankCalls.save, folder, step, state, background)
 
     async def finish_save(self, poll_s: float = 0.5) -> None:
         """Wait until a save in the background is complete; the ranks train meanwhile."""
         await within(self._rpc_timeout_s, self._written(poll_s), f"{self.name}: the checkpoint was not written")
-        await self._all("finish_save", lambda r: r.finish_save.remote())
+        await self._all(RankCalls.finish_save)
 
     async def _written(self, poll_s: float) -> None:
-        while not all(await self._all("save_written", lambda r: r.save_written.remote())):
+        while not all(await self._all(RankCalls.save_written)):
             await asyncio.sleep(poll_s)
 
     async def load(self, folder: str) -> bytes:
         """Restore all ranks; returns the caller's state."""
-        return (await self._all("load", lambda r: r.load.remote(folder)))[0]
+        return (await self._all(RankCalls.load, folder))[0]
 
     async def export_hf(self, folder: str) -> None:
         """Write a transformers-loadable folder."""
-        await self._all("export_hf", lambda r: r.export_hf.remote(folder))
+        await self._all(RankCalls.export_hf, folder)
 
     async def close(self) -> None:
         """Let the ranks clean up, then end them. When one is lost, the others hang in a collective and cannot."""
         if self._lost is None:
-            await wait_ended([r.close.remote() for r in self._ranks], timeout_s=5)
+            await wait_ended([actor.close.remote() for actor in self._actors], timeout_s=5)
         self._kill()
 
     def _kill(self) -> None:
-        for rank in self._ranks:
-            ray.kill(rank)
+        for actor in self._actors:
+            ray.kill(actor)
 
-    async def _first(self, what: str, ref: Awaitable[T]) -> T:
-        """One call on rank 0."""
-        return await call(f"{self.name} rank 0", what, ref, timeout_s=self._rpc_timeout_s)
+    def _calls_of(self, role: str, actor: ActorHandle) -> RankCalls:
+        rules = CallRules(role=role, deadline_s=None, starts=_READ_INPUT)  # the deadline is that of all ranks together
+        return remote(RankCalls, RayChannel(actor), rules)
 
-    async def _all(self, what: str, remote_call: Callable[..., ray.ObjectRef], *of_ranks: Sequence) -> list:
-        """One call on every rank, with its elements of `of_ranks`; the first failure is raised, naming the rank.
+    async def _listen(self) -> int:
+        """The port where the ranks find each other: of rank 0."""
+        (port,) = await self._answers("listen", [self._ranks[0].listen(self._host)])
+        return port
+
+    async def _all(
+        self, method: Callable[Concatenate[RankCalls, P], Coroutine[Any, Any, T]], *args: P.args, **none: P.kwargs
+    ) -> list[T]:
+        """One call on every rank, with the same arguments."""
+        assert not none, "arguments travel by position"
+        return await self._each(method, [args] * len(self._ranks))
+
+    async def _each(
+        self, method: Callable[..., Coroutine[Any, Any, T]], of_ranks: Sequence[tuple[object, ...]]
+    ) -> list[T]:
+        """One call on every rank, with its own arguments; the first failure is raised, naming the rank.
 
         A rank that is dead or hangs leaves the others in a collective for ever, so the group is not usable any more:
         later calls raise the same error at once.
         """
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
+        name = method.__name__
+        calls = [getattr(rank, name)(*args) for rank, args in zip(self._ranks, of_ranks, strict=True)]
         try:
-            return await self._answers(what, [remote_call(*x) for x in zip(self._ranks, *of_ranks, strict=True)])
+            return await self._answers(name, calls)
         except (StallError, RoleGone) as error:
             self._lost = error
             raise
 
-    async def _answers(self, what: str, refs: Sequence[ray.ObjectRef]) -> list:
+    async def _answers(self, what: str, asked: Sequence[Awaitable[T]]) -> list[T]:
         """The answers in the order of the ranks. One deadline covers all calls; the calls have none of their own. Ranks
         that are silent for longer than usual are named meanwhile.
         """
         loop, since = asyncio.get_running_loop(), time.strftime("%H:%M:%S")
         began_s, limit_s = loop.time(), self._rpc_timeout_s
         patience_s = limit_s if what in _STARTS else min(limit_s, max(_SILENT_S, _LONGER * self._longest_s))
-        calls = [
-            asyncio.ensure_future(call(f"{self.name} rank {i}", what, _awaitable(ref), timeout_s=None))
-            for i, ref in enumerate(refs)
-        ]
+        calls = [asyncio.ensure_future(one) for one in asked]
         try:
             late = await self._late(calls, patience_s)
             if late and patience_s < limit_s:
@@ -483,7 +463,3 @@ class BasePolicy:
     async def compute_logprobs(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, see ScoringGroup."""
         return await self._actor.compute_base_logprobs(rows)
-
-
-async def _awaitable(ref: ray.ObjectRef) -> object:
-    return await ref

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.buffer.errors import RaisesAlways, StallError, first_cause, place_of
+from roll_async.buffer.errors import Defect, RaisesAlways, StallError, after_start, first_cause, place_of
 from roll_async.commands.command_line import (
     AS_TYPED,
     EXIT_CODES,
@@ -186,13 +187,13 @@ def _run(config: RLVRConfig | AgenticConfig, classes: UserHooks | None) -> int:
         code = exit_code(error)
         if code == EXIT_INTERRUPTED:
             return _interrupted(config, folder)
-        cause = first_cause(error)
-        logger.error("%s: %s%s", type(cause).__name__, cause, origin(cause))
-        logger.info("traceback:", exc_info=error)
+        cause = shown_cause(error)
+        logger.error("%s: %s%s", type(cause).__name__, cause, origin(error))
+        # All that waited for the part with the defect raise it: the way that matters is that of the cause.
+        first = first_cause(error)
+        logger.info("traceback:", exc_info=first.__cause__ if isinstance(first, Defect) else error)
         _ended(folder, "failed", reason=f"{type(cause).__name__}: {cause}"[:_REASON_CHARACTERS])
-        if code is None:
-            raise
-        return code
+        return EXIT_ROLE_FAILED if code is None else code
 
 
 def _interrupted(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> int:
@@ -209,16 +210,23 @@ def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: 
     return code
 
 
+def shown_cause(error: BaseException) -> BaseException:
+    """The error that the user is shown: the first of a group, and of a Defect its cause."""
+    cause = first_cause(error)
+    return first_cause(cause.__cause__) if isinstance(cause, Defect) and cause.__cause__ is not None else cause
+
+
 def origin(error: BaseException) -> str:
     """The place in this package that raised an error, also in the process of a role, appended to its message; empty if
-    raised elsewhere.
+    raised elsewhere. Of a Defect it may be in the user's own code.
     """
-    place = "" if isinstance(error, RaisesAlways | Unwritable) else place_of(error)
+    cause, is_defect = shown_cause(error), isinstance(first_cause(error), Defect)
+    place = "" if isinstance(cause, RaisesAlways | Unwritable) else place_of(cause, theirs=is_defect)
     return f" [{place}; the whole way is in run.log]" if place else ""
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code of an error; None for a defect of roll_async itself, which is shown with its traceback."""
+    """The exit code of an error; None for a defect of roll_async itself, of which all callers show the traceback."""
     match first_cause(error):
         case KeyboardInterrupt() | asyncio.CancelledError():
             return EXIT_INTERRUPTED
@@ -237,8 +245,9 @@ def ended(name: str, work: Callable[[], int]) -> int:
         return work()
     except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
         code = exit_code(error)
-        if code is None:
-            raise
+        if code is None:  # there is no run.log that would keep the way to it
+            traceback.print_exception(error)
+            return EXIT_ROLE_FAILED
         if code != EXIT_INTERRUPTED:
             print(f"roll-async {name}: {first_cause(error)}", file=sys.stderr)
         return code
@@ -320,13 +329,15 @@ async def _train(
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
     from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
+    from roll_async.rollout.filter_budget import GeneratedTooMany
 
     recorder, folder = observers
     while True:
         try:
             async with started_roles(config, runtime, placements, observers, classes) as run:
-                end = await run.pipeline.run()
-                await run.export_hf(str(folder.path / "hf"))
+                with after_start(GeneratedTooMany):
+                    end = await run.pipeline.run()
+                    await run.export_hf(str(folder.path / "hf"))
                 folder.update_record(exported_step=run.pipeline.trained_step)
             return end
         except Exception as error:  # `can_restart` names the types, which may be inside an ExceptionGroup

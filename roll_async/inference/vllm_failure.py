@@ -1,4 +1,4 @@
-"""Why an engine did not start.
+"""Why an engine did not start, and that it is dead.
 
 vLLM reports of its processes only that one of them failed, and logs the cause there: the log of errors of all of them
 is gathered in a file while they start.
@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from roll_async.weight_sync.errors import EngineDead
 
 _PATH = "VLLM_LOGGING_CONFIG_PATH"
 _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Died)(?::|$)")
@@ -38,6 +40,17 @@ def start_errors() -> Iterator[None]:
                 del os.environ[_PATH]
             else:
                 os.environ[_PATH] = given
+
+
+@contextmanager
+def core_alive() -> Iterator[None]:
+    """Around calls of vLLM. Raises EngineDead when its core has ended, as every call after that."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDead(f"vLLM's engine process is dead: {error}") from error
 
 
 def first_exception(log: str) -> str | None:

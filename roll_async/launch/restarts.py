@@ -17,8 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from roll_async.buffer.errors import StallError, first_cause
-from roll_async.cluster.errors import RoleFailed
+from roll_async.buffer.errors import RoleFailed, StallError, first_cause
 from roll_async.cluster.garbage import start_without_collections
 from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig

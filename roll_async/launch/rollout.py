@@ -26,7 +26,7 @@ from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfi
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
-from roll_async.pipelines.turns import PhaseSwitcher
+from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.wire import (
     ComponentTypes,
     EngineOptions,
@@ -34,8 +34,8 @@ from roll_async.pipelines.wire import (
     RolloutOptions,
     RolloutRoles,
     RolloutSide,
-    connect,
-    wire_rollout,
+    build_engines,
+    build_rollout,
 )
 from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
@@ -72,8 +72,8 @@ class RolloutSpec:
     rollouter: type[Rollouter] = Rollouter
     tools: Mapping[str, Tool] = field(default_factory=dict)
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
-    turns: PhaseSwitcher | None = None
-    """The turns of training roles and engines on shared devices; None = they share none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
     trainer_hosts: frozenset[str] = frozenset()
     """Addresses of the trainer's nodes."""
 
@@ -117,11 +117,11 @@ class StartedRollout:
             restored=spec.restored,
             run_id=spec.run_id,
             position=spec.position,
-            turns=spec.turns,
+            devices=spec.devices,
             pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
         transport = _transport(config, hosts)
-        side = wire_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
+        side = build_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
         self.starter.one_host = next(iter(hosts)) if transport in ONE_HOST else None
         folder = Path(config.output_dir) / config.exp_name
         await follow_requests(folder, self.engines, self.starter, side.queue, self.stack)
@@ -152,11 +152,11 @@ async def start_engines(
     """
     found, clients = await asyncio.gather(beside, starter.start_all())
     first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
-    connected = connect(clients[:first_own], starter, options)
+    connected = build_engines(clients[:first_own], starter, options)
     await connected.start(stack)
     validators = None
     if own := clients[first_own:]:
-        validators = connect(own, starter, options)
+        validators = build_engines(own, starter, options)
         await validators.start(stack)
     return found, connected, validators
 

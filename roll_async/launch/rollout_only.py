@@ -16,6 +16,7 @@ from pathlib import Path
 
 from roll_async.agents.tasks import Tasks
 from roll_async.agents.worlds import WorldRunner
+from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig
 from roll_async.launch.agents import agent_parts, group_options, held_out_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
@@ -59,7 +60,8 @@ async def rolled_batches(
     before: Mapping[str, tuple[float, float]] = {}
     for batch in range(num_batches):
         places = range(batch * size, (batch + 1) * size)
-        kept = await rolled(groups, tasks, places)
+        with after_start():
+            kept = await rolled(groups, tasks, places)
         dump.write(batch + 1, sample_rows(kept))
         dump.flush()
         answered = [(group.prompt, rows) for group in kept for rows in group.trajectories]

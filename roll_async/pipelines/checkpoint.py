@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
-from roll_async.buffer.errors import LedgerError
+from roll_async.buffer.errors import LedgerError, StallError
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.config.schema import PipelineConfig
 from roll_async.observe.sample_dump import SampleDump
@@ -98,11 +98,8 @@ class LoopCheckpoint:
         await asyncio.to_thread(self._checkpoints.prune)
         try:
             await self._queue.checkpointed(step)
-        except (
-            LedgerError,
-            RuntimeError,
-            OSError,
-        ) as error:  # the checkpoint is complete; if the ledger stays broken, its next write raises
+        except (LedgerError, StallError, ConnectionError) as error:
+            # The checkpoint is complete. A ledger that stays broken, or a rollout process that is gone, raises next.
             logger.error("the checkpoint of step %d is complete, but the ledger was not pruned: %s", step, error)
 
     async def finish(self) -> None:

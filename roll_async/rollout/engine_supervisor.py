@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from itertools import count
 from typing import Protocol
 
+from roll_async.buffer.errors import RoleFailed, StallError
 from roll_async.inference.protocol import PauseMode
 from roll_async.rollout.protocol import Replica
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -140,9 +141,8 @@ class EngineSupervisor:
         if self._tasks.get(name) is task:
             del self._tasks[name]
         error = None if task.cancelled() else task.exception()
-        if error is not None:  # not a failure to start, which `_start` reports itself
-            logger.error("%s: %s", task.get_name(), error, exc_info=error)
-            self._give_up(name, f"{type(error).__name__}: {error}")
+        if error is not None:  # no failure to start, which `_start` reports itself
+            self._manager.fail(error)
 
     def _give_up(self, name: str, reason: str) -> None:
         self._coming.pop(name, None)
@@ -163,7 +163,7 @@ class EngineSupervisor:
                 await client.resume()
         except TimeoutError:
             reason = f"did not resume within {self._resume_timeout_s:g} s"
-        except (RuntimeError, OSError) as error:
+        except ConnectionError as error:
             reason = f"did not resume: {error}"
         if self._coming.get(client.name) is not client:  # it left meanwhile
             return
@@ -196,7 +196,9 @@ class EngineSupervisor:
                     await client.pause(PauseMode.ABORT)
             except TimeoutError:
                 reason = f"not up within {self._start_timeout_s:g} s"
-            except (RuntimeError, OSError, ValueError) as error:
+            except (ConnectionError, StallError, RoleFailed, ValueError) as error:
+                # Of a start, not of a call: also what the library says while it loads (RoleFailed), and what a place
+                # refuses (ValueError). The others go on without it.
                 reason = str(error)
             else:
                 self._coming[name] = client

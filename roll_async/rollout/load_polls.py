@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.replica_link import REPLICA_ERRORS, ReplicaLink, Spawn
+from roll_async.rollout.replica_link import LOSSES, ReplicaLink, Spawn
 
 _SHORTEST_POLL_S = 0.1
 """Interval at which a replica that runs requests of other clients is asked for its load."""
@@ -27,7 +27,7 @@ class LoadPolls:
         self._spawn(self._ask_once(link), f"first load of {link.name}")
 
     async def _ask_once(self, link: ReplicaLink) -> None:
-        with suppress(*REPLICA_ERRORS):
+        with suppress(*LOSSES):  # the heartbeat finds it out, too
             async with asyncio.timeout(self._options.interrupt_timeout_s):
                 await link.ask_load()
 
@@ -43,7 +43,7 @@ class LoadPolls:
                 await asyncio.sleep(max(self._options.batch_creation_interval_s, _SHORTEST_POLL_S))
                 async with asyncio.timeout(self._options.interrupt_timeout_s):
                     await link.ask_load()
-        except REPLICA_ERRORS:
+        except LOSSES:  # as above; until then it counts as without requests of others
             link.foreign_requests = 0
         finally:
             self._followed.discard(link)

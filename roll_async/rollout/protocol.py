@@ -14,12 +14,8 @@ from roll_async.schema import GenerateRequest, Prompt, Reward, Sample
 from roll_async.weight_sync.protocol import UpdatedReplica
 
 
-class Replica(UpdatedReplica, Protocol):
-    """One engine replica: it generates for the scheduler, and takes weights from the synchronizer (`UpdatedReplica`).
-    A dead replica raises ConnectionError from any call.
-    """
-
-    capabilities: EngineCapabilities
+class RequestTraffic(Protocol):
+    """Requests to a replica and its reports."""
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Hand over requests; returns as soon as the replica has them."""
@@ -39,6 +35,14 @@ class Replica(UpdatedReplica, Protocol):
     async def resume(self) -> None: ...
 
     async def load(self) -> EngineLoad: ...
+
+
+class Replica(RequestTraffic, UpdatedReplica, Protocol):
+    """One engine replica: it generates for the scheduler, and takes weights from the synchronizer (`UpdatedReplica`).
+    A dead replica raises ConnectionError from any call.
+    """
+
+    capabilities: EngineCapabilities
 
 
 class Scorer(Protocol):
@@ -81,7 +85,7 @@ class PromptPool(PromptSource, Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
-class Validator(Protocol):
+class ValidationMeasure(Protocol):
     """`pipelines/validation.py`, or its client in another process."""
 
     async def prepare(self, step: int) -> bool:

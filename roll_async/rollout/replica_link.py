@@ -12,8 +12,10 @@ from roll_async.rollout.protocol import Replica
 
 Spawn = Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]
 
-REPLICA_ERRORS = (RuntimeError, OSError, ValueError)
-"""What a call to a replica may raise, ConnectionError and TimeoutError among them: a failure of that replica alone."""
+LOSSES = (ConnectionError, TimeoutError)
+"""The only errors of a call after which its replica counts as lost: its process is gone, its engine is dead, or it does
+not answer in time. Every other error is a fault of ours, which the next replica would raise again.
+"""
 
 
 class Listener(Protocol):
@@ -29,7 +31,7 @@ class Listener(Protocol):
 
 
 class ReplicaLink:
-    """One replica of the manager. Its failures are reported to the listener, never raised."""
+    """One replica of the manager. Its loss is reported to the listener, never raised."""
 
     def __init__(self, client: Replica, listener: Listener, spawn: Spawn) -> None:
         self.client = client
@@ -165,10 +167,10 @@ class ReplicaLink:
         self.foreign_requests = max(0, load.running + load.waiting - len(self.in_flight))
 
     async def _call(self, work: Coroutine[object, object, object]) -> None:
-        """A control call. If it fails, the replica is lost."""
+        """A control call. The loss of the replica in it is reported."""
         try:
             await work
-        except REPLICA_ERRORS as error:
+        except LOSSES as error:
             self._listener.lost(self, _describe(error))
 
     # Loops
@@ -189,7 +191,7 @@ class ReplicaLink:
                 self._on_wire = asyncio.Event()
                 await self.client.submit([attempt.request.message() for attempt in batch])
                 self._acknowledged(batch, loop.time())
-        except REPLICA_ERRORS as error:
+        except LOSSES as error:
             self._listener.lost(self, _describe(error))
         finally:
             self._off_wire()
@@ -214,7 +216,7 @@ class ReplicaLink:
         while True:
             try:
                 report = await self.client.collect()
-            except REPLICA_ERRORS as error:
+            except LOSSES as error:
                 self._listener.lost(self, _describe(error))
                 return
             self._listener.reported(self, report)
@@ -232,8 +234,8 @@ async def ask_all(
     *,
     slices: int = 1,
 ) -> dict[ReplicaLink, str]:
-    """A control call to every replica at once. Returns the replicas that failed it, with the error; an empty error
-    means that the call was not done in time.
+    """A control call to every replica at once. Returns the replicas that were lost in it, with the error; an empty
+    error means that the call was not done in time. Raises every other error of a call.
 
     The time limit is waited for in `slices`: if this process itself was suspended, for however long, at most one slice
     has passed, and the answers that came meanwhile are read in the next.
@@ -255,10 +257,8 @@ async def ask_all(
         error = None if task in late else task.exception()
         if task in late:
             failed[link] = ""
-        elif isinstance(error, REPLICA_ERRORS):
-            failed[link] = (
-                _describe(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
-            )
+        elif isinstance(error, LOSSES):
+            failed[link] = _describe(error)
         elif error is not None:
             raise error
     return failed

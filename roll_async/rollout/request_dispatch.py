@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 
+from roll_async.buffer.errors import Defect
 from roll_async.inference.protocol import EngineReport
 from roll_async.rollout.admission import Admission
 from roll_async.rollout.attempts import Attempt, AttemptState, Stop
@@ -92,7 +93,7 @@ class RequestDispatch:
         self._waiting.clear()
 
     async def wait_failed(self) -> None:
-        """Never returns; raises the error that ended the last replica."""
+        """Never returns; raises the error that ended the last replica, or the Defect that ends the run."""
         assert self._failure is not None, "start() first"
         await asyncio.shield(self._failure)
 
@@ -126,7 +127,7 @@ class RequestDispatch:
         `affinity`: requests with the same key go to one replica while it lives and has room. `conversation`: later
         requests with this key go to the replica of the first one while it lives, at once and also when it is full: its
         cache holds their prefix. `foreground`: runs also while `set_aside` holds the others back.
-        Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left.
+        Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left, Defect.
         """
         loop = asyncio.get_running_loop()
         later = conversation is not None and self._choice.is_settled(conversation)
@@ -479,6 +480,15 @@ class RequestDispatch:
         self._waiting.clear()
         self._fail(error)
 
+    def fail(self, error: BaseException) -> None:
+        """A fault of ours ends all requests: no replica is lost by it, and another attempt would meet it again."""
+        defect = Defect.of(error)
+        for pending in [*self._waiting, *(attempt.request for attempt in self._all_in_flight())]:
+            if not pending.result.done():  # where nobody awaits `wait_failed`, callers must not wait for ever
+                pending.result.set_exception(defect)
+        self._waiting.clear()
+        self._fail(defect)
+
     def _fail(self, error: BaseException) -> None:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
@@ -497,4 +507,4 @@ class RequestDispatch:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._fail(error)
+            self.fail(error)

@@ -1,4 +1,4 @@
-"""The border of a rollout process that may die (`rollout/remote_side.py`) on the virtual clock.
+"""The channel to a rollout process that may die (`rollout/remote_side.py`) on the virtual clock.
 
 Calls and answers take time, counters are as of the last answer. When the process dies every call fails, what runs
 inside ends where it stands, and nobody writes to the ledger any more.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from roll_async.rollout.remote_side import ROLE, CoupledRollout, RolloutServer, RpcChannel
+from roll_async.cluster.remote import CallRules, remote
+from roll_async.rollout.remote_side import ROLE, CoupledRollout, RolloutCalls, RolloutServer, RpcChannel
 from roll_async.simulator.models import ProcessModel, uniform
 
 _LOOK_EVERY_S = 1.0
@@ -21,7 +22,8 @@ class SimProcess(RpcChannel):
     def __init__(self, side: CoupledRollout, seed: int, model: ProcessModel) -> None:
         super().__init__()
         self._hosted, self._seed, self._model = RolloutServer(side), seed, model
-        self._calls = 0
+        self.calls = remote(RolloutCalls, self, CallRules(role=ROLE, deadline_s=None))
+        self._num_calls = 0
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inside: set[asyncio.Future[Any]] = set()
         self.update(self._hosted.counters())
@@ -38,10 +40,11 @@ class SimProcess(RpcChannel):
             for task in self._inside:
                 task.cancel()
 
-    async def ask(self, what: str, *args: object) -> Any:
+    async def invoke(self, method: str, *args: object) -> Any:
+        """`cluster/remote.py: Channel`."""
         if self.dead:
             raise ConnectionError(f"{ROLE}: process is gone")
-        work = asyncio.ensure_future(self._across(what, *args))
+        work = asyncio.ensure_future(self._across(method, *args))
         self._inside.add(work)
         try:
             await asyncio.wait({work, self._dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -56,24 +59,22 @@ class SimProcess(RpcChannel):
             raise ConnectionError(f"{ROLE}: process is gone")
         return work.result()
 
-    wait = ask
-
-    async def _across(self, what: str, *args: object) -> Any:
+    async def _across(self, method: str, *args: object) -> Any:
         await self._way()
-        answer = await self._hosted.answer(what, *args)
+        answer = await getattr(self._hosted, method)(*args)
         self.update(self._hosted.counters())
         await self._way()
         return answer
 
     async def _way(self) -> None:
         if self._model.way_s:
-            self._calls += 1
-            await asyncio.sleep(self._model.way_s * uniform("process way", self._seed, self._calls))
+            self._num_calls += 1
+            await asyncio.sleep(self._model.way_s * uniform("process way", self._seed, self._num_calls))
 
     async def watch(self) -> None:
         while True:
             await asyncio.wait({self._dead}, timeout=_LOOK_EVERY_S)
-            await self.ask("counters")
+            await self.calls.look()
 
     def close_queue(self) -> None:
         if not self.dead:

@@ -7,20 +7,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+from roll_async.cluster.remote import CallRules, Proxy, calls_of
 from roll_async.inference.engine_host import EngineHost
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport, PauseMode, Progress
-from roll_async.schema import Completion, GenerateRequest, WeightVersion
+from roll_async.inference.protocol import EngineCapabilities, EngineReport, Progress
+from roll_async.rollout.protocol import Replica
+from roll_async.schema import Completion, GenerateRequest
 from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.models import EngineFaults, uniform
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.weight_sync.errors import EngineDead
+from roll_async.weight_sync.protocol import TakesWeights
 
 _DOUBLE_WITHIN_S = 5.0
 _NEVER_S = 1e9
+_OF_ENGINE = frozenset(calls_of(TakesWeights))
+_CONTROL = {"abort", "pause", "resume"}
+"""Calls that a deaf replica ignores."""
 
 
-class SimReplica:
-    """Implements `rollout/protocol.py: Replica`."""
+class SimReplica(Proxy, Replica):
+    """Calls go through the line, `collect` also through its faults. It never scores."""
 
     def __init__(
         self,
@@ -33,6 +40,7 @@ class SimReplica:
         host: type[EngineHost] = EngineHost,
     ) -> None:
         """`submitted` is called with the requests that arrive."""
+        super().__init__(self, CallRules(role=engine.name, deadline_s=None, own=(Exception,)))
         self.name, self.engine = engine.name, engine
         self.capabilities: EngineCapabilities = engine.capabilities
         self._seed, self._faults, self._swap_s = seed, faults, swap_s
@@ -46,11 +54,17 @@ class SimReplica:
         self._news = asyncio.Event()
         self._calls = 0
 
-    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        await self._reach()
-        self._submitted(requests)
-        await self._host.submit(requests)
+    async def invoke(self, method: str, *args: object) -> Any:
+        """`cluster/remote.py: Channel`: the way there, the call of the host or of the engine, the way back."""
+        await self._reach(control=method in _CONTROL)
+        if method == "submit":
+            self._submitted(*args)  # pyright: ignore[reportArgumentType]  # as the protocol has it
+        if method == "commit" and self._swap_s:
+            await asyncio.sleep(self._swap_s)
+        target = self.engine if method in _OF_ENGINE else self._host
+        value = await getattr(target, method)(*args)
         await self._answer()
+        return value
 
     async def collect(self) -> EngineReport:
         """Through the faulty connection if there is one, else directly from the host."""
@@ -142,7 +156,7 @@ class SimReplica:
             await asyncio.sleep(self._faults.way_s * uniform("way", self._seed, self.name, self._calls))
             self._check()
         if _begun(self._faults.errors_from_s):
-            raise RuntimeError(f"{self.name}: an illegal memory access was encountered")
+            raise EngineDead(f"{self.name}: an illegal memory access was encountered")
         if _begun(self._faults.frozen_from_s) or (control and _begun(self._faults.deaf_from_s)):
             await asyncio.sleep(_NEVER_S)
             self._check()
@@ -152,50 +166,6 @@ class SimReplica:
         if _begun(self._faults.half_open_from_s):
             await asyncio.sleep(_NEVER_S)
             self._check()
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._reach(control=True)
-        await self._host.abort(request_ids)
-        await self._answer()
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._reach(control=True)
-        await self._host.pause(mode)
-        await self._answer()
-
-    async def resume(self) -> None:
-        await self._reach(control=True)
-        await self._host.resume()
-        await self._answer()
-
-    async def load(self) -> EngineLoad:
-        await self._reach()
-        load = await self._host.load()
-        await self._answer()
-        return load
-
-    async def begin_update(self, plan: UpdatePlan) -> None:
-        await self._reach()
-        await self.engine.begin_update(plan)
-        await self._answer()
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        await self._reach()
-        await self.engine.load_bucket(bucket)
-        await self._answer()
-
-    async def finish_update(self) -> str:
-        await self._reach()
-        digest = await self.engine.finish_update()
-        await self._answer()
-        return digest
-
-    async def commit(self, version: WeightVersion) -> None:
-        await self._reach()
-        if self._swap_s:
-            await asyncio.sleep(self._swap_s)
-        await self.engine.commit(version)
-        await self._answer()
 
     async def close(self) -> None:
         """End its line."""

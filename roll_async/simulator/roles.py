@@ -225,7 +225,7 @@ class SimCheckpoint:
         await asyncio.sleep(self._model.save_s)
         self._store.commit(step, state)
         self._saved(self._store, step)
-        with suppress(LedgerError, RuntimeError, OSError):  # as `pipelines/checkpoint.py`: it is complete
+        with suppress(LedgerError, ConnectionError):  # as `pipelines/checkpoint.py`: it is complete
             await self._queue.checkpointed(step)
 
     async def finish(self) -> None:

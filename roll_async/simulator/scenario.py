@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
 from roll_async.buffer.states import QueueOptions
+from roll_async.config.staleness import StalenessPolicy, staleness_bound
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.validation import SetSampling
 from roll_async.pipelines.wire import RolloutOptions
@@ -28,7 +28,7 @@ from roll_async.simulator.models import (
     WorldModel,
 )
 from roll_async.simulator.text import STOP, Texts
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 if TYPE_CHECKING:
     from roll_async.simulator.agents.texts import TraceTexts

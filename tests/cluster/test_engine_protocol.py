@@ -19,9 +19,9 @@ from roll_async.inference.sleeping import SleepState
 from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
+from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import open_sender
+from roll_async.weight_sync.transfer import TensorPart, open_sender
 from tests.patience import patient
 from tests.rounding import Bounds
 
@@ -374,6 +374,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it_or_is_re
             return
         assert list(completion.token_ids) == wanted[: wanted.index(stop) + 1]
         assert completion.finish_reason is FinishReason.STOP
+        assert replica.engine.decode([17]) == "w017", "the host looks for the beginning of a stop string in the text"
 
     replica.runner.run(go())
 
@@ -570,7 +571,7 @@ def test_a_partial_update_is_refused_and_a_whole_one_heals(replica, name):
         partial = [(n, t) for n, t in tensors_of(replica.models["new"]) if n != name]
         await replica.take_in(partial, 8)
         await replica.engine.pause(PauseMode.ABORT)
-        with pytest.raises(RuntimeError, match="incomplete"):
+        with pytest.raises(UpdateFailed, match="incomplete"):
             await replica.engine.finish_update()
             await replica.engine.commit(8)
         assert replica.engine.version == 0
@@ -596,7 +597,7 @@ def test_sglang_takes_an_update_after_one_whose_commit_failed_while_it_loaded(re
         await replica.take_in(tensors_of(replica.models["new"]), 8)
         await engine.pause(PauseMode.ABORT)
         session.load, replica.version = without_room, None
-        with pytest.raises(RuntimeError, match="no room"):
+        with pytest.raises(UpdateFailed, match="commit: no room"):
             await engine.commit(8)
         await replica.push("new", 9)
         request = replica.request()

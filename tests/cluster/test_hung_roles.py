@@ -19,12 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import asyncio, os, signal, sys, time
 import psutil, ray
-from roll_async.buffer.errors import StallError
+from roll_async.buffer.errors import RoleGone, StallError
 from roll_async.cluster.engine_group import EngineReplica, RayEngineClient
-from roll_async.cluster.errors import RoleGone
 from roll_async.cluster.reaper import MARKER_VARIABLE, marked_processes
 from roll_async.cluster.runtime import ray_runtime, session_folder, wait_names_free
-from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.cluster.trainer_group import RankCalls, RayTrainerGroup
 from roll_async.commands.run import exit_code
 from roll_async.weight_sync.shm import FileWriter
 from tests.patience import patient
@@ -54,10 +53,10 @@ async def raised(work):
 async def main():
     healthy, hung, other = Rank.remote(), Rank.remote(), Rank.remote()
     group = RayTrainerGroup("actor_train", [healthy, hung], bucket_bytes=1, rpc_timeout_s=patient(30.0))
-    await group._all("update_policy", lambda r: r.update_policy.remote(None, 1))
+    await group._all(RankCalls.update_policy, None, 1)
     limit_s = group._rpc_timeout_s = round(patient(1.5), 1)
     # The first rank is asked for something that it can do, the second for something that stops it.
-    error = await raised(group._all("update_policy", lambda r: r.update_policy.remote(None, 1 + (r is hung))))
+    error = await raised(group._each(RankCalls.update_policy, [(None, 1), (None, 2)]))
     expected = f"actor_train rank 1: update_policy did not return within {limit_s:g} s (fault.rpc_timeout)"
     assert type(error) is StallError and str(error) == expected, repr(error)
     began = time.monotonic()
@@ -71,7 +70,7 @@ async def main():
 
     critic = RayTrainerGroup("critic", [other], bucket_bytes=1, rpc_timeout_s=patient(30.0))
     ray.kill(other)
-    gone = await raised(critic._all("compute_values", lambda r: r.compute_values.remote(None)))
+    gone = await raised(critic._all(RankCalls.compute_values, None))
     assert type(gone) is RoleGone and "critic rank 0: process is gone" in str(gone), repr(gone)
     assert type(await raised(critic.save("folder", 1, b""))) is RoleGone
     await group.close()

@@ -15,9 +15,11 @@ pytest.importorskip("pydantic")
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = '''
 import asyncio, sys, traceback
+from typing import Protocol
 import ray
-from roll_async.buffer.errors import EndOfData
-from roll_async.cluster.errors import RoleFailed, call, told
+from roll_async.buffer.errors import EndOfData, RoleFailed
+from roll_async.cluster.ray_channel import RayChannel
+from roll_async.cluster.remote import CallRules, remote, served
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.commands.run import exit_code, origin
 
@@ -25,8 +27,21 @@ class OfMain(Exception):
     def __init__(self, *, code):
         super().__init__(f"code {code}")
 
+class RoleCalls(Protocol):
+    async def invalid(self) -> None: ...
+    async def of_main(self) -> None: ...
+    async def unknown(self) -> None: ...
+    async def loading(self) -> None: ...
+    async def ended(self) -> None: ...
+    async def ask(self, what: str) -> None: ...
+
+def calls(name, actor):
+    starts = {RoleCalls.invalid, RoleCalls.loading, RoleCalls.ask}
+    rules = CallRules(role=name, deadline_s=60, starts=starts, own=(EndOfData,))
+    return remote(RoleCalls, RayChannel(actor), rules)
+
 @ray.remote(num_cpus=0)
-@told
+@served({})
 class Role:
     async def invalid(self):
         import pydantic
@@ -50,13 +65,13 @@ class Role:
         raise EndOfData("no more", leftovers=3)
 
 @ray.remote(num_cpus=0)
-@told
+@served({})
 class Between:
     """A role that asks another one, as the rollout process asks engines."""
     def __init__(self, role):
         self.role = role
     async def ask(self, what):
-        await call("inner", what, getattr(self.role, what).remote(), timeout_s=30)
+        await getattr(calls("inner", self.role), what)()
 
 FOLDER = sys.argv[1]
 
@@ -76,8 +91,8 @@ async def main():
         ("loading", ValueError, "role: "),
     ):
         for error, prefix in (
-            (await raised(call("role", what, getattr(role, what).remote(), timeout_s=60)), ""),
-            (await raised(call("outer", what, between.ask.remote(what), timeout_s=60)), "outer: inner"),
+            (await raised(getattr(calls("role", role), what)()), ""),
+            (await raised(calls("outer", between).ask(what)), "outer: inner"),
         ):
             expected = text if not prefix else text.replace("role", prefix, 1)
             assert type(error) is kind and str(error).startswith(expected), repr(error)
@@ -87,7 +102,7 @@ async def main():
             assert place.startswith(f" [{file}:") and f", in {name};" in place, place
             assert what in whole and "ValidationError" in whole or what != "invalid", whole
             assert exit_code(error) == (2 if kind is ValueError else 3)
-    end = await raised(call("role", "ended", role.ended.remote(), timeout_s=30, own=(EndOfData,)))
+    end = await raised(calls("role", role).ended())
     assert isinstance(end, EndOfData) and end.leftovers == 3
     print("all read")
 
@@ -107,3 +122,33 @@ def test_an_error_of_any_class_crosses_rays_border_with_reason_file_and_tracebac
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0 and "all read" in done.stdout, done.stdout + done.stderr
+
+
+BROKEN = """
+import sys
+from roll_async.cluster.engine_group import RayEngineClient
+from roll_async.commands.run import launch
+
+async def submit(self, requests):
+    return int("x")
+
+if __name__ == "__main__":
+    RayEngineClient.submit = submit
+    sys.exit(launch("broken.py", sys.argv[1:], pipeline="rlvr"))
+"""
+
+
+@pytest.mark.slow
+def test_a_bug_in_a_client_ends_the_run_with_its_line_and_loses_no_replica(launcher, tmp_path):
+    pytest.importorskip("megatron.core")
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    hf = "actor_infer.strategy_args={strategy_name: hf_infer}"
+    code, output = launcher.run("max_steps=2", hf, script=script)
+    assert code == 3, output
+    said = (
+        f"ValueError: invalid literal for int() with base 10: 'x' [{script}:7, in submit; the whole way is in run.log]"
+    )
+    assert output.count(said) == 1 and "is lost" not in output and "started again" not in output, output
+    log = (launcher.output / "run" / "run.log").read_text()
+    assert f'{script}", line 7, in submit' in log and "replica_link.py" in log

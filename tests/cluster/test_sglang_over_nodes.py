@@ -20,6 +20,7 @@ from roll_async.cluster.network import held_port
 from roll_async.inference.backends import create_follower
 from roll_async.inference.settings import EngineSettings, NodeSpan
 from roll_async.weight_sync.digest import of_trainer
+from roll_async.weight_sync.errors import EngineDead
 from roll_async.weight_sync.layout import EngineLayout
 from tests.patience import patient
 
@@ -71,7 +72,7 @@ def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(
         replica.runner.run(go())
 
         async def both_ranks_receive_themselves():
-            replica.layout, replica.engine.goes_to_ranks = EngineLayout(tensor=2, num_kv_heads=2), lambda plan: True
+            replica.layout, replica.engine.loads_in_place = EngineLayout(tensor=2, num_kv_heads=2), lambda plan: True
             sender = await begun(replica, "new", 3)
             await load(replica, sender)
             assert await replica.engine.finish_update() == of_trainer([sender.sent])
@@ -84,9 +85,9 @@ def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(
             (task,) = replica.start(replica.request(max_new_tokens=480))
             await asyncio.sleep(0.3)
             os.kill(rank, signal.SIGKILL)
-            with pytest.raises(ConnectionError, match="process of SGLang has failed"):
+            with pytest.raises(EngineDead, match="process of SGLang has failed"):
                 await asyncio.wait_for(task, patient(30))
-            with pytest.raises(ConnectionError):
+            with pytest.raises(EngineDead):
                 await replica.engine.generate(replica.request())
 
         replica.runner.run(lose_the_rank())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.cli import main
-from roll_async.cluster.trainer_group import TrainingRole
+from roll_async.cluster.training_role import TrainingRole
 from roll_async.commands.run import prepare
 from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, load

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import re
 import signal
+import traceback
 
 import pytest
 
-from roll_async.buffer.errors import LedgerError, StallError
-from roll_async.commands.run import exit_code
+from roll_async.buffer.errors import Defect, LedgerError, RoleFailed, StallError, after_start
+from roll_async.commands.run import ended, exit_code, origin, shown_cause
 from roll_async.launch.signals import EndedAtOnce, outlive_state_requests, stop_on_signals
 
 
@@ -19,6 +21,43 @@ def test_every_error_has_its_exit_code_also_in_a_group():
     for error, code in codes.items():
         nested = BaseExceptionGroup("inner", [BaseExceptionGroup("outer", [error, ValueError("a later one")])])
         assert exit_code(error) == exit_code(nested) == code
+
+
+class OfUser(ValueError):
+    """Of what the user can fix although the run has begun."""
+
+
+def test_after_the_start_an_error_that_nobody_raises_on_purpose_is_no_bad_usage_and_shows_its_line():
+    def broken():
+        with after_start(OfUser):
+            try:
+                int("x")
+            except ValueError as error:
+                raise ExceptionGroup("loops", [error, ConnectionError("a later one")]) from None
+
+    with pytest.raises(Defect) as raised:
+        broken()
+    error = raised.value
+    assert exit_code(error) is None and str(shown_cause(error)) == "invalid literal for int() with base 10: 'x'"
+    assert re.fullmatch(r" \[.*/test_launch\.py:\d+, in broken; the whole way is in run\.log\]", origin(error))
+    whole = "".join(traceback.format_exception(error))
+    assert 'int("x")' in whole and "a later one" in whole
+
+
+@pytest.mark.parametrize("error", [StallError("late"), RoleFailed("rank 0: KeyError"), OSError(), OfUser("too many")])
+def test_after_the_start_an_error_that_says_what_happened_stays_what_it_is(error):
+    with pytest.raises(type(error)) as raised, after_start(OfUser):
+        raise error
+    assert raised.value is error
+
+
+def test_a_command_without_a_log_shows_the_whole_way_to_a_defect(capsys):
+    def work():
+        with after_start():
+            return int("x")
+
+    assert ended("eval", work) == 3
+    assert "ValueError: invalid literal" in (shown := capsys.readouterr().err) and "in work" in shown
 
 
 class Run:

@@ -8,21 +8,27 @@ import pytest
 pytest.importorskip("ray")
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.cluster.trainer_group import RankCalls, RayTrainerGroup
 
 
-async def takes(seconds):
-    await asyncio.sleep(seconds)
-    return seconds
+class Rank:
+    """Its calls take as long as their argument says."""
+
+    async def takes(self, seconds):
+        await asyncio.sleep(seconds)
+        return seconds
+
+    update_policy = start = save = takes
 
 
-def asked(run, caplog, *rounds, what="update_policy"):
+def asked(run, caplog, *rounds, call=RankCalls.update_policy):
     """What is told of rounds of calls, each with the seconds that the ranks take."""
-    group = RayTrainerGroup("actor_train", [takes, takes], bucket_bytes=1, rpc_timeout_s=600.0)
+    group = RayTrainerGroup("actor_train", [], bucket_bytes=1, rpc_timeout_s=600.0)
+    group._ranks = [Rank(), Rank()]
 
     async def go():
         for seconds in rounds:
-            assert await group._all(what, lambda rank, s: rank(s), seconds) == list(seconds)
+            assert await group._each(call, [(s,) for s in seconds]) == list(seconds)
 
     with caplog.at_level(logging.WARNING, logger="roll_async"):
         run(go())
@@ -40,10 +46,10 @@ def test_a_step_that_takes_as_long_as_the_last_one_is_not_told(run, caplog):
 
 
 def test_the_start_of_a_large_model_is_not_told(run, caplog):
-    assert asked(run, caplog, (300.0, 300.0), what="start") == []
+    assert asked(run, caplog, (300.0, 300.0), call=RankCalls.start) == []
 
 
 def test_the_deadline_stays_what_it_was(run, caplog):
     with pytest.raises(StallError, match="ranks 0, 1: save did not return within 600 s"):
-        asked(run, caplog, (700.0, 700.0), what="save")
+        asked(run, caplog, (700.0, 700.0), call=RankCalls.save)
     assert len(caplog.messages) == 1 and "ranks 0, 1: save" in caplog.messages[0]

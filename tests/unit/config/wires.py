@@ -30,7 +30,8 @@ from roll_async.buffer.states import QueueOptions
 from roll_async.cluster.engine_group import RayEngineClient
 from roll_async.cluster.reward_group import HostPlan, RayScorer
 from roll_async.cluster.rollout_process import RolloutProcess
-from roll_async.cluster.trainer_group import RayTrainerGroup, TrainingRole
+from roll_async.cluster.trainer_group import RayTrainerGroup
+from roll_async.cluster.training_role import TrainingRole
 from roll_async.commands import run as commands_run
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.inference.settings import EngineSettings
@@ -51,7 +52,7 @@ from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.scoring import ScoringOptions
 from roll_async.trainer.learner import LearnerOptions
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,

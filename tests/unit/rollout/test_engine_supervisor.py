@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from roll_async.buffer.errors import RoleFailed
 from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -101,7 +102,7 @@ def test_requests_of_the_only_engine_wait_for_its_return_and_keep_what_they_had(
 def test_a_start_that_fails_is_tried_again_as_long_as_restarts_are_left(run, make, replica_class):
     async def go():
         old = replica_class("a")
-        garage = Garage(replica_class, RuntimeError("no memory yet"), 1.0)
+        garage = Garage(replica_class, RoleFailed("no memory yet"), 1.0)
         async with supervised([old], garage) as (manager, _):
             waiting = asyncio.ensure_future(manager.generate(make()))
             await asyncio.sleep(1)
@@ -115,7 +116,7 @@ def test_a_start_that_fails_is_tried_again_as_long_as_restarts_are_left(run, mak
 def test_an_engine_that_does_not_come_back_is_given_up_and_the_last_one_ends_the_run(run, make, replica_class):
     async def go():
         a, b = replica_class("a"), replica_class("b")
-        garage = Garage(replica_class, *[RuntimeError("broken for good")] * 4)
+        garage = Garage(replica_class, *[RoleFailed("broken for good")] * 4)
         async with supervised([a, b], garage) as (manager, _):
             a.die("first")
             await asyncio.sleep(50)

@@ -6,6 +6,7 @@ import pytest
 
 from roll_async.rollout.requests import Interrupted
 from roll_async.schema import FinishReason
+from roll_async.weight_sync.errors import EngineDead
 
 WHOLE = [1003 + i for i in range(10)]
 
@@ -187,7 +188,7 @@ def test_a_replica_that_does_not_go_on_is_out_and_the_others_do(run, replica_cla
     class Stubborn(replica_class):
         async def resume(self):
             if trouble == "raises":
-                raise RuntimeError("the cache is gone")
+                raise EngineDead("the cache is gone")
             await asyncio.sleep(1e6)
 
     async def go():

@@ -1,12 +1,15 @@
 """Silence heals in seconds, whatever the time-outs: a silent replica, a hung core, a lost reply."""
 
 import asyncio
+import traceback
 from dataclasses import replace
 
 import pytest
 
+from roll_async.buffer.errors import Defect
 from roll_async.inference.protocol import Progress
 from roll_async.schema import FinishReason
+from roll_async.weight_sync.errors import EngineDead
 from tests.unit.conftest import piece
 
 WHOLE = [1003 + i for i in range(10)]
@@ -196,12 +199,12 @@ def test_an_abort_that_nobody_asked_for_is_a_failure_of_its_replica(run, replica
 
 
 @pytest.mark.parametrize("call", ["submit", "collect", "abort"])
-def test_a_runtime_error_of_one_replica_is_its_own_end_and_not_the_runs(
+def test_the_death_of_one_replica_is_its_own_end_and_not_the_runs(
     run, replica_class, make, managed, start, call, caplog
 ):
     class Broken(replica_class):
         async def fail(self, *args):
-            raise RuntimeError("CUDA error: an illegal memory access")
+            raise EngineDead("CUDA error: an illegal memory access")
 
     async def go():
         broken, good = Broken("broken"), replica_class("good")
@@ -219,6 +222,44 @@ def test_a_runtime_error_of_one_replica_is_its_own_end_and_not_the_runs(
                 await manager.abort(["r0"])
             done = await asyncio.gather(*tasks)
             assert [len(c.token_ids) for c in done].count(10) >= 3 and not watch.done()
-            assert "engine broken is lost: RuntimeError: CUDA error" in caplog.text
+            assert "engine broken is lost: CUDA error" in caplog.text
+
+    run(go())
+
+
+@pytest.mark.parametrize("call", ["submit", "collect", "abort", "load", "pause"])
+def test_a_bug_in_a_client_ends_the_run_with_its_line_and_loses_no_replica(
+    run, replica_class, make, managed, start, call
+):
+    class Faulty(replica_class):
+        async def fail(self, *args):
+            return int("x")
+
+    async def go():
+        faulty = Faulty("faulty")
+        async with managed(faulty, replica_class("good"), interrupt_timeout_s=20.0) as manager:
+            if call != "collect":
+                setattr(faulty, call, faulty.fail)
+            watch = asyncio.create_task(manager.wait_failed())
+            tasks = start(manager, [make(f"r{i}", tokens=100) for i in range(4)])
+            await asyncio.sleep(1.5)
+            if call == "collect":
+                faulty.collect = faulty.fail
+                faulty.tell()
+            asked = {"abort": lambda: manager.abort(["r0"]), "pause": lambda: manager.interrupt("resume", 10.0)}
+            if call in asked:  # whoever asked gets it: an abort of a group, a weight push
+                with pytest.raises(ValueError) as raised:
+                    await asked[call]()
+                error = raised.value
+            else:
+                ended = await asyncio.gather(watch, *tasks, return_exceptions=True)
+                assert all(type(one) is Defect for one in ended), "nobody waits for ever for an answer"
+                error = ended[0].__cause__
+            assert type(error) is ValueError and "invalid literal" in str(error)
+            assert traceback.extract_tb(error.__traceback__)[-1].line == 'return int("x")'
+            assert manager.stats().lost_servers == 0 and manager.num_servers == 2 and now() < 8
+            watch.cancel()
+            for task in tasks:
+                task.cancel()
 
     run(go())

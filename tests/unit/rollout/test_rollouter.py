@@ -9,8 +9,8 @@ import pytest
 from roll_async.buffer.errors import EndOfData, RaisesAlways, TooManyFailures
 from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import QueueOptions
+from roll_async.config.staleness import StalenessPolicy
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.first_batch import FirstBatch

@@ -6,7 +6,9 @@ import pytest
 
 from roll_async.config.api import load
 from roll_async.weight_sync.bucket import Block, Bucket
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.errors import UpdateFailed
+from roll_async.weight_sync.protocol import SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 
 class FakeTrainer:
@@ -149,7 +151,7 @@ def test_replicas_load_a_bucket_at_the_same_time(run):
 
 
 def test_a_replica_that_fails_once_is_tried_again_alone(run):
-    world = World({"load_bucket": [None, RuntimeError("shm is full")]}, {})
+    world = World({"load_bucket": [None, UpdateFailed("shm is full")]}, {})
     report = run(world.sync.push(2))
     assert [r.serves for r in world.replicas] == [2, 2] and not world.removed
     assert report.attempts == 2 and world.sync.sync_failures == 1 and len(world.trainer.plans) == 2
@@ -158,13 +160,13 @@ def test_a_replica_that_fails_once_is_tried_again_alone(run):
 
 @pytest.mark.parametrize(("call", "told"), [("load_bucket", [False, True]), ("commit", [False, False])])
 def test_the_trainer_is_told_of_replicas_that_have_proved_and_not_swapped_yet(run, call, told):
-    world = World({call: [RuntimeError("broken")]}, {})
+    world = World({call: [UpdateFailed("broken")]}, {})
     run(world.sync.push(2))
     assert [plan.others_proved for plan in world.trainer.plans] == told
 
 
 @pytest.mark.parametrize("call", ["begin_update", "load_bucket", "finish_update", "commit"])
-@pytest.mark.parametrize("error", [ConnectionError("gone"), RuntimeError("broken"), OSError("no file")])
+@pytest.mark.parametrize("error", [ConnectionError("gone"), UpdateFailed("broken"), TimeoutError("late")])
 def test_a_replica_that_keeps_failing_is_taken_out_with_its_reason_and_the_run_goes_on(run, call, error):
     world = World({call: [error] * 3}, {})
     report = run(world.sync.push(3))
@@ -258,7 +260,7 @@ def test_a_trainer_that_sends_nothing_fails_the_push_after_its_time_out(run):
 
 
 def test_when_no_replica_can_be_reached_the_push_fails_and_nothing_is_called_held(run):
-    broken = {"commit": [RuntimeError("no")] * 3}
+    broken = {"commit": [UpdateFailed("no")] * 3}
     world = World(broken, broken)
     with pytest.raises(SyncFailed, match="version 6 reached no engine after 2 retries.*engine-0"):
         run(world.sync.push(6))
@@ -278,7 +280,7 @@ def test_without_an_engine_left_the_push_ends_before_any_served_weight_changes(r
 
 @pytest.mark.parametrize("transport", ["shm", "nccl"])
 def test_a_replica_that_does_not_pause_gets_no_new_weights_and_the_others_do(run, transport):
-    world = World({"load_bucket": [None, RuntimeError("late")]}, {}, stubborn=("engine-0",), transport=transport)
+    world = World({"load_bucket": [None, UpdateFailed("late")]}, {}, stubborn=("engine-0",), transport=transport)
     report = run(world.sync.push(1))
     assert report.replicas == 1 and [r.serves for r in world.replicas] == [0, 1]
     assert "commit" not in world.calls("engine-0")
@@ -354,7 +356,7 @@ def test_what_changed_is_sent_once_every_replica_holds_what_was_sent_before(run)
 @pytest.mark.parametrize("call", ["load_bucket", "commit"])
 def test_a_replica_that_missed_a_version_gets_everything_and_so_do_the_others_after_it(run, call):
     """Transfers and commits fail at the second push; the replica is served by the third export."""
-    world = World({call: ([None] * (3 if call == "load_bucket" else 1)) + [RuntimeError("lost")]}, {}, sparse=True)
+    world = World({call: ([None] * (3 if call == "load_bucket" else 1)) + [UpdateFailed("lost")]}, {}, sparse=True)
 
     async def go():
         await world.sync.push(1)

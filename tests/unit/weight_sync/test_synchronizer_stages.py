@@ -7,7 +7,9 @@ import pytest
 
 from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.errors import UpdateFailed
+from roll_async.weight_sync.protocol import SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 BUCKETS, LOAD_S, COMMIT_S, PAUSE_S = 4, 1.0, 0.5, 0.25
 
@@ -128,7 +130,7 @@ def test_a_transport_into_the_served_weights_stops_the_engines_first(run):
 @pytest.mark.parametrize("delay_s", [3.0, 17.5])
 def test_a_failed_transfer_is_retried_without_stopping_any_engine(run, delay_s):
     world = World(retry_delay_s=delay_s)
-    world.engines[1].wrong = {"load": [RuntimeError("lost a packet")]}
+    world.engines[1].wrong = {"load": [UpdateFailed("lost a packet")]}
     report = run(world.sync.push(1))
     begins = [t for _, call, t in world.calls if call == "begin"]
     (interrupted,) = [t for _, call, t in world.calls if call == "interrupt"]
@@ -140,7 +142,7 @@ def test_a_failed_transfer_is_retried_without_stopping_any_engine(run, delay_s):
 
 def test_when_every_transfer_fails_the_engines_were_never_stopped(run):
     world = World(num_engines=1)
-    world.engines[0].wrong = {"finish": [RuntimeError("no")] * 2}
+    world.engines[0].wrong = {"finish": [UpdateFailed("no")] * 2}
     with pytest.raises(SyncFailed, match="version 3 reached no engine after 1 retries.*engine-0.*no"):
         run(world.sync.push(3))
     assert world.order("interrupt", "commit") == [] and world.held == [] and world.sync.version is None
@@ -148,7 +150,7 @@ def test_when_every_transfer_fails_the_engines_were_never_stopped(run):
 
 def test_a_failed_swap_is_transferred_again_before_the_engines_run(run):
     world = World()
-    world.engines[0].wrong = {"commit": [RuntimeError("out of memory")]}
+    world.engines[0].wrong = {"commit": [UpdateFailed("out of memory")]}
     report = run(world.sync.push(1))
     assert [e.serves for e in world.engines] == [1, 1] and report.attempts == 2
     assert world.order("interrupt", "release") == ["interrupt", "release"]
@@ -157,7 +159,7 @@ def test_a_failed_swap_is_transferred_again_before_the_engines_run(run):
 
 def test_the_status_tells_what_a_push_is_doing(run):
     world = World(num_engines=1)
-    world.engines[0].wrong = {"begin": [OSError("no such file")]}
+    world.engines[0].wrong = {"begin": [UpdateFailed("no such file")]}
 
     async def go():
         pushing = asyncio.create_task(world.sync.push(7))
@@ -168,7 +170,7 @@ def test_the_status_tells_what_a_push_is_doing(run):
 
     waiting = run(go())
     assert waiting.state is SyncState.WAITING_TO_RETRY and waiting.target == 7 and waiting.version is None
-    assert waiting.failures == {"engine-0": "OSError: no such file"} and waiting.sync_failures == 1
+    assert waiting.failures == {"engine-0": "UpdateFailed: no such file"} and waiting.sync_failures == 1
     transferring = [s for s in world.states if s.state is SyncState.TRANSFERRING]
     assert [s.attempt for s in transferring] == [2] * BUCKETS
     assert [s.state for s in world.states] == [SyncState.TRANSFERRING] * BUCKETS + [SyncState.PAUSING]
@@ -208,6 +210,20 @@ def test_a_returning_replica_that_fails_again_is_reported_so_that_it_can_be_rest
 
     assert run(go()).replicas == 1
     assert world.back == [] and world.out == {"engine-0": "ConnectionError: gone"} and world.held == [1]
+
+
+def test_a_replica_that_is_back_under_its_name_is_not_taken_for_the_one_that_proved_the_weights(run):
+    world = World()
+    proved = world.engines[0]
+
+    async def go():
+        pushing = asyncio.create_task(world.sync.push(1))
+        await asyncio.sleep(BUCKETS * LOAD_S + PAUSE_S / 2)
+        world.engines[0] = Engine(world, "engine-0")
+        return await pushing
+
+    assert run(go()).replicas == 1 and world.out == {}
+    assert proved.serves == 0 and [e.serves for e in world.engines] == [0, 1]
 
 
 def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_stops_nobody(run):
@@ -298,7 +314,7 @@ def test_the_trainer_scores_the_canary_while_the_engines_swap_unless_they_share_
 
 def test_a_swap_that_is_tried_again_asks_the_trainer_once(run):
     world = World(canary=CanaryOptions(prompts=1, band=0.1))
-    world.engines[0].wrong["commit"] = [RuntimeError("no memory")]
+    world.engines[0].wrong["commit"] = [UpdateFailed("no memory")]
     scores = []
 
     async def score(rows):
@@ -358,10 +374,10 @@ def test_a_push_without_any_engine_goes_on_if_one_is_on_its_way_back_and_fails_o
 
 def test_log_lines_say_which_version_and_begin_as_documented(run, caplog):
     world = World()
-    world.engines[0].wrong = {"load": [RuntimeError("torn")] * 2}
+    world.engines[0].wrong = {"load": [UpdateFailed("torn")] * 2}
     with caplog.at_level("INFO"):
         run(world.sync.push(5))
-    lines = [r.message for r in caplog.records if r.name.endswith("synchronizer")]
+    lines = [r.message for r in caplog.records if r.name.endswith("weight_sync.push")]
     assert len(lines) == 3 and all(line.startswith("Parameter sync: ") for line in lines)
-    assert "version 5 attempt 1 failed" in lines[0] and "engine-0 is removed: RuntimeError: torn" in lines[1]
+    assert "version 5 attempt 1 failed" in lines[0] and "engine-0 is removed: UpdateFailed: torn" in lines[1]
     assert "version 5 on 1 replicas" in lines[2]
