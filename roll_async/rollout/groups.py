@@ -171,7 +171,8 @@ class _NotWhole(Exception):
 class GroupRunner:
     """Runs groups of one kind of task on the replicas of a manager."""
 
-    def __init__(self, runner: TrajectoryRunner, manager: AsyncLLMServerManager, options: GroupOptions) -> None:
+    def __init__(self, runner: TrajectoryRunner, manager: AsyncLLMServerManager | None, options: GroupOptions) -> None:
+        """`manager`: of the replicas that the runner asks; None = it asks an address, by validations alone."""
         self.runner, self._manager, self._options = runner, manager, options
         self._running: dict[int, GroupScope] = {}
         self._num_retries = 0
@@ -201,7 +202,7 @@ class GroupRunner:
             ends = await self._run_all(self._requests(prompt, name, scope, affinity), scope)
         finally:
             del self._running[group_id]
-            if affinity is not None:
+            if affinity is not None and self._manager is not None:
                 self._manager.forget_affinity(affinity)
         return self._judged(ends, name, scope, empty)
 
@@ -333,6 +334,7 @@ class GroupRunner:
             scope.aborted = True
             for trajectory in scope.open:
                 trajectory.stop(Outcome.CANCELLED, "aborted")
+        assert self._manager is not None, "an address is asked by validations alone"
         await self._manager.abort([i for s in scopes for trajectory in s.open for i in trajectory.open_requests])
         if self.runner.cancels_on_abort:
             for task in (task for scope in scopes for task in scope.tasks):
