@@ -19,6 +19,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from roll_async.config.engine_traits import EngineTraits
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, KVCache, PauseMode
 from roll_async.inference.settings import EngineSettings
 from roll_async.inference.sleeping import SleepRules, SleepState, levels_up_to
@@ -72,13 +73,15 @@ class Engine(ABC, Generic[T]):
 
     ticket_type: ClassVar[type[Ticket]] = Ticket
     """What a request is inside this engine."""
-    cannot_keep: str | None = None
-    """Why `PauseMode.KEEP` is refused; None = running requests survive a weight update."""
+    traits: ClassVar[EngineTraits]
+    """What its library can."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._tickets: dict[str, T] = {}
         self._version: WeightVersion | None = None if settings.random_weights else 0
+        self._cannot_keep = None if self.traits.keep_in_place else f"is not possible with {self.traits.title}"
+        """Why `PauseMode.KEEP` is refused; an engine may find so at its start, of an older release."""
         self._sleep = SleepRules(self._sleep_levels())
         self._plan: UpdatePlan | None = None
         """Of the update under way."""
@@ -95,7 +98,7 @@ class Engine(ABC, Generic[T]):
     @property
     def capabilities(self) -> EngineCapabilities:
         """Known once it has started."""
-        return EngineCapabilities(keep_in_place=self.cannot_keep is None)
+        return EngineCapabilities(keep_in_place=self._cannot_keep is None)
 
     @property
     def version(self) -> WeightVersion | None:
@@ -233,8 +236,8 @@ class Engine(ABC, Generic[T]):
 
     async def pause(self, mode: PauseMode) -> None:
         """After this returns no token is sampled until `resume`. New `generate` calls wait."""
-        if mode is PauseMode.KEEP and self.cannot_keep is not None:
-            raise ValueError(f"interrupt.mode keep {self.cannot_keep}; use resume")
+        if mode is PauseMode.KEEP and self._cannot_keep is not None:
+            raise ValueError(f"interrupt.mode keep {self._cannot_keep}; use resume")
         self._serving.clear()
         admitted = [ticket for ticket in self._tickets.values() if ticket.admitted]
         with self._library():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.inference.engine import Engine, Ticket, Tokens, first_of
 from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineLoad, EngineMemory, PauseMode
@@ -58,8 +59,7 @@ class HfTicket(Ticket):
 class HfEngine(Engine[HfTicket]):
     """One replica; `inference/engine.py: Engine` says what each method does."""
 
-    ticket_type = HfTicket
-    cannot_keep = "is not possible with hf_infer"
+    traits, ticket_type = ENGINE_TRAITS["hf_infer"], HfTicket
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.inference.engine import FINISH_REASONS, Engine, Ticket, Tokens, expert_record
 from roll_async.inference.hf_weights import WeightTargets
 from roll_async.inference.protocol import EngineLoad, EngineMemory, PauseMode
@@ -66,7 +67,7 @@ class SglangTicket(Ticket):
 class SglangEngine(Engine[SglangTicket]):
     """One replica; `inference/engine.py: Engine` says what each method does."""
 
-    ticket_type = SglangTicket
+    traits, ticket_type = ENGINE_TRAITS["sglang"], SglangTicket
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)

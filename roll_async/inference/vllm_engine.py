@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.inference.engine import FINISH_REASONS, Engine, Ticket, Tokens, expert_record
 from roll_async.inference.protocol import EngineLoad, EngineMemory, PauseMode
 from roll_async.inference.settings import EngineSettings
@@ -45,7 +46,7 @@ class VllmTicket(Ticket):
 class VllmEngine(Engine[VllmTicket]):
     """One replica; `inference/engine.py: Engine` says what each method does."""
 
-    ticket_type = VllmTicket
+    traits, ticket_type = ENGINE_TRAITS["vllm"], VllmTicket
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -69,7 +70,7 @@ class VllmEngine(Engine[VllmTicket]):
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._labels_tokens = "weight_versions" in {f.name for f in fields(CompletionOutput)}
         if not self._labels_tokens:
-            self.cannot_keep = "needs a vLLM that labels tokens with weight versions"
+            self._cannot_keep = "needs a vLLM that labels tokens with weight versions"
         self._progress = ProgressReader(self._llm, labelled=self._labels_tokens)
         await self._label(self._version)
         if settings.adapter is not None:

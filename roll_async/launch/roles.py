@@ -21,8 +21,6 @@ from roll_async.cluster.trainer_group import RayTrainerGroup
 from roll_async.cluster.training_role import TrainingRole
 from roll_async.config.schema import (
     PipelineConfig,
-    SglangConfig,
-    VllmConfig,
     WorkerConfig,
     reference_is_actor,
     roles_on_engine_devices,
@@ -99,11 +97,10 @@ async def start_without_training(
 
 def loading_weights(worker: WorkerConfig) -> WorkerConfig:
     """Engines that load their weights: dummy ones wait for the first push of a run."""
-    strategy = worker.strategy_args
-    if not isinstance(strategy.strategy_config, VllmConfig | SglangConfig):
+    if worker.is_megatron or worker.engine.load_format == "auto":
         return worker
-    loads = replace(strategy.strategy_config, load_format="auto")
-    return replace(worker, strategy_args=replace(strategy, strategy_config=loads))
+    loads = replace(worker.engine, load_format="auto")
+    return replace(worker, strategy_args=replace(worker.strategy_args, strategy_config=loads))
 
 
 def _written(config: PipelineConfig) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryReport
-from roll_async.weight_sync.synchronizer import SyncReport
+from roll_async.weight_sync.protocol import SyncReport
 
 _GROUP_COUNTS = (
     "admitted", "trained", "filtered", "dropped", "dropped_stale", "dropped_surplus", "failed", "buffered", "in_flight",

@@ -21,8 +21,7 @@ from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.canary import CanaryReport, on_policy_band
-from roll_async.weight_sync.protocol import OWN_DEVICES, Devices
-from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
+from roll_async.weight_sync.protocol import OWN_DEVICES, Devices, SyncReport, SyncStatus
 
 
 class BatchQueue(Protocol):
@@ -61,7 +60,7 @@ class Generator(Protocol):
 
 
 class WeightPusher(Protocol):
-    """`weight_sync/synchronizer.py`, seen from the train loop."""
+    """`weight_sync/push.py`, seen from the train loop."""
 
     async def push(self, version: WeightVersion) -> SyncReport: ...
 

@@ -36,8 +36,7 @@ from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.dataproto import StepGroups
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.protocol import DevicePhase
-from roll_async.weight_sync.synchronizer import SyncReport
+from roll_async.weight_sync.protocol import DevicePhase, SyncReport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

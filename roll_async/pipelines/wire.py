@@ -34,8 +34,8 @@ from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
-from roll_async.weight_sync.protocol import OWN_DEVICES, WeightSource
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
+from roll_async.weight_sync.protocol import OWN_DEVICES, SyncOptions, WeightSource
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 _MOST_TEXTS = 1024
 """Prompts that the canary's rows are looked for in: data that repeats itself would be read without end."""

@@ -22,7 +22,8 @@ from roll_async.rollout.protocol import ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter, RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.weight_sync.canary import CanaryReport
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport, SyncStatus
+from roll_async.weight_sync.protocol import SyncReport, SyncStatus
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
 from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import open_sender
+from roll_async.weight_sync.transfer import TensorPart, open_sender
 from tests.patience import patient
 from tests.rounding import Bounds
 

@@ -15,7 +15,7 @@ from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica, of_trainer
 from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.transports import open_receiver
+from roll_async.weight_sync.transfer import open_receiver
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from roll_async.simulator.scenario import random_branched_scenario, random_kille
 from roll_async.simulator.text import STOP
 from roll_async.simulator.world import FaultyParts, simulate
 from roll_async.trainer.learner import Learner
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 chat_scenario = partial(random_scenario, agents=False)
 """Broken sources of trajectories are in tests/unit/simulator/test_agent_worlds.py."""
@@ -286,9 +286,9 @@ class BelievesEveryReport(AsyncLLMServerManager):
 
 
 class BelievesEveryDigest(ParameterSynchronizer):
-    async def _transfer(self, push):
-        await super()._transfer(push)
-        return {}
+    async def _transfer(self, push, receivers):
+        await super()._transfer(push, receivers)
+        push.failed.clear()
 
 
 class HeldBeforeCommitted(ParameterSynchronizer):
@@ -440,14 +440,15 @@ class Rests(TrainLoop):
 class BaselineOfASample(ChatCompletionScheduler):
     """The greedy answer is a sample like the others."""
 
-    async def _baseline(self, prompt, name, affinity, on_generated):
-        return await super()._baseline(prompt, f"{name.removesuffix('greedy')}7", affinity, on_generated)
+    async def _with_retries(self, request):
+        name = request.name
+        return await super()._with_retries(replace(request, name=name.replace("greedy", "7")))
 
 
 class TrainsToolTokens(ChatCompletionScheduler):
-    def _judge(self, group):
+    def _judge(self, group, kept):
         samples = tuple(replace(s, loss_mask=b"\x01" * len(s.loss_mask)) for s in group.samples)
-        return super()._judge(replace(group, samples=samples))
+        return super()._judge(replace(group, samples=samples), kept)
 
 
 class CutsStopStrings(EngineHost):

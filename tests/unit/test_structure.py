@@ -20,7 +20,7 @@ TO_THE_LOOP = (
 TO_A_WEIGHT_PUSH = (
     *TO_THE_LOOP[:-1],
     ("roll_async/pipelines/rlvr.py", "synchronizer.push("),
-    ("roll_async/weight_sync/synchronizer.py", "async def push("),
+    ("roll_async/weight_sync/push.py", "async def push("),
 )
 TO_THE_LOSS = (
     *TO_THE_LOOP[:-1],
@@ -68,7 +68,7 @@ def test_a_loss_is_two_files():
 def test_a_config_key_is_its_schema_line_and_the_class_that_uses_it():
     assert files_that_name("whiten_advantages") == {"config/schema_algorithm.py", "trainer/learner.py"}
     also_without_section = "config/loading/names.py"
-    synchronizer = {"config/schema_async.py", "weight_sync/synchronizer.py"}
+    synchronizer = {"config/schema_async.py", "weight_sync/protocol.py"}
     assert files_that_name("sync_retry_delay") == {*synchronizer, also_without_section}
     assert len(files_that_name("max_run_restarts")) <= 3
     assert len(files_that_name("max_engine_restarts")) <= 3

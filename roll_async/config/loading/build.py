@@ -17,7 +17,7 @@ from roll_async.config.policy_loss_options import loss_options_class
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.config.schema_rollout import REWARDS, EnvManagerConfig
-from roll_async.config.schema_worker import STRATEGIES, DataArguments, SglangConfig, VllmConfig, WorkerConfig
+from roll_async.config.schema_worker import STRATEGIES, DataArguments, WorkerConfig
 
 T = TypeVar("T")
 _AGENTIC_TURN_TOKENS = 512
@@ -120,13 +120,8 @@ def _fill_generation(config: PipelineConfig) -> None:
     generating = config.actor_infer.generating_args
     _default(generating, "max_new_tokens", tokens)
     _default(generating, "num_return_sequences", config.samples_per_group if isinstance(config, RLVRConfig) else 1)
-    match config.actor_infer.strategy_args.strategy_config:
-        case VllmConfig() as engine:
-            _default(engine, "max_model_len", sequence_length)
-        case SglangConfig() as engine:
-            _default(engine, "context_length", sequence_length)
-        case _:
-            pass
+    if (key := config.actor_infer.engine.traits.context_key) is not None:
+        _default(config.actor_infer.engine, key, sequence_length)
     if isinstance(config, RLVRConfig) and config.validation is not None:
         for _, data in config.validation.data.values():
             _fill_columns(data)

@@ -47,12 +47,12 @@ from roll_async.prompts.load import DataOptions
 from roll_async.prompts.pool import PromptPoolOptions
 from roll_async.rewards import router
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.scoring import ScoringOptions
 from roll_async.trainer.learner import LearnerOptions
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,

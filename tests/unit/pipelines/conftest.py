@@ -26,8 +26,7 @@ from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.bucket import Block, Bucket
-from roll_async.weight_sync.protocol import OWN_DEVICES
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import OWN_DEVICES, SyncOptions
 
 
 class Starter:

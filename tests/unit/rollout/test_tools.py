@@ -10,10 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll_async.prompts.tool_calls import HERMES, parse_call
+from roll_async.rollout.answers import AnswerRunner
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.conversations import Conversations, ScoringOptions
 from roll_async.rollout.group_source import GroupFate
+from roll_async.rollout.groups import GroupScope, TrajectoryRequest
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.scoring import RewardScoring, ScoringOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Completion, FinishReason, SamplingParams
@@ -79,13 +81,28 @@ async def slow(arguments):
 TOOLS = {"add": add, "broken": broken, "slow": slow}
 
 
+class Conversations:
+    """Answers, one at a time, in one scope."""
+
+    def __init__(self, runner):
+        self.runner, self.tools, self.scope = runner, runner.tools, GroupScope()
+
+    async def end(self, prompt, name, sampling, affinity=None):
+        request = TrajectoryRequest(name=name, prompt=prompt, sampling=sampling, scope=self.scope, affinity=affinity)
+        return await self.runner.run(request)
+
+    async def sample(self, *given):
+        (row,) = (await self.end(*given)).rows
+        return row
+
+
 @asynccontextmanager
 async def talking(replicas, scorer, *, limit=128, tools=TOOLS, **options):
     manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=limit))
     await manager.start()
     callback = ToolCompletionCallback(tools, TextCodec(), **options)
     try:
-        yield Conversations(manager, scorer, ScoringOptions(), tools=callback)
+        yield Conversations(AnswerRunner(manager, RewardScoring(scorer, ScoringOptions()), tools=callback))
     finally:
         await manager.close()
 
@@ -363,11 +380,17 @@ def test_an_abort_reaches_a_conversation_whose_tools_run(run, build, replica_cla
         replica = replica_class("a")
         speaker = Speaker(replica, call("add", a=1, b=1), "never said")
         scorer = scorer_class()
-        async with talking([replica], scorer) as conversations:
-            talk = asyncio.ensure_future(conversations.sample(build.prompt(), "s", SAMPLING))
-            await asyncio.sleep(1)
-            await conversations.abort(["s", "unknown"])
-            assert (await talk).finish_reason is FinishReason.ABORT
+        manager = AsyncLLMServerManager([replica], ManagerOptions())
+        await manager.start()
+        options = SchedulerOptions(samples_per_group=1, sampling=SAMPLING)
+        scheduler = ChatCompletionScheduler(manager, scorer, options, tools=ToolCompletionCallback(TOOLS, TextCodec()))
+        group = asyncio.ensure_future(scheduler.run_group(build.prompt(), group_id=3))
+        await asyncio.sleep(1)
+        await scheduler.abort_groups([3, 99])
+        outcome = await group
+        assert outcome.fate is GroupFate.REQUEUED
+        assert outcome.remains.samples[0].finish_reason is FinishReason.ABORT
+        await manager.close()
         assert len(speaker.prompts) == 1 and scorer.calls == 0
 
     run(go())
