@@ -1,4 +1,5 @@
-# make demo: the main job on this machine. make test: every test that needs no GPU. Both start from a fresh clone.
+# make demo: the main job on this machine. make test: the tests of a change. make test-all: every test that needs no GPU.
+# All start from a fresh clone.
 # PYTHON= names the Python of the environment; without it, the first of these that can make one. Each is run: a name in
 # PATH may be a shim of a version that is not there, and distributions ship a Python without venv.
 PROVED := python3.11 python3.12 python3
@@ -17,7 +18,7 @@ LOCK   ?= $(patsubst %,-c %,$(wildcard locks/$(shell uname -s | tr A-Z a-z)-$(sh
 # Some images set it; each of the hundreds of processes that the tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-assets demo-agentic test test-unit lint clean
+.PHONY: setup demo demo-assets demo-agentic test test-all test-long test-unit lint clean
 
 setup: $(STAMP)
 
@@ -57,8 +58,15 @@ demo-agentic: setup
 	$(PY) examples/start_agentic_pipeline.py --config agentic_calculator_cpu.yaml
 
 # Three files at a time keep two cores busy: runs also wait. In order: the long ones of tests/cluster first.
+SUITE  := -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	@$(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
+	@$(PY) $(SUITE) -m "not long"
+
+test-long: setup
+	@$(PY) $(SUITE) -m long
+
+test-all: test test-long
 
 test-unit: setup
 	@$(PY) -m pytest tests/unit -m "not slow" -n auto

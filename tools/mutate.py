@@ -103,7 +103,7 @@ GENERATED_FROM = (
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
     "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip
-_SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "inference/", "agents/groups.py",
+_SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "inference/", "agents/worlds.py",
               "agents/play.py", "agents/session.py", "agents/limited_turns.py", "rollout/trace_tree.py")  # fmt: skip
 """What worlds of the simulator run."""
 EQUIVALENT: dict[str, str] = {

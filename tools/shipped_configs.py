@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roll_async.cluster.placement import gpu_nodes
 from roll_async.config.schema import AgenticConfig, PipelineConfig, roles_on_engine_devices
 from roll_async.launch.device_memory import GB, DeviceUse, device_uses, span
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 from roll_async.launch.roles import place_roles
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +49,7 @@ def memory_table() -> list[str]:
     """A line per config, devices and role."""
     rows = []
     for path in shipped():
-        for use in device_uses(admit(path).config, DEVICE_BYTES):
+        for use in device_uses(check_supported(path).config, DEVICE_BYTES):
             rows += [f"| {path.stem} | {row}" for row in _memory_rows(use)]
     return [*MEMORY_HEAD, *rows]
 
@@ -60,7 +60,7 @@ def in_document(text: str, head: Sequence[str]) -> list[str]:
 
 
 def _cluster_row(path: Path) -> str:
-    config = admit(path).config
+    config = check_supported(path).config
     roles = place_roles(config)
     nodes = [len(need.gpu_ids) for need in gpu_nodes(roles.all)]
     there = " + ".join(map(str, nodes)) if len(nodes) < 4 else f"{len(nodes)} x {nodes[0]}"

@@ -15,7 +15,7 @@ class AgentCounts:
     def __init__(self) -> None:
         self._outcomes: dict[str, Counter[Outcome]] = {}
         self._branches: Counter[str] = Counter()
-        self._turns = self._retries = 0
+        self._turns = 0
         self.unforeseen = 0
         """Attempts that ended in an error which none of the parts expects."""
 
@@ -25,16 +25,12 @@ class AgentCounts:
         self._branches.update(tree.branches)
         self._turns += len(tree.turns)
 
-    def retried(self) -> None:
-        """Count a further attempt, in a new world."""
-        self._retries += 1
-
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, num_retries: int) -> dict[str, float]:
         """How many since the start; `agent/branches/REASON`: of branches."""
         return {
             **{f"agent/branches/{reason}": float(count) for reason, count in sorted(self._branches.items())},
             "agent/attempts": float(self._total.total()),
-            "agent/retries": float(self._retries),
+            "agent/retries": float(num_retries),
             "agent/unforeseen_errors": float(self.unforeseen),
         }
 

@@ -268,7 +268,7 @@ async def run_agent(
 
 
 def _story(session: Session) -> tuple[tuple[str, str], ...]:
-    """What was said until the newest turn, as the agent told it, and that turn."""
+    """(role, text) of the messages of the newest request, and its reply."""
     messages, said = session.newest
     shown = ((m.role, HERMES.write(m.content, m.tool_calls)) for m in messages)
     return (*shown, ("assistant", said))

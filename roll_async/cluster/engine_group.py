@@ -21,7 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from roll_async.cluster.folders import require_model
-from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.network import held_port, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
@@ -108,7 +108,7 @@ class EngineReplica:
         of this replica on this node.
         """
         await self._prepare(after, span)
-        with start_without_collections():
+        with defer_gc_during_startup():
             from roll_async.inference.backends import create_engine
             from roll_async.inference.engine_host import EngineHost
 
@@ -241,7 +241,7 @@ class RayEngineClient(Proxy, EngineCalls):
         self._broken = asyncio.ensure_future(self._watch(others))
 
     async def _watch(self, others: Sequence[EngineStart]) -> None:
-        """Raises ConnectionError when a node after the first has lost a rank, by which the others would wait for it."""
+        """Raises ConnectionError when a follower node has lost a rank: the others would hang in collectives."""
 
         async def watch(node: EngineStart, host: str) -> None:
             await node.wait_ended()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import ray
 
-from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.remote import served
 from roll_async.observe.memory import peak_bytes_of_self
 from roll_async.observe.run_folder import log_to
@@ -70,7 +70,7 @@ class RolloutHost:
 
     async def start(self) -> None:
         """Start engines and rewards."""
-        with start_without_collections(settled=True):
+        with defer_gc_during_startup(settled=True):
             self._roles = await self._start(self._stack)
 
     async def couple(self, spec: object) -> tuple[bool, Counters]:

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import RoleGone, StallError
 from roll_async.cluster.folders import SharedFolders, require_model
-from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.network import listener, use_node_address
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
@@ -146,7 +146,7 @@ class MegatronRank:
 
     def start(self, world_size: int, master_addr: str, master_port: int) -> Started:
         """Join the group and load the model; blocks until every rank is there."""
-        with start_without_collections(), log_lines() as lines:
+        with defer_gc_during_startup(), log_lines() as lines:
             from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
             spec = RankSpec(

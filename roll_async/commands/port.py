@@ -13,7 +13,7 @@ from roll_async.config.loading.diagnostics import printable
 from roll_async.config.loading.emit import to_yaml
 from roll_async.config.loading.names import LOST
 from roll_async.config.porting import AnotherPipeline, Port, port
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 
 _OUT = ("C001", "C002", "C019", "C020")
 """Keys that are not of this project, or have no effect where they are: they are taken out, with the message."""
@@ -66,7 +66,7 @@ def ported(path: Path, pipeline: str | None = None) -> tuple[Port, list[Diagnost
         for _ in range(_ROUNDS):
             file.write_text(text_of(found, ""), encoding="utf-8")
             try:
-                admit(file, pipeline=found.kind)
+                check_supported(file, pipeline=found.kind)
                 return found, []
             except ConfigError as error:
                 errors = [d for d in error.diagnostics if d.is_error]

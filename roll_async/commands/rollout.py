@@ -50,13 +50,13 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import dump
     from roll_async.config.secrets import is_secret, with_secrets, without_secrets
-    from roll_async.launch.gate import admit, require_inputs, require_models
+    from roll_async.launch.gate import check_supported, require_inputs, require_models
     from roll_async.launch.inputs import resolve_names
     from roll_async.launch.rollout_only import for_rollout
     from roll_async.observe.run_folder import RunFolder
 
     path, overrides = resolve_config(["--config", name, *args], None)
-    loaded = admit(path, overrides)
+    loaded = check_supported(path, overrides)
     given = with_secrets(loaded.config, os.environ)
     target = (output or Path(given.output_dir) / "rollout" / given.exp_name).absolute()
     config = for_rollout(given, target)

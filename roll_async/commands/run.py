@@ -133,11 +133,11 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
-    from roll_async.launch.gate import admit, require_devices, require_inputs, require_models
+    from roll_async.launch.gate import check_supported, require_devices, require_inputs, require_models
     from roll_async.launch.inputs import resolve_names
 
     path, overrides = _resolved(args, pipeline)
-    loaded = admit(path, overrides, pipeline)
+    loaded = check_supported(path, overrides, pipeline)
     require_devices(loaded)
     require_inputs(loaded)
     for warning in loaded.warnings:

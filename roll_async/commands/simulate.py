@@ -16,7 +16,7 @@ from roll_async.commands.weights import simulated_weights
 from roll_async.config.api import ConfigError
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 from roll_async.observe.trace import Trace
 from roll_async.simulator.figures import figures_of
 from roll_async.simulator.from_config import Speeds, Split, scenario_of, split_of, synchronous, workload_of
@@ -172,7 +172,7 @@ def _config(
     """Simulate the schedule of a config and compare it with the synchronous schedule and with theory. `speeds`: the
     further fields of `Speeds`.
     """
-    config = admit(path, overrides).config
+    config = check_supported(path, overrides).config
     if not isinstance(config, RLVRConfig):
         raise ValueError(f"{path}: only rlvr configs are simulated, this one is agentic")
     assumed = Speeds(mean_length=mean_length or config.response_length / 4, **speeds)

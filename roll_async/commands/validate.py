@@ -10,7 +10,7 @@ from roll_async.config.api import ConfigError, Loaded
 from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.loading.diagnostics import Diagnostic, printable
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import admit, require_packages
+from roll_async.launch.gate import check_supported, require_packages
 
 _VALIDATE_USAGE = "usage: roll-async validate CONFIG... [KEY=VALUE...] [--pipeline rlvr|agentic]"
 
@@ -47,7 +47,7 @@ def run_validate(args: list[str]) -> int:
 
 def _validate_one(path: str, overrides: list[str], pipeline: str | None) -> bool:
     try:
-        loaded = admit(path, overrides, pipeline)
+        loaded = check_supported(path, overrides, pipeline)
         missing = require_packages(loaded)
     except ConfigError as error:
         report(error.diagnostics, sys.stdout)
@@ -71,7 +71,7 @@ def one_config(name: str, args: list[str]) -> Loaded | None:
         print_escaped(f"roll-async {name}: {error}\n{usage}", sys.stderr)
         return None
     try:
-        loaded = admit(paths[0], overrides, pipeline)
+        loaded = check_supported(paths[0], overrides, pipeline)
     except ConfigError as error:
         report(error.diagnostics, sys.stderr)
         return None

@@ -258,7 +258,7 @@ class ValidationConfig:
     """More sets by name, measured together with the main one; their metrics are `validation/sets/NAME/...`."""
     mode: Literal["pause", "share", "replicas"] = "pause"
     """pause: trainer and training requests wait for it; share: it uses the slots that no training request wants, and
-    what the next push still finds of it goes first; replicas: it has replicas of its own, and nothing waits for it."""
+    requests left at the next push run before it; replicas: it has replicas of its own, and nothing waits for it."""
     num_replicas: int = bounded(1, ">= 1")
     """With mode replicas: so many of actor_infer's replicas, the last ones, run validations and nothing else."""
 

@@ -19,7 +19,7 @@ _WINDOW_S = 0.02
 a step or two of a small model.
 """
 _MOST_WINDOWS = 5
-"""So many windows at most. That many while requests wait in the engine: it does not need the next ones yet."""
+"""Upper bound of windows; used while requests wait in the engine, which then does not need the next ones yet."""
 _MESSAGE_S = 0.002
 """What a report and the requests that answer it take from an engine in this process, however many they are."""
 
@@ -169,9 +169,9 @@ class EngineHost:
             await asyncio.sleep(_WINDOW_S)
 
     def _windows(self) -> int:
-        """Where no request waits in the engine, the place of one that has ended stays empty for half of the time
-        between two reports, out of every `_mean_s`. That and the reports' cost are together least at the root of twice
-        the product (Harris, "How many parts to make at once", 1913).
+        """The economic order quantity (Harris, "How many parts to make at once", 1913): a report costs `_MESSAGE_S`,
+        and a slot that ended stays empty for half of the interval in every `_mean_s`, the mean duration of a request;
+        their sum is least at interval = sqrt(2 * _MESSAGE_S * _mean_s).
         """
         if self._engine.load().waiting:
             return _MOST_WINDOWS

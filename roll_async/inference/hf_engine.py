@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -148,6 +149,15 @@ class HfEngine(Engine[HfTicket]):
     def _num_pages(self) -> int:
         """Number of pages of the KV cache; enough for all requests at the same time."""
         return self._settings.max_running * -(-self._settings.max_model_len // _PAGE_TOKENS)
+
+    @contextmanager
+    def _library(self) -> Iterator[None]:
+        import torch
+
+        try:
+            yield
+        except torch.AcceleratorError as error:  # the device repeats it at every later call of this process
+            raise EngineDead(f"the device of this process has failed: {error}") from error
 
     # Requests
 

@@ -44,7 +44,7 @@ def levels_up_to(deepest: int) -> tuple[int, ...]:
 
 
 class SleepRules:
-    """The state of one replica. A backend asks before it moves memory, and tells when it has."""
+    """The state of one replica: call `may_sleep` before memory is released, `fell_asleep` after it."""
 
     def __init__(self, levels: Sequence[int]) -> None:
         """`levels`: those of `Engine.sleep`; empty = the replica never gives its memory back."""

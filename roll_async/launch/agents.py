@@ -10,19 +10,20 @@ from pathlib import Path
 
 from roll_async.agents.book import TrajectoryLog
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.groups import AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import is_agent
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import RENDERING_THREADS, SessionOptions
 from roll_async.agents.tasks import Tasks
 from roll_async.agents.tools.toolbox import ToolSpec, check_tool, open_tools, toolbox_of
+from roll_async.agents.worlds import AgentParts, TagPlan
 from roll_async.config.schema import AgenticConfig, EnvConfig, EnvManagerConfig
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build, check
 from roll_async.prompts.tokenizer import at_time, load_tokenizer
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.groups import GroupOptions
 from roll_async.schema import Prompt
 
 
@@ -58,9 +59,9 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
     for what the user can fix.
     """
     check_agents(config)
+    manager, val = _manager(config, trains), config.val_env_manager
     executor = stack.enter_context(ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="rendering"))
-    worlds = _worlds(config, _manager(config, trains), stack)
-    validation_worlds = _worlds(config, config.val_env_manager, stack)
+    worlds, validation_worlds = _worlds(config, manager, stack), _worlds(config, val, stack)
     gateway = None
     if any(is_agent(env.env_type) for env in config.custom_envs.values()):
         gateway = PolicyGateway(model=config.exp_name)
@@ -77,6 +78,9 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
         silence_s=config.fault.env_timeout,
         executor=executor,
         tell=book.add,
+        max_worlds=manager.num_env_groups * (manager.group_size + manager.group_size_redundancy),
+        max_validation_worlds=val.num_env_groups * val.group_size,
+        trains=trains,
     )
 
 
@@ -120,16 +124,12 @@ def session_options(config: AgenticConfig, env: EnvConfig) -> SessionOptions:
 
 def group_options(config: AgenticConfig, *, trains: bool = True) -> GroupOptions:
     """Size of groups, and retries. Without training they are those of validation, and no group is filtered."""
-    manager, val = _manager(config, trains), config.val_env_manager
-    trajectories = manager.group_size + manager.group_size_redundancy
+    manager = _manager(config, trains)
     return GroupOptions(
-        group_size=manager.group_size,
+        samples_per_group=manager.group_size,
         redundancy=manager.group_size_redundancy,
-        max_worlds=manager.num_env_groups * trajectories,
-        max_validation_worlds=val.num_env_groups * val.group_size,
         retries=config.fault.sample_retries,
         filter=GroupFilter.of(config) if trains else None,
-        trains=trains,
     )
 
 

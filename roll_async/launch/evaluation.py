@@ -1,14 +1,13 @@
 """The measurement of a validation without a run: of a model folder on engines, or of an address.
 
     folder   engines and reward host on Ray  --> ChatCompletionScheduler --\\
-             engines on Ray, worlds          --> AgentGroups --------------+--> pipelines/validation --> sets, samples
-    address  chats over HTTP, reward workers --> EndpointSource ----------/
+             engines on Ray, worlds          --> WorldRunner --------------+--> pipelines/validation --> sets, samples
+    address  chats over HTTP, reward workers --> EndpointRunner ----------/
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from roll_async.agents.groups import AgentGroups
+from roll_async.agents.worlds import WorldRunner
 from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import MAIN_SET
@@ -24,19 +23,20 @@ from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
 from roll_async.launch.agents import agent_parts, group_options, validation_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.launch.rollout import data_options, held_out_of, start_scorer
-from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation
+from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rewards.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.group_source import SourceCounts
+from roll_async.rollout.groups import Ended, EndReason, GroupOptions, GroupRunner, Trajectory, TrajectoryRequest
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.schema import Answered, Prompt, RewardStatus, Sample, SamplingParams
+from roll_async.schema import Answered, Prompt, RewardStatus, Sample
 
-logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
 
 _OF_A_RUN = ("version", "other_version")
-"""Metrics that say nothing of weights that are nobody's version."""
+"""Metrics of a run, dropped in an evaluation: its weights have no version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,18 +92,15 @@ async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Eval
         return report.evaluation(await measure(0))
 
 
-async def _start_rewards(
-    config: RLVRConfig, stack: AsyncExitStack
-) -> Callable[[AsyncLLMServerManager], AnswersPrompts]:
+async def _start_rewards(config: RLVRConfig, stack: AsyncExitStack) -> Callable[[AsyncLLMServerManager], GroupRunner]:
     scorer = await start_scorer(config, stack)
     return lambda manager: ChatCompletionScheduler(manager, scorer, SchedulerOptions.of(config))
 
 
-async def _start_worlds(
-    config: AgenticConfig, stack: AsyncExitStack
-) -> Callable[[AsyncLLMServerManager], AnswersPrompts]:
+async def _start_worlds(config: AgenticConfig, stack: AsyncExitStack) -> Callable[[AsyncLLMServerManager], GroupRunner]:
     parts = await agent_parts(config, stack, trains=False)
-    return lambda manager: AgentGroups(manager, parts, group_options(config, trains=False))
+    options = group_options(config, trains=False)
+    return lambda manager: GroupRunner(WorldRunner(manager, parts), manager, options)
 
 
 async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: AsyncExitStack) -> Evaluation:
@@ -118,8 +115,8 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     await router.start()
     stack.push_async_callback(router.close)
     report = Report(config)
-    source = EndpointSource(config, endpoint, router)
-    measure = Validation(_sets(config, held_out), source, None, lambda: 0, on_answers=report.add)
+    answers = GroupRunner(EndpointRunner(config, endpoint, router), None, GroupOptions(samples_per_group=1))
+    measure = Validation(_sets(config, held_out), answers, None, lambda: 0, on_answers=report.add)
     return report.evaluation(await measure(0))
 
 
@@ -128,8 +125,10 @@ def _sets(config: PipelineConfig, held_out: Mapping[str, Sequence[Prompt]]) -> l
     return [HeldOut(name, prompts, SetSampling.of(sampling[name])) for name, prompts in held_out.items()]
 
 
-class EndpointSource:
-    """`pipelines/validation.py: AnswersPrompts` over an address. The tokens of an answer are those of its text."""
+class EndpointRunner:
+    """`rollout/groups.py: TrajectoryRunner` over an address. The tokens of an answer are those of its text."""
+
+    cancels_on_abort = False
 
     def __init__(self, config: RLVRConfig, endpoint: ChatEndpoint, router: RewardRouter) -> None:
         self._endpoint, self._router, self._tokenizer = endpoint, router, load_tokenizer(config.pretrain)
@@ -140,34 +139,27 @@ class EndpointSource:
             for row in read_rows(options.files, options.columns, BadRows()):
                 self._chats[row.row_id, row.messages[-1]["content"]] = row.messages
 
-    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
-        """One scored answer per prompt. What the server refuses and what has no score is left out, logged. Raises
-        ConnectionError when the server is gone.
+    async def run(self, request: TrajectoryRequest) -> Trajectory | Ended:
+        """One scored answer; what the server refuses and what has no score gives none. Raises ConnectionError when the
+        server is gone.
         """
-        async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._ask(p, sampling, f"{name}/{i}")) for i, p in enumerate(prompts)]
-        found = zip(prompts, (task.result() for task in asked), strict=True)
-        return [(prompt, (sample,)) for prompt, sample in found if sample is not None]
-
-    async def _ask(self, prompt: Prompt, sampling: SamplingParams, name: str) -> Sample | None:
-        began_s = asyncio.get_running_loop().time()
+        loop, prompt, sampling = asyncio.get_running_loop(), request.prompt, request.sampling
+        assert sampling is not None, "a validation says how it samples"
+        began_s, row = loop.time(), f"row {prompt.row_id}"
         try:
             text, finish = await self._endpoint.chat(self._chats[prompt.row_id, prompt.text], sampling)
         except Refused as error:
-            logger.warning("validation: row %s: %s", prompt.row_id, error)
-            return None
-        generation_s = asyncio.get_running_loop().time() - began_s
+            return Ended(reason=EndReason.FAILED, text=f"{row}: {error}")
+        generation_s = loop.time() - began_s
         try:
             reward = await self._router.score(prompt, text)
         except ConnectionError as error:
-            logger.warning("validation: row %s: %s", prompt.row_id, error)
-            return None
+            return Ended(reason=EndReason.FAILED, text=f"{row}: {error}")
         if reward.status is not RewardStatus.OK:
-            logger.warning("validation: row %s: no score: %s", prompt.row_id, reward.reason)
-            return None
+            return Ended(reason=EndReason.FAILED, text=f"{row}: no score: {reward.reason}")
         tokens = array("i", self._tokenizer.encode(text, add_special_tokens=False))
-        return Sample(
-            sample_id=name,
+        answer = Sample(
+            sample_id=request.name,
             prompt_token_ids=prompt.token_ids,
             response_token_ids=tokens,
             loss_mask=b"\x01" * len(tokens),
@@ -177,6 +169,11 @@ class EndpointSource:
             generation_s=generation_s,
             reward=reward,
         )
+        return Trajectory(rows=(answer,))
+
+    def counts(self, num_retries: int) -> SourceCounts:
+        """The report has all that there is to count."""
+        return SourceCounts()
 
 
 class Report:

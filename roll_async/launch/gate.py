@@ -42,7 +42,7 @@ from roll_async.weight_sync.transports import SENDERS, transport_of
 _INPUTS = {"pretrain", "reward_pretrain", "model_name_or_path", "file_name"}
 
 
-def admit(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
+def check_supported(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
     """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C155 of the
     loader; or of this module C201, a setting that is not supported yet or has no effect, C202, devices and transport,
     C203, parallel sizes against the model. Dotted paths name modules beside this config from now on, too.

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from roll_async.buffer.errors import RoleFailed, StallError, first_cause
-from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.launch.roles import RolePlacements
@@ -51,7 +51,7 @@ async def started_roles(
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, starting.cancel)
         try:
-            with start_without_collections(settled=True):
+            with defer_gc_during_startup(settled=True):
                 run = await starting
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None

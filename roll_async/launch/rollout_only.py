@@ -1,6 +1,6 @@
 """Worlds and engines without a trainer: trajectories of a fixed model, with validation's managers.
 
-held-out tasks --> AgentGroups <--> engines, which hold the weights of `pretrain`
+held-out tasks --> GroupRunner <--> engines, which hold the weights of `pretrain`
                        +--> samples/step_N.jsonl, trajectories/, metrics.jsonl of the folder, batch by batch
 """
 
@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from roll_async.agents.groups import AgentGroups
 from roll_async.agents.tasks import Tasks
+from roll_async.agents.worlds import WorldRunner
 from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig
 from roll_async.launch.agents import agent_parts, group_options, held_out_tasks
@@ -25,6 +25,7 @@ from roll_async.pipelines.metrics import ratio_metrics, sample_rows
 from roll_async.pipelines.validation import validation_metrics
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.group_source import GroupFate
+from roll_async.rollout.groups import GroupRunner
 from roll_async.schema import Group
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ async def rolled_batches(
     folder = Path(config.output_dir) / config.exp_name / SAMPLES
     dump = SampleDump(folder, load_tokenizer(config.pretrain).batch_decode)
     stack.callback(dump.close)
-    groups, tasks = AgentGroups(manager, parts, group_options(config, trains=False)), held_out_tasks(config)
+    options, tasks = group_options(config, trains=False), held_out_tasks(config)
+    groups = GroupRunner(WorldRunner(manager, parts), manager, options)
     group_size = config.val_env_manager.group_size
     size = config.val_batch_size // group_size
     before: Mapping[str, tuple[float, float]] = {}
@@ -69,7 +71,7 @@ async def rolled_batches(
         before = counts.ratios
 
 
-async def rolled(groups: AgentGroups, tasks: Tasks, places: Sequence[int]) -> list[Group]:
+async def rolled(groups: GroupRunner, tasks: Tasks, places: Sequence[int]) -> list[Group]:
     """The groups of the tasks at these places, in order, without those whose attempts are used up."""
     async with asyncio.TaskGroup() as running:
         asked = [running.create_task(groups.run_group(tasks.at(place), group_id=place)) for place in places]

@@ -26,13 +26,13 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, mean
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Joins
+from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import Replica
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
@@ -71,19 +71,13 @@ class HeldOut:
         return f"validation/sets/{self.name}" if self.name else "validation"
 
 
-class AnswersPrompts(Protocol):
-    """The part of `rollout/group_source.py: GroupSource` that a validation needs."""
-
-    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]: ...
-
-
 class Validation:
     """Measures all sets at once; called with the training step whose weights the engines hold."""
 
     def __init__(
         self,
         sets: Sequence[HeldOut],
-        source: AnswersPrompts,
+        source: GroupRunner,
         manager: AsyncLLMServerManager | None,
         version: Callable[[], WeightVersion | None],
         *,
@@ -141,7 +135,7 @@ class ReplicaValidation(Validation):
     def __init__(
         self,
         sets: Sequence[HeldOut],
-        source: AnswersPrompts,
+        source: GroupRunner,
         manager: AsyncLLMServerManager,
         supervisor: EngineSupervisor,
         *,

@@ -27,7 +27,7 @@ from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.validation import HeldOut, ReplicaValidation, SetSampling, Validation
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
-from roll_async.rollout.group_source import GroupSource
+from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter
@@ -139,7 +139,7 @@ class RolloutRoles:
     """The parts from which the rollout side of a run is built."""
 
     engines: Engines
-    groups: Callable[[AsyncLLMServerManager], GroupSource]
+    groups: Callable[[AsyncLLMServerManager], GroupRunner]
     """Makes the source that turns prompts into groups on these replicas."""
     prompts: PromptSource
     """The prompt stream; with a pool, the stream that it draws from."""

@@ -1,19 +1,12 @@
-"""The protocol of what turns a prompt into a group: pipelines differ in it alone.
-
-    Rollouter --prompt--> GroupSource.run_group --GroupOutcome--> Rollouter
-
-`ChatCompletionScheduler` is the source of question-and-answer tasks (RLVR), `agents/groups.py` that of environments. A
-source decides nothing about admission, staleness or versions.
-"""
+"""What becomes of a prompt: a group, or why there is none, and the counters of what makes groups (`groups.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
-from roll_async.schema import Answered, Group, Prompt, SamplingParams, WeightVersion
+from roll_async.schema import Group
 
 
 class GroupFate(Enum):
@@ -60,26 +53,3 @@ class SourceCounts:
     """Metrics of this source, by key; published unchanged."""
     ratios: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Two counters each, (part, whole), by the key of their ratio (`pipelines/metrics.py: ratio_metrics`)."""
-
-
-class GroupSource(Protocol):
-    """Generates and scores the samples of one prompt at a time, any number of prompts concurrently."""
-
-    async def run_group(
-        self, prompt: Prompt, *, group_id: int, attempt: int = 0, admitted_version: WeightVersion = 0
-    ) -> GroupOutcome:
-        """One whole group. Every path ends in an outcome; only cancellation and the loss of all replicas are raised.
-        Names of requests begin with `GROUP_ID.ATTEMPT`, so that a late reply of an earlier attempt is recognized.
-        """
-        ...
-
-    async def abort_groups(self, group_ids: Iterable[int]) -> None:
-        """End these groups as REQUEUED; returns when no request of them runs any more. Unknown ids are ignored."""
-
-    async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
-        """One scored answer per prompt, in the foreground. Failed ones are left out."""
-        ...
-
-    def counts(self) -> SourceCounts:
-        """Counters since the start."""
-        ...

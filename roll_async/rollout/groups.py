@@ -171,7 +171,8 @@ class _NotWhole(Exception):
 class GroupRunner:
     """Runs groups of one kind of task on the replicas of a manager."""
 
-    def __init__(self, runner: TrajectoryRunner, manager: AsyncLLMServerManager, options: GroupOptions) -> None:
+    def __init__(self, runner: TrajectoryRunner, manager: AsyncLLMServerManager | None, options: GroupOptions) -> None:
+        """`manager`: of the replicas that the runner asks; None = it asks an address, by validations alone."""
         self.runner, self._manager, self._options = runner, manager, options
         self._running: dict[int, GroupScope] = {}
         self._num_retries = 0
@@ -201,7 +202,7 @@ class GroupRunner:
             ends = await self._run_all(self._requests(prompt, name, scope, affinity), scope)
         finally:
             del self._running[group_id]
-            if affinity is not None:
+            if affinity is not None and self._manager is not None:
                 self._manager.forget_affinity(affinity)
         return self._judged(ends, name, scope, empty)
 
@@ -226,28 +227,44 @@ class GroupRunner:
 
         async def run(request: TrajectoryRequest) -> None:
             ends[request.name] = await self._with_retries(request)
-            good = sum(isinstance(end, Trajectory) for end in ends.values())
-            if good >= options.samples_per_group + options.greedy_baseline:
-                # Not by an error: that would leave a cancellation in the task of the group, which is to be delivered.
-                for task in scope.tasks:
-                    if task is not asyncio.current_task():
-                        task.cancel()
-            elif sum(map(self._is_bad, ends.values())) > options.redundancy:
+            if self._num_bad(ends) > self._options.redundancy and not self.runner.cancels_on_abort:
                 raise _NotWhole
 
-        options = self._options
         try:
             async with asyncio.TaskGroup() as tasks:
-                scope.tasks = [tasks.create_task(run(request)) for request in requests]
+                scope.tasks = [tasks.create_task(run(request), name=request.name) for request in requests]
+                if self.runner.cancels_on_abort:
+                    return await self._first(scope.tasks, ends)
         except* _NotWhole:
             pass
         return ends
 
-    def _is_bad(self, end: Trajectory | Ended) -> bool:
-        """It cannot become part of the group. An aborted answer decides nothing: the lengths of the others are
+    async def _first(
+        self, tasks: Sequence[asyncio.Task[None]], ends: Mapping[str, Trajectory | Ended]
+    ) -> dict[str, Trajectory | Ended]:
+        """The ends of worlds until there are N good ones, or too many bad ones; of those that end together, in the
+        order of their names.
+        """
+        options, aborted = self._options, Ended(reason=EndReason.ABORTED, text="aborted")
+        first: dict[str, Trajectory | Ended] = {}
+        pending, num_good = set(tasks), 0
+        try:
+            while pending and num_good < options.samples_per_group and self._num_bad(first) <= options.redundancy:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                first |= {t.get_name(): ends.get(t.get_name(), aborted) for t in tasks if t in done}
+                num_good = sum(isinstance(end, Trajectory) for end in first.values())
+            return first
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _num_bad(self, ends: Mapping[str, Trajectory | Ended]) -> int:
+        """Those that cannot become part of the group. An aborted answer decides nothing: the lengths of the others are
         counted.
         """
-        return isinstance(end, Ended) and (end.reason is not EndReason.ABORTED or self.runner.cancels_on_abort)
+        waits = None if self.runner.cancels_on_abort else EndReason.ABORTED
+        return sum(isinstance(end, Ended) and end.reason is not waits for end in ends.values())
 
     async def _with_retries(self, request: TrajectoryRequest) -> Trajectory | Ended:
         """Its end; while its world fails, in further attempts, each in a fresh world and with a name of its own."""
@@ -317,6 +334,7 @@ class GroupRunner:
             scope.aborted = True
             for trajectory in scope.open:
                 trajectory.stop(Outcome.CANCELLED, "aborted")
+        assert self._manager is not None, "an address is asked by validations alone"
         await self._manager.abort([i for s in scopes for trajectory in s.open for i in trajectory.open_requests])
         if self.runner.cancels_on_abort:
             for task in (task for scope in scopes for task in scope.tasks):

@@ -1,4 +1,4 @@
-"""Asks replicas for their load where no report of theirs would tell of it in time."""
+"""Polls the load of replicas that also serve other clients."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from roll_async.rollout.duplicates import DuplicateAnswers
 from roll_async.rollout.filter_budget import FilterBudget
 from roll_async.rollout.first_batch import FirstBatch
 from roll_async.rollout.group_filter import metric_of
-from roll_async.rollout.group_source import GroupFate, GroupOutcome, GroupSource
+from roll_async.rollout.group_source import GroupFate, GroupOutcome
+from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Group, Prompt
@@ -106,7 +107,7 @@ class Rollouter:
     def __init__(
         self,
         queue: MessageQueue,
-        source: GroupSource,
+        source: GroupRunner,
         manager: AsyncLLMServerManager,
         prompts: PromptSource,
         *,

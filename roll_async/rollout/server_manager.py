@@ -192,8 +192,8 @@ class AsyncLLMServerManager(RequestDispatch):
             self.lost(self._links[name], reason)
 
     async def retire(self, name: str) -> None:
-        """A replica leaves for good, which is no loss: it gets nothing more, and what it runs stops there, keeps its
-        tokens and goes on elsewhere. The caller ends its process.
+        """Drain a replica for scale-down: it gets no more requests, and those it runs move with their tokens. The
+        caller ends its process.
         """
         link = self._links.get(name)
         if link is None:

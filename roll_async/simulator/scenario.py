@@ -62,7 +62,7 @@ class Scenario:
     tools: ToolModel | None = None
     """None = answers of one turn."""
     worlds: WorldModel | None = None
-    """Groups of trajectories in worlds (`agents/groups.py: AgentGroups`); None = of answers to a prompt."""
+    """Groups of trajectories in worlds (`agents/worlds.py: WorldRunner`); None = of answers to a prompt."""
     process: ProcessModel | None = None
     """The generating side is in a process of its own; None = in the driver's."""
     budget: BudgetOptions | None = None

@@ -34,6 +34,7 @@ from roll_async.pipelines.wire import (
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.engine_supervisor import EngineSupervisor
 from roll_async.rollout.filter_budget import GeneratedTooMany
+from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.remote_side import RolloutClient
 from roll_async.rollout.server_counts import ServerStats
@@ -89,8 +90,10 @@ class FaultyParts:
 
     scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler
     host: type[EngineHost] = EngineHost
-    groups: type | None = None
-    """A sub-class of `agents/groups.py: AgentGroups`, which needs the gateway; None = itself."""
+    groups: type[GroupRunner] = GroupRunner
+    """Of trajectories in worlds."""
+    worlds: type | None = None
+    """A sub-class of `agents/worlds.py: WorldRunner`, which needs the gateway; None = itself."""
     store: type[CheckpointStore] = CheckpointStore
     learner: type | None = None
     """A sub-class of `trainer/learner.py: Learner`, which needs torch; None = itself, where a world wants one."""
@@ -225,7 +228,7 @@ class SimulatedRun:
             return ChatTasks(self._scenario, self.watch, self._others.scheduler)
         from roll_async.simulator.agents.groups import AgentTasks  # needs the gateway, which other worlds do without
 
-        return AgentTasks(self._scenario, self.watch, self._others.groups)
+        return AgentTasks(self._scenario, self.watch, self._others.groups, self._others.worlds)
 
     def _parts(self, side: RolloutSide) -> PipelineParts:
         """The objects of the generating side, or their clients when it is in a process of its own."""

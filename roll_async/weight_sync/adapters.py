@@ -38,11 +38,11 @@ def choose_adapters(config: PipelineConfig) -> tuple[AdapterShape | None, str]:
     wanted = config.weight_sync.adapters
     if wanted == "merged":
         return None, "as configured"
-    hindrance = _hindrance(config)
-    if hindrance is not None:
+    reason = _unsupported_reason(config)
+    if reason is not None:
         if wanted == "alone":
-            raise ValueError(f"weight_sync.adapters=alone: {hindrance}; use auto, which merges them")
-        return None, hindrance
+            raise ValueError(f"weight_sync.adapters=alone: {reason}; use auto, which merges them")
+        return None, reason
     if wanted == "auto" and config.actor_infer.device_mapping is not None:
         return None, "no run has proved adapters beside the weights on GPUs; weight_sync.adapters: alone tries it"
     model = config.actor_train.model_args
@@ -50,7 +50,7 @@ def choose_adapters(config: PipelineConfig) -> tuple[AdapterShape | None, str]:
     return shape, "as configured" if wanted == "alone" else "the engine holds them beside the weights"
 
 
-def _hindrance(config: PipelineConfig) -> str | None:
+def _unsupported_reason(config: PipelineConfig) -> str | None:
     """Why adapters cannot travel alone."""
     engine, rank = config.actor_infer.engine, config.actor_train.model_args.lora_rank
     title, largest = engine.traits.title, engine.traits.max_adapter_rank

@@ -149,11 +149,11 @@ def test_with_cuda_at_hand_nothing_is_touched():
 
 def test_a_rank_is_refused_where_megatron_would_put_its_buffers_elsewhere():
     with pytest.raises(ValueError, match="shall run on the CPU, but .* set CUDA_VISIBLE_DEVICES=''"):
-        cpu_shim.demand_device("cpu", cuda=True)
+        cpu_shim.require_device("cpu", cuda=True)
     with pytest.raises(ValueError, match="shall run on cuda, but torch sees no CUDA device"):
-        cpu_shim.demand_device("cuda", cuda=False)
-    cpu_shim.demand_device("cpu", cuda=False)
-    cpu_shim.demand_device("cuda", cuda=True)
+        cpu_shim.require_device("cuda", cuda=False)
+    cpu_shim.require_device("cpu", cuda=False)
+    cpu_shim.require_device("cuda", cuda=True)
     nowhere = cases.RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=1, device="cuda")
     with pytest.raises(ValueError, match="torch sees no CUDA device"):
         cases.MegatronWorker(nowhere, cases.MegatronSettings(model_folder="unread")).start()

@@ -36,11 +36,11 @@ def typed(script, args):
     assert Path(script).is_file(), f"{{script}} does not exist"
     if Path(script).name in ("start_rlvr_pipeline.py", "start_agentic_pipeline.py", "fully_async_main.py"):
         from roll_async.config.lookup import resolve_config
-        from roll_async.launch.gate import admit
+        from roll_async.launch.gate import check_supported
 
         given = args if any(a.startswith("--config") for a in args) else ["--config", "fully_async_cpu.yaml", *args]
         path, overrides = resolve_config(given, None)
-        admit(path, overrides)
+        check_supported(path, overrides)
         own = [o for o in overrides if "/home/me" in o]
         assert not (path.stem.endswith("_cpu") and own), f"the laptop demo gets files of the full run: {{own}}"
         return

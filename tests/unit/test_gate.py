@@ -13,7 +13,7 @@ from roll_async.commands.run import prepare
 from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, load
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 from roll_async.weight_sync.bucket import STAGED
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.transports import transport_of
@@ -47,8 +47,11 @@ def launcher(path: Path, *overrides: str):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_shipped_config_passes_the_gate_of_its_launcher(path):
-    loaded = admit(path)
-    assert admit(path, pipeline="rlvr" if isinstance(loaded.config, RLVRConfig) else "agentic").config == loaded.config
+    loaded = check_supported(path)
+    assert (
+        check_supported(path, pipeline="rlvr" if isinstance(loaded.config, RLVRConfig) else "agentic").config
+        == loaded.config
+    )
 
 
 def test_validate_accepts_everything_that_is_shipped():
@@ -170,7 +173,7 @@ def test_engines_may_span_nodes_with_as_many_ranks_on_each_where_their_library_c
         parallel = f"actor_infer.strategy_args.strategy_config={{{ranks}}}"
         sizes = (f"num_gpus_per_node={per_node}", f"actor_infer.world_size={len(engines)}")
         try:
-            admit(CPU, (*more, *mappings, *sizes, parallel))
+            check_supported(CPU, (*more, *mappings, *sizes, parallel))
         except ConfigError as error:
             return str(error)
         return None

@@ -13,7 +13,7 @@ from roll_async.config.loading.emit import dump
 from roll_async.config.user_code import search_beside
 from roll_async.envs.registry import WorldSpec, build
 from roll_async.launch.agents import check_agents
-from roll_async.launch.gate import admit, require_inputs
+from roll_async.launch.gate import check_supported, require_inputs
 from roll_async.rewards.registry import create_reward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,12 +50,12 @@ def recipe(key):
 def test_every_recipe_passes_the_check_of_configs(typed):
     loss, estimator = recipe("my_loss"), recipe("my_estimator")
     algorithm = {"algorithm": {**loss["algorithm"], **estimator["algorithm"]}}
-    own = admit(typed(RLVR, recipe("my_reward"), algorithm)).config
+    own = check_supported(typed(RLVR, recipe("my_reward"), algorithm)).config
     assert own.rewards["addition"].type == "my_reward.score"
     assert own.algorithm.pg_options.given == {"width": 0.3} and own.algorithm.adv_options.given == {"scale": 2.0}
     worlds = {**recipe("my_world")["custom_envs"], "FrozenLake": None}  # null takes out what the included file has
     tags = {"train_env_manager": {"tags": ["Guess", "Question"]}, "val_env_manager": {"tags": ["Guess"]}}
-    played = admit(typed(AGENTIC, {"custom_envs": worlds}, tags)).config
+    played = check_supported(typed(AGENTIC, {"custom_envs": worlds}, tags)).config
     assert played.custom_envs.keys() == {"Guess", "Question"}
     check_agents(played)
 
@@ -108,7 +108,7 @@ def test_a_loss_that_fails_on_two_rows_is_refused_with_its_key_before_anything_s
     ((where, message),) = unusable_code(load(path).algorithm)
     assert where == "algorithm.pg_variant" and told in message
     with pytest.raises(ConfigError, match="C204: algorithm.pg_variant: "):
-        require_inputs(admit(path))
+        require_inputs(check_supported(path))
 
 
 @pytest.mark.parametrize(
@@ -129,4 +129,4 @@ def test_a_wrong_name_or_option_of_own_code_is_refused_without_running_it(typed,
     for name in ("my_loss.py", "my_estimator.py"):
         (tmp_path / name).write_text("raise SystemExit\n" + (tmp_path / name).read_text())
     with pytest.raises(ConfigError, match=re.escape(told)):
-        admit(path)
+        check_supported(path)

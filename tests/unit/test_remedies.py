@@ -21,7 +21,7 @@ from roll_async.config.api import ConfigError, Diagnostic
 from roll_async.config.loading.names import REFUSED as FOREIGN_KEYS
 from roll_async.config.loading.paths import keys
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 from tests.unit.config import test_config_loading as loading
 from tests.unit.config import test_config_rules as rules
 from tests.unit.config.conftest import AGENTIC, RLVR, Remove, edited
@@ -44,7 +44,7 @@ class Typed:
             path = folder / "run.yaml"
             path.write_text(json.dumps(self.file, indent=1))
         try:
-            admit(path, self.overrides)
+            check_supported(path, self.overrides)
         except ConfigError as error:
             return [d for d in error.diagnostics if d.is_error]
         return []

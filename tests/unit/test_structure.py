@@ -77,7 +77,7 @@ def test_a_config_key_is_its_schema_line_and_the_class_that_uses_it():
 def test_a_counter_is_counted_in_one_file_and_listed_in_the_documents():
     listed = (ROOT / "docs_roll" / "metrics.md").read_text()
     examples = {
-        "agent/lost_world_processes": "agents/groups.py",
+        "agent/lost_world_processes": "agents/worlds.py",
         "router/agreement": "trainer/megatron/router_replay.py",
         "weights/canary_moved": "pipelines/metrics.py",
     }

@@ -5,7 +5,7 @@
 A trajectory is 5 turns of about 1 s of generation, and 6 calls of its world (the reset too) of 10 s on average,
 log-normal with sigma 1: one call in a hundred takes a minute. As many trajectories run at once as there are
 environments; a group is 8 of them, or 6 kept of 8 with redundancy. A training step takes 20 s. The real rollouter,
-server manager, queue and `AgentGroups` run; engines have four times the slots that are needed on average, pushes cost
+server manager, queue and `WorldRunner` run; engines have four times the slots that are needed on average, pushes cost
 nothing.
 
 The bound of a setting is what an ideal scheduler of that setting reaches on the same distributions, without the loops.

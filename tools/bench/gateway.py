@@ -221,10 +221,10 @@ async def serve(args: argparse.Namespace) -> dict:
     from roll_async.agents.gateway.server import Endpoint, PolicyGateway
     from roll_async.agents.rendering import TemplateRenderer
     from roll_async.agents.session import RENDERING_THREADS, Session, SessionOptions
-    from roll_async.cluster.garbage import start_without_collections
+    from roll_async.cluster.gc_policy import defer_gc_during_startup
     from roll_async.schema import SamplingParams
 
-    with tempfile.TemporaryDirectory() as folder, start_without_collections(settled=True):  # as a driver starts
+    with tempfile.TemporaryDirectory() as folder, defer_gc_during_startup(settled=True):  # as a driver starts
         tokenizer = tokenizer_of(Path(folder))
         engine, renderer = Engine(tokenizer, args.engine_s), TemplateRenderer(tokenizer)  # type: ignore[arg-type]
     executor = ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="rendering")

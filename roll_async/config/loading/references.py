@@ -26,7 +26,7 @@ _MAX_TEXT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class AliasConflict:
     """Two values of one key in one source: they must be equal, which is known once references are resolved."""
 
     canonical: str
@@ -185,7 +185,7 @@ class _Resolver:
 
 
 def resolve_references(
-    root: Node, moved: Mapping[str, tuple[str, ...]] = {}, doubts: Iterable[Doubt] = ()
+    root: Node, moved: Mapping[str, tuple[str, ...]] = {}, doubts: Iterable[AliasConflict] = ()
 ) -> tuple[Node, list[Diagnostic]]:
     """The tree without references and without `vars`, and the doubts that turned out to be conflicts (C016).
 
@@ -202,7 +202,7 @@ def resolve_references(
     for doubt in doubts if not resolver.errors else ():
         sides = (resolver.resolve(node, doubt.canonical, 1)[0] for node in (doubt.present, doubt.other))
         present, other = sides
-        if not Doubt(doubt.canonical, present, doubt.written, other).is_settled():
+        if not AliasConflict(doubt.canonical, present, doubt.written, other).is_settled():
             conflicts.append(doubt.conflict())
     if resolver.errors:
         raise ConfigError(tuple(resolver.errors))

@@ -18,7 +18,7 @@ from roll_async.config.loading.names import (
     alias_table,
 )
 from roll_async.config.loading.node import Node, diagnostic, drop, find, put
-from roll_async.config.loading.references import Doubt, find_resolved
+from roll_async.config.loading.references import AliasConflict, find_resolved
 from roll_async.config.loading.resources import BLOCK_KEYS, BLOCKS
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, spec_of
 from roll_async.config.schema import ROLES
@@ -39,7 +39,7 @@ class Composed:
     root: Node
     errors: list[Diagnostic] = field(default_factory=list)
     warnings: list[Diagnostic] = field(default_factory=list)
-    doubts: list[Doubt] = field(default_factory=list)
+    doubts: list[AliasConflict] = field(default_factory=list)
     moved: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Written path to canonical paths: references may name either."""
 
@@ -136,7 +136,7 @@ def _place(result: Composed, written: str, target: Sequence[str], node: Node) ->
         for key, child in node.value.items():
             _place(result, f"{written}.{key}", [*target, key], child)
     else:
-        doubt = Doubt(".".join(target), present, written, node)
+        doubt = AliasConflict(".".join(target), present, written, node)
         if any(isinstance(n.value, str) and "${" in n.value for n in (present, node)):
             result.doubts.append(doubt)
         elif not doubt.is_settled():

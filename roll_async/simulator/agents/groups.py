@@ -1,4 +1,4 @@
-"""The real `AgentGroups` over fake worlds, a fake template and a fake tool: no thread, process or socket."""
+"""The real `WorldRunner` over fake worlds, a fake template and a fake tool: no thread, process or socket."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tools.toolbox import function, toolbox_of
+from roll_async.agents.worlds import AgentParts, TagPlan, WorldRunner
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
+from roll_async.rollout.groups import GroupOptions, GroupRunner
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.simulator.agents.checks import TraceChecks
@@ -53,10 +54,13 @@ def checks_of(scenario: Scenario) -> TraceChecks:
 class AgentTasks:
     """Tasks, worlds of one process of a run, and the real groups that play them."""
 
-    def __init__(self, scenario: Scenario, watch: Watch, groups: type[AgentGroups] | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, watch: Watch, groups: type[GroupRunner], worlds: type[WorldRunner] | None
+    ) -> None:
         model = scenario.worlds
         assert model is not None
-        self._scenario, self._watch, self._groups, self._model = scenario, watch, groups or AgentGroups, model
+        self._scenario, self._watch, self._model = scenario, watch, model
+        self._groups, self._worlds = groups, worlds or WorldRunner
         self.prompts = SimPrompts(scenario.num_prompts, task_prompt)
         self.held_out = held_out_tasks(scenario.validation_prompts)
         most = 0 if model.blocking else model.max_worlds  # a worker that is given up keeps its worlds to its end
@@ -67,7 +71,7 @@ class AgentTasks:
             worker=workers(self.book, seed=scenario.seed, broken_share=model.broken_share),
         )
 
-    def source(self, manager: AsyncLLMServerManager) -> AgentGroups:
+    def source(self, manager: AsyncLLMServerManager) -> GroupRunner:
         """The source of groups."""
         scenario, model = self._scenario, self._model
         name = "BlockingSimWorld" if model.blocking else "SimWorld"
@@ -87,15 +91,19 @@ class AgentTasks:
             max_concurrent=model.max_concurrent,
         )
         options = GroupOptions(
-            group_size=scenario.scheduler.samples_per_group,
+            samples_per_group=scenario.scheduler.samples_per_group,
             redundancy=model.redundancy,
-            max_worlds=model.max_worlds,
             retries=model.retries,
             filter=scenario.scheduler.filter,
         )
-        parts = AgentParts(tags={_TAG: plan}, renderer=SimRenderer(strips=model.strips), worlds=self.pool)
-        seen = cast(type[AgentGroups], type("Groups", (SeenSource, self._groups), {"watch": self._watch}))
-        return seen(manager, parts, options)
+        parts = AgentParts(
+            tags={_TAG: plan},
+            renderer=SimRenderer(strips=model.strips),
+            worlds=self.pool,
+            max_worlds=model.max_worlds,
+        )
+        seen = cast(type[GroupRunner], type("Groups", (SeenSource, self._groups), {"watch": self._watch}))
+        return seen(self._worlds(manager, parts), manager, options)
 
     @property
     def num_left(self) -> int:
@@ -108,7 +116,7 @@ class AgentTasks:
 
 
 class BoxedTool:
-    """`agents/tools/toolbox.py: Tool` of the simulator's tool."""
+    """`agents/tools/toolbox.py: Toolset` of the simulator's tool."""
 
     schemas = (function("sim", "A tool.", {}),)
 

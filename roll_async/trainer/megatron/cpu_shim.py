@@ -154,7 +154,7 @@ def hide_cuda() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def demand_device(device: str, *, cuda: bool) -> None:
+def require_device(device: str, *, cuda: bool) -> None:
     """Raises ValueError for a rank on `device` that Megatron would put elsewhere. `cuda`: this process sees a GPU."""
     if device == "cpu" and cuda:
         raise ValueError(

@@ -81,11 +81,11 @@ def logprobs_of_hidden(
         again = torch.is_grad_enabled() and len(picked) > size
         found.append(checkpoint(piece, *part, use_reentrant=False, preserve_rng_state=False) if again else piece(*part))
 
-    def laid(values: Tensor) -> Tensor:
+    def scatter_to_grid(values: Tensor) -> Tensor:
         flat = values.new_zeros(targets.numel())
         return flat.index_put((asked,), values * 0 if none else values).view(targets.shape)
 
-    logprobs, *more = (laid(torch.cat(parts)) for parts in zip(*found, strict=True))
+    logprobs, *more = (scatter_to_grid(torch.cat(parts)) for parts in zip(*found, strict=True))
     return TokenLogprobs(
         logprobs=logprobs,
         entropy=more[0] if with_entropy else None,

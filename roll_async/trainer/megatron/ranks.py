@@ -132,7 +132,7 @@ def data_parallel_place() -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
-def reports() -> bool:
+def is_reporting_rank() -> bool:
     """Whether this rank returns the results of its rows: of all ranks that hold the same rows, one does."""
     return (
         parallel_state.is_pipeline_last_stage()
@@ -150,7 +150,7 @@ def peak_bytes(device: torch.device) -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def exports(parallel: ParallelSizes) -> bool:
+def is_export_rank(parallel: ParallelSizes) -> bool:
     """Whether this rank belongs to the replica whose weights are gathered: together they hold every parameter once.
     With experts spread further than tensors, a replica of the experts spans several of the dense parameters.
     """

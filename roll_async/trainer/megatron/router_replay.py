@@ -31,7 +31,7 @@ class RouterReplay:
     """All routers of this rank. `feeding` says what they replay until it is left."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
-        """Raises ValueError for a model without experts, and for a fused router, which asks nobody."""
+        """Raises ValueError for a model without experts, and for a fused router, which cannot be replayed."""
         if config.num_moe_experts is None:
             raise ValueError("actor_train.router_replay=true, but the model has no experts; set it to false")
         if config.moe_router_fusion:

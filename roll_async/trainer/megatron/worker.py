@@ -56,7 +56,7 @@ class MegatronWorker:
         """Join the process group and load the model. Blocks until all ranks are there. Raises ValueError for a process
         that does not see the devices of its rank.
         """
-        cpu_shim.demand_device(self._spec.device, cuda=torch.cuda.is_available())
+        cpu_shim.require_device(self._spec.device, cuda=torch.cuda.is_available())
         ranks.join(self._spec, self._settings.parallel, self._settings.seed)
         self._device = torch.device(self._spec.device)
         self._model = HfBackedModel(self._settings, self._device)
@@ -157,13 +157,13 @@ class MegatronWorker:
 
         def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
             values = score(batch, output).float().cpu()
-            if ranks.reports():
+            if ranks.is_reporting_rank():
                 width = min(values.shape[1], result.shape[1])
                 result[batch.rows, :width] = values[:, :width]
             return output.new_zeros(()), {}
 
         self._runner.run(self._runner.micro_batches(share.rows, whole), keep, forward_only=True)
-        return result if ranks.reports() else None
+        return result if ranks.is_reporting_rank() else None
 
     def _check_experts(self, share: DataParallelShard) -> None:
         """Raises ValueError for records of another model."""
@@ -294,7 +294,7 @@ class MegatronWorker:
         loss = float(torch.stack(losses).sum()) if losses else 0.0
         if self._spec.world_size == 1:
             return loss, parts
-        own = (loss, [{k: v.cpu() for k, v in p.items()} for p in parts]) if ranks.reports() else (0.0, [])
+        own = (loss, [{k: v.cpu() for k, v in p.items()} for p in parts]) if ranks.is_reporting_rank() else (0.0, [])
         gathered: list = [None] * self._spec.world_size
         dist.all_gather_object(gathered, own)
         return sum(x[0] for x in gathered), [part for x in gathered for part in x[1]]
@@ -307,7 +307,7 @@ class MegatronWorker:
         """
         self._state.require("weights")
         self._gather_parameters()
-        return self._model.export() if ranks.exports(self._settings.parallel) else iter(())
+        return self._model.export() if ranks.is_export_rank(self._settings.parallel) else iter(())
 
     def weight_parts(self, content: Content = Content.MERGED) -> Iterator[TensorPart]:
         """What this rank sends of the present weights in a push; no other rank takes part."""

@@ -14,7 +14,6 @@ import pytest
 
 from roll_async.agents.counts import AgentCounts
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
 from roll_async.agents.limited_turns import TrajectoryEnded
 from roll_async.agents.messages import Message, TurnRequest
 from roll_async.agents.play import PlayOptions
@@ -23,6 +22,7 @@ from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tasks import Tasks, task_of
 from roll_async.agents.tools.toolbox import ToolSpec, open_tools, toolbox_of
+from roll_async.agents.worlds import AgentParts, TagPlan, WorldRunner
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
@@ -31,6 +31,7 @@ from roll_async.launch.rollout_only import rolled
 from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
+from roll_async.rollout.groups import GroupOptions, GroupRunner
 from roll_async.rollout.requests import Interrupted
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
@@ -98,10 +99,11 @@ PLAY = {field.name for field in fields(PlayOptions)}
 
 
 def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), manager=None, **options):
-    """`work(groups, tasks, manager)` on AgentGroups of one tag."""
+    """`work(groups, tasks, manager)` on worlds of one tag."""
     plan_options = {key: options.pop(key) for key in PLAY if key in options}
     silence_s = options.pop("silence_s", float("inf"))
-    group = {"group_size": 3, "retries": 2, **options}
+    limits = {key: options.pop(key) for key in ("max_worlds", "max_validation_worlds", "trains") if key in options}
+    group = {"samples_per_group": options.pop("group_size", 3), "retries": 2, **options}
 
     async def main():
         rng = random.Random(0)
@@ -134,8 +136,9 @@ def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), ma
                 worlds=worlds,
                 gateway=gateway,
                 silence_s=silence_s,
+                **limits,
             )
-            groups = AgentGroups(chosen, parts, GroupOptions(**group))
+            groups = GroupRunner(WorldRunner(chosen, parts), chosen, GroupOptions(**group))
             return await work(groups, Tasks(("T",), (1,), seed=1), chosen)
 
     return asyncio.run(main())
@@ -167,7 +170,7 @@ def test_a_group_shares_its_world_and_survives_the_ledger(tokenizer):
 
 @pytest.mark.slow
 def test_hung_crashing_and_ungraded_worlds_give_no_reward_and_the_run_goes_on(tokenizer, monkeypatch):
-    monkeypatch.setattr("roll_async.agents.groups._LONGEST_RETRY_S", 0.2)
+    monkeypatch.setattr("roll_async.rollout.groups._LONGEST_RETRY_S", 0.2)
 
     async def work(groups, tasks, manager):
         outcomes = await asyncio.gather(*(groups.run_group(tasks.at(i), group_id=i) for i in range(6)))
@@ -377,7 +380,7 @@ def test_the_story_of_a_trajectory_is_all_that_was_said_in_its_order(tokenizer):
 
         async def work(groups, tasks, manager):
             tell = lambda name, task, ending, rows: told.append(ending.story)  # noqa: E731
-            groups._parts = replace(groups._parts, tell=tell)
+            groups.runner._parts = replace(groups.runner._parts, tell=tell)
             await groups.run_group(tasks.at(0), group_id=0)
 
         run_groups(tokenizer, work, **options)
@@ -632,7 +635,7 @@ def test_outcomes_are_counted_by_tag_where_there_are_several():
     counts.ended("B", Ending(outcome=Outcome.SOLVED), tree)
     both = counts.ratios()
     shares = [both[f"agent/{tag}outcomes/solved"] for tag in ("", "A/", "B/")]
-    assert shares == [(3, 4), (1, 2), (2, 2)] and counts.metrics()["agent/attempts"] == 4
+    assert shares == [(3, 4), (1, 2), (2, 2)] and counts.metrics(0)["agent/attempts"] == 4
 
 
 def test_tasks_follow_the_partition_and_the_seed():
@@ -645,7 +648,7 @@ def test_a_session_ends_with_its_trajectory_also_for_an_agent_that_keeps_its_key
     kept = []
 
     async def work(groups, tasks, manager):
-        gateway = groups._parts.gateway
+        gateway = groups.runner._parts.gateway
         opened = gateway.open
 
         def remembering(session):

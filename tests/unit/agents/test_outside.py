@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import AgentResult
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tools.toolbox import toolbox_of
+from roll_async.agents.worlds import AgentParts, TagPlan, WorldRunner
 from roll_async.buffer.errors import EndOfData
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.buffer.ledger import MemoryLedger
@@ -42,6 +42,7 @@ from roll_async.rewards.router import RewardRouter
 from roll_async.rewards.verdict import Verdict
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.groups import GroupOptions, GroupRunner
 from roll_async.rollout.requests import Interrupted
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.schema import Completion, FinishReason, Prompt, Reward, RewardStatus, SamplingParams
@@ -421,7 +422,8 @@ def played(tokenizer, drawn, texts, tell):
             tags=tags, renderer=TemplateRenderer(tokenizer), worlds=pool, gateway=gateway, silence_s=60, tell=told
         )
         manager = Policy(tokenizer, texts)
-        groups = AgentGroups(manager, parts, GroupOptions(group_size=2, retries=1, filter=GroupFilter()))
+        options = GroupOptions(samples_per_group=2, retries=1, filter=GroupFilter())
+        groups = GroupRunner(WorldRunner(manager, parts), manager, options)
         rollouter = Recorded(queue, groups, manager, Source(drawn))
         rollouter.drawn, rollouter.fates = drawn, []
         await trained(queue, rollouter)

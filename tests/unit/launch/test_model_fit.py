@@ -11,7 +11,7 @@ import pytest
 from roll_async.commands.run import prepare
 from roll_async.config.api import ConfigError
 from roll_async.config.engine_traits import ENGINE_TRAITS
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, WORLDS = ROOT / "configs/rlvr_config_async_cpu.yaml", ROOT / "configs/agentic_frozen_lake_async_cpu.yaml"
@@ -39,7 +39,7 @@ def model_in(folder: Path, *, added: int = 0, rows: int = 64, **changes) -> Path
 
 def refused(*overrides, config=CPU) -> list[str]:
     try:
-        admit(config, overrides)
+        check_supported(config, overrides)
     except ConfigError as error:
         return [str(d) for d in error.diagnostics if d.is_error]
     return []

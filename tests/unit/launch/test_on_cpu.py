@@ -7,7 +7,7 @@ import pytest
 
 from roll_async.config.api import ConfigError, load
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 from roll_async.launch.on_cpu import cpu_overrides, take_device
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -16,7 +16,7 @@ RLVR = [path for path in sorted(CONFIGS.glob("*.yaml")) if isinstance(load(path)
 
 @pytest.mark.parametrize("path", RLVR, ids=lambda path: path.stem)
 def test_every_config_passes_the_gate_without_its_devices(path):
-    before, after = load(path), admit(path, cpu_overrides(path, [], "rlvr")).config
+    before, after = load(path), check_supported(path, cpu_overrides(path, [], "rlvr")).config
     assert all(role.device_mapping is None and role.num_ranks == 1 for _, role in after.roles())
     assert after.max_steps == 3 and set(after.rewards) == {"addition"}
     groups = replace(before.algorithm.filter_groups, gen_batch_size=after.algorithm.filter_groups.gen_batch_size)

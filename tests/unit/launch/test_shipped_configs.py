@@ -13,21 +13,21 @@ sys.path.insert(0, str(ROOT / "tools"))
 import shipped_configs
 
 from roll_async.launch.device_memory import device_uses, require_fit
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 
 SHIPPED = shipped_configs.shipped()
 
 
 def test_everything_that_names_devices_is_among_them():
     for path in sorted((ROOT / "configs").glob("*.yaml")):
-        config = admit(path).config
+        config = check_supported(path).config
         assert any(role.device_mapping for _, role in config.roles()) == (path in SHIPPED), path.name
     assert len(SHIPPED) == 16
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_it_fits_devices_of_80_gb_and_none_of_half_of_what_it_takes(path):
-    config = admit(path).config
+    config = check_supported(path).config
     uses = device_uses(config, int(80e9))
     assert uses and all(use.problem is None for use in uses)
     require_fit(config, int(80e9))
@@ -38,7 +38,7 @@ def test_it_fits_devices_of_80_gb_and_none_of_half_of_what_it_takes(path):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_its_ranks_spend_no_time_on_padding_where_the_trainer_can_do_without(path):
-    for name, role in admit(path).config.roles():
+    for name, role in check_supported(path).config.roles():
         if role.is_megatron:
             assert role.micro_batching == ("dynamic" if role.router_replay else "packed"), name
 

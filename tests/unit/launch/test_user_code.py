@@ -10,7 +10,7 @@ from roll_async.agents.tools.toolbox import TOOLS
 from roll_async.config.api import ConfigError
 from roll_async.config.user_options import build_options
 from roll_async.envs.registry import WORLDS, NoOptions
-from roll_async.launch.gate import admit
+from roll_async.launch.gate import check_supported
 from roll_async.launch.user_code import _bound, _options, _source, _spec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +51,7 @@ def refused(tmp_path):
         copy = tmp_path / "run.yaml"
         copy.write_text(shipped.read_text())
         try:
-            admit(copy, overrides)
+            check_supported(copy, overrides)
         except ConfigError as error:
             return [f"{d.id}: {d.key}: {d.message}" for d in error.diagnostics if d.is_error]
         return []

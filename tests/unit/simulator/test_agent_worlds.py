@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from roll_async.agents.groups import AgentGroups
+from roll_async.agents.worlds import WorldRunner
 from roll_async.rollout.group_source import GroupFate
+from roll_async.rollout.groups import GroupRunner
 from roll_async.simulator.models import EngineFaults, ToolModel, WorldModel
 from roll_async.simulator.world import FaultyParts, simulate
 from tools.simulated_worlds import Mode, Size, world
@@ -130,50 +131,51 @@ def test_lock_step_waits_for_the_slowest_world_and_redundancy_does_not(ratio):
     assert ends["redundant"] < ends["free"] < ends["lock-step"]
 
 
-class TrainsFailures(AgentGroups):
+class TrainsFailures(WorldRunner):
     """A world that failed is a world that was lost: reward 0."""
 
-    async def _attempt(self, task, name, running, sampling):
+    async def _attempt(self, task, request):
         from roll_async.schema import Outcome
 
-        ending, session = await super()._attempt(task, name, running, sampling)
+        ending, session = await super()._attempt(task, request)
         if ending.outcome in (Outcome.INFRA_ERROR, Outcome.GRADER_ERROR):
             ending = replace(ending, outcome=Outcome.FAILED, reward=0.0)
         return ending, session
 
 
-class TrainsAllTokens(AgentGroups):
+class TrainsAllTokens(GroupRunner):
     """What worlds said is trained too."""
 
-    def _judge(self, group):
+    def _judge(self, group, kept):
         samples = tuple(replace(s, loss_mask=b"\x01" * len(s.loss_mask)) for s in group.samples)
-        return super()._judge(replace(group, samples=samples))
+        return super()._judge(replace(group, samples=samples), kept)
 
 
-class LosesARow(AgentGroups):
+class LosesARow(GroupRunner):
     """Of a trajectory with several texts only the first is kept."""
 
-    def _judge(self, group):
-        return super()._judge(replace(group, samples=tuple(rows[0] for rows in group.trajectories)))
+    def _judge(self, group, kept):
+        return super()._judge(replace(group, samples=tuple(rows[0] for rows in group.trajectories)), kept)
 
 
-class KeepsTooMany(AgentGroups):
+class KeepsTooMany(GroupRunner):
     """The redundant trajectories are kept as well, when they have ended."""
 
-    async def _first(self, tasks, wanted):
-        return await super()._first(tasks, len(tasks))
+    def __init__(self, runner, manager, options):
+        whole = options.samples_per_group + options.redundancy
+        super().__init__(runner, manager, replace(options, samples_per_group=whole, redundancy=0))
 
 
-class SwapsRewards(AgentGroups):
+class SwapsRewards(GroupRunner):
     """Rewards of the neighbour."""
 
-    def _judge(self, group):
+    def _judge(self, group, kept):
         rewards = [s.reward for s in group.samples]
         samples = tuple(replace(s, reward=r) for s, r in zip(group.samples, rewards[1:] + rewards[:1], strict=True))
-        return super()._judge(replace(group, samples=samples))
+        return super()._judge(replace(group, samples=samples), kept)
 
 
-class QuarantinesAborted(AgentGroups):
+class QuarantinesAborted(GroupRunner):
     """A group that was aborted counts as failed."""
 
     async def run_group(self, prompt, **more):
@@ -183,10 +185,10 @@ class QuarantinesAborted(AgentGroups):
         return outcome
 
 
-class LeavesWorldsOpen(AgentGroups):
-    async def _attempt(self, task, name, running, sampling):
+class LeavesWorldsOpen(WorldRunner):
+    async def _attempt(self, task, request):
         self._parts.worlds.close_soon = lambda world: None
-        return await super()._attempt(task, name, running, sampling)
+        return await super()._attempt(task, request)
 
 
 FAULTY = replace(PLAYED, hang_share=0.2, crash_share=0.2, ungraded_share=0.2, timeout_s=5.0)
@@ -203,9 +205,10 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_source_of_groups_is_noticed_by_the_invariant_it_breaks(name):
-    groups, number, played = MUTANTS[name]
+    broken, number, played = MUTANTS[name]
+    others = FaultyParts(groups=broken) if issubclass(broken, GroupRunner) else FaultyParts(worlds=broken)
     for seed in range(10):
-        findings = simulate(a_world(ratio=2.0, seed=seed, played=played), others=FaultyParts(groups=groups)).findings
+        findings = simulate(a_world(ratio=2.0, seed=seed, played=played), others=others).findings
         if any(f.startswith(f"invariant {number}:") for f in findings):
             return
     pytest.fail(f"10 runs with a source that {name} passed every check")

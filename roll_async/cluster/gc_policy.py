@@ -12,12 +12,12 @@ _EVERYTHING_EVERY_S = 1800.0
 
 
 @contextmanager
-def start_without_collections(*, settled: bool = False) -> Iterator[None]:
+def defer_gc_during_startup(*, settled: bool = False) -> Iterator[None]:
     """Imports and model loading make a million objects that live as long as the process. Repeated collections over them
     cost a role two seconds of its start; one at the end is enough.
 
     `settled`: for processes with an event loop, which must be running: from then on it is never blocked for the third
-    of a second that a collection of everything takes, see `_Passes`.
+    of a second that a collection of everything takes, see `PeriodicGc`.
     """
     gc.disable()
     try:
@@ -26,12 +26,12 @@ def start_without_collections(*, settled: bool = False) -> Iterator[None]:
         gc.enable()
         gc.collect()
         if settled:
-            _Passes.start(asyncio.get_running_loop())
+            PeriodicGc.start(asyncio.get_running_loop())
 
 
-class _Passes:
-    """Each second a collection of what was made in that second; what lives on is left out of later ones. A cycle that
-    becomes garbage after that is found when, rarely, everything is looked at again. Python itself would look at
+class PeriodicGc:
+    """Each second `gc.collect(1)`, then the survivors are frozen: later passes leave them out. A cycle that becomes
+    garbage after that is found when, rarely, everything is collected. Python itself would look at
     everything whenever that has grown by a quarter: 0.1 to 0.4 s in a gateway of 1,000 trajectories.
     """
 

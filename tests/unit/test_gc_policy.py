@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
-from roll_async.cluster import garbage
-from roll_async.cluster.garbage import start_without_collections
+from roll_async.cluster import gc_policy
+from roll_async.cluster.gc_policy import defer_gc_during_startup
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def everything_rests_again():
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(garbage, "_PASS_EVERY_S", 0.01)
+    monkeypatch.setattr(gc_policy, "_PASS_EVERY_S", 0.01)
 
 
 class Pair:
@@ -36,10 +36,10 @@ class Pair:
 
 
 def test_collections_rest_during_a_start_and_go_on_after_it_even_if_it_fails():
-    with start_without_collections():
+    with defer_gc_during_startup():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(OSError), start_without_collections():
+    with pytest.raises(OSError), defer_gc_during_startup():
         raise OSError("no such model")
     assert gc.isenabled()
 
@@ -47,12 +47,12 @@ def test_collections_rest_during_a_start_and_go_on_after_it_even_if_it_fails():
 @pytest.mark.slow
 def test_only_a_process_that_says_so_keeps_what_is_there_out_of_later_collections():
     frozen = gc.get_freeze_count()
-    with start_without_collections():
+    with defer_gc_during_startup():
         pass
     assert gc.get_freeze_count() == frozen
 
     async def settle():
-        with start_without_collections(settled=True):
+        with defer_gc_during_startup(settled=True):
             return [[] for _ in range(100)]
 
     kept = asyncio.run(settle())
@@ -62,7 +62,7 @@ def test_only_a_process_that_says_so_keeps_what_is_there_out_of_later_collection
 @pytest.mark.slow
 def test_a_loop_looks_only_at_what_is_new_and_leaves_it_out_from_then_on():
     async def run():
-        with start_without_collections(settled=True):
+        with defer_gc_during_startup(settled=True):
             frozen = gc.get_freeze_count()
         kept, unused = [Pair() for _ in range(100)], weakref.ref(Pair())
         await asyncio.sleep(0.1)
@@ -75,10 +75,10 @@ def test_a_loop_looks_only_at_what_is_new_and_leaves_it_out_from_then_on():
 @pytest.mark.slow
 @pytest.mark.parametrize(("every_s", "found"), [(1800.0, False), (0.0, True)])
 def test_what_became_garbage_after_it_was_left_out_is_found_when_everything_is_looked_at(monkeypatch, every_s, found):
-    monkeypatch.setattr(garbage, "_EVERYTHING_EVERY_S", every_s)
+    monkeypatch.setattr(gc_policy, "_EVERYTHING_EVERY_S", every_s)
 
     async def run():
-        with start_without_collections(settled=True):
+        with defer_gc_during_startup(settled=True):
             kept = Pair()
         there = weakref.ref(kept)
         await asyncio.sleep(0.05)
@@ -95,7 +95,7 @@ def test_roles_that_start_again_do_not_collect_twice_as_often(monkeypatch):
 
     async def run():
         for _ in range(3):
-            with start_without_collections(settled=True):
+            with defer_gc_during_startup(settled=True):
                 pass
         monkeypatch.setattr(gc, "collect", lambda *generation: passes.append(generation))
         await asyncio.sleep(0.105)
